@@ -1,0 +1,54 @@
+"""jaxgpt: a GPT laboratory in JAX.
+
+Names are loaded when first used, so that importing jaxgpt imports neither jax nor a backend.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxgpt.__main__ import run_experiment as run_experiment
+    from jaxgpt.config import DataConfig as DataConfig
+    from jaxgpt.config import Experiment as Experiment
+    from jaxgpt.config import GPTConfig as GPTConfig
+    from jaxgpt.config import OptimConfig as OptimConfig
+    from jaxgpt.config import ParallelConfig as ParallelConfig
+    from jaxgpt.config import TrainConfig as TrainConfig
+    from jaxgpt.errors import UserError as UserError
+    from jaxgpt.loop import fit as fit
+    from jaxgpt.model import GPT as GPT
+    from jaxgpt.run import Run as Run
+    from jaxgpt.run import load as load
+    from jaxgpt.sample.filters import Sampling as Sampling
+    from jaxgpt.sample.generate import Generated as Generated
+    from jaxgpt.sample.generate import generate as generate
+
+_HOME = {
+    "DataConfig": "config",
+    "Experiment": "config",
+    "GPT": "model",
+    "GPTConfig": "config",
+    "Generated": "sample.generate",
+    "OptimConfig": "config",
+    "ParallelConfig": "config",
+    "Run": "run",
+    "Sampling": "sample.filters",
+    "TrainConfig": "config",
+    "UserError": "errors",
+    "fit": "loop",
+    "generate": "sample.generate",
+    "load": "run",
+    "run_experiment": "__main__",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxgpt' has no attribute {name!r}")
+    return getattr(import_module(f"jaxgpt.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,272 @@
+"""The command line: `jaxgpt VERB ...`, equal to `python -m jaxgpt VERB ...`.
+
+Each verb is a function whose options come from a dataclass, by tyro. Importing this module imports no jax, so
+that help and mistakes answer at once. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import io
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+
+from jaxgpt.config import Experiment
+from jaxgpt.errors import UserError
+from jaxgpt.paths import find_run, is_run
+from jaxgpt.presets import EXPERIMENTS
+
+T = TypeVar("T")
+
+USAGE = """\
+usage: jaxgpt VERB [OPTIONS]
+
+  train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
+  sample [RUN]         continue a prompt from a trained run
+  evaluate [RUN]       loss and bits per character on held-out text
+
+`jaxgpt VERB --help` lists the options. RUN is a run directory; without one, the newest under runs/.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train an experiment, or go on with a run."""
+
+    run_dir: str | None = None  # where the run goes, or goes on; None: runs/NAME
+    fresh: bool = False  # start over: an old run in that place is moved aside, never deleted
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]  # whose fields are options too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """Continue a prompt from a trained run."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    prompt: str = ""  # what to continue; empty: from the end-of-text token, or a newline
+    max_new_tokens: int = 400  # tokens to write
+    num_samples: int = 1  # texts to write
+    temperature: float | None = None  # below 1 safer, above 1 bolder, 0 greedy; None: the experiment's
+    top_k: int | None = None  # draw from the k likeliest tokens
+    top_p: float | None = None  # draw from the fewest tokens that hold this much probability
+    greedy: bool = False  # always the likeliest token
+    seed: int = 0  # the same seed, the same text
+    json: bool = False  # print JSON instead of text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Loss, perplexity and bits per character of a run, on its validation split or on any text."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    data: str | None = None  # a UTF-8 text file; None: the run's validation split
+    json: bool = False  # print JSON instead of text
+
+
+def train(argv: list[str]) -> None:
+    named = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    experiment = _load_experiment(named) if named else _default_experiment(argv)
+    options = _parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
+    _train(options)
+
+
+def _train(options: TrainOptions) -> None:
+    _prepare_jax()
+    from jaxgpt.loop import Diverged, Interrupted, fit
+
+    began = time.monotonic()
+    try:
+        run = fit(options.experiment, options.run_dir, fresh=options.fresh)
+    except (Interrupted, Diverged) as e:
+        _say(str(e))
+        raise SystemExit(1) from None
+    t = options.experiment.train
+    _say(
+        f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * _block_size(run):,} tokens"
+    )
+    if run.val_loss is not None:
+        _say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
+    if t.sample_tokens:
+        text = t.sample_prompt + str(run.sample(t.sample_prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
+        (run.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        print(f"\n{text}\n", flush=True)
+    prompt = t.sample_prompt or "\\n"
+    print(f"next: jaxgpt sample {run.directory} --prompt {_quote(prompt)}")
+
+
+def sample(argv: list[str]) -> None:
+    options = _parse(SampleOptions, argv, "jaxgpt sample [RUN]")
+    for name, value in (("max-new-tokens", options.max_new_tokens), ("num-samples", options.num_samples)):
+        if value < 1:
+            raise UserError(f"--{name} {value}: needs at least 1")
+    find_run(options.run)  # before jax is imported: a wrong path answers at once
+    _prepare_jax()
+    from jaxgpt.data.tokenizer import start_token
+    from jaxgpt.run import load
+
+    run = load(options.run)
+    if not options.prompt:
+        _say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
+    texts = run.sample(
+        [options.prompt] * options.num_samples,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        greedy=options.greedy,
+    )
+    if options.json:
+        print(json.dumps([{"prompt": options.prompt, "text": text} for text in texts], ensure_ascii=False))
+        return
+    for number, text in enumerate(texts):
+        if number:
+            print("-" * 40)
+        print(options.prompt + text)
+
+
+def evaluate(argv: list[str]) -> None:
+    options = _parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
+    find_run(options.run)
+    _prepare_jax()
+    from jaxgpt.run import evaluate_run, load
+
+    found = evaluate_run(load(options.run), options.data)
+    if options.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}")
+    if found["bits_per_character"] is not None:
+        print(f"{found['bits_per_character']:.4f} bits per character")
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "evaluate": evaluate}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `jaxgpt`. Exit status 0: done; 2: the user's mistake, told in a line or two; 1: anything else."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _told_in_words():
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(USAGE.format(experiments=", ".join(EXPERIMENTS)), end="")
+            return
+        verb = arguments.pop(0)
+        if verb not in VERBS:
+            raise UserError(
+                f"unknown verb {verb!r}{_close(verb, VERBS)}. There are {', '.join(VERBS)}: see jaxgpt --help"
+            )
+        VERBS[verb](arguments)
+
+
+def run_experiment(experiment: Experiment) -> None:
+    """What an experiment file ends with: `jaxgpt train FILE`, with the options of this command line."""
+    with _told_in_words():
+        _train(_parse(TrainOptions, sys.argv[1:], Path(sys.argv[0]).name, TrainOptions(experiment=experiment)))
+
+
+@contextlib.contextmanager
+def _told_in_words():
+    try:
+        yield
+    except UserError as e:
+        _say(f"jaxgpt: {e}")
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # `jaxgpt sample | head`
+        sys.stderr.close()
+        raise SystemExit(1) from None
+
+
+def _parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
+    """tyro's parse, with its framed messages told in one line."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise UserError(_one_line(told.getvalue(), prog)) from None
+
+
+def _one_line(framed: str, prog: str) -> str:
+    """The words of one of tyro's boxes, without frame, repeated help or pointer to the help."""
+    words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
+    text = " ".join(w for w in words if w and not set(w) <= set("─"))
+    text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
+    text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
+    return f"{text.rstrip('.')}. See {prog} --help"
+
+
+def _load_experiment(named: str) -> Experiment:
+    """A built-in experiment, or the `experiment` (with FILE.py:NAME, another one) of a Python file, which is run."""
+    if named in EXPERIMENTS:
+        return EXPERIMENTS[named]()
+    file, _, attribute = named.partition(".py:")
+    path = Path(file + ".py") if attribute else Path(named)
+    attribute = attribute or "experiment"
+    if path.suffix != ".py" or not path.is_file():
+        why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
+        raise UserError(
+            f"no experiment {named!r}: {why}{_close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    experiment = getattr(module, attribute, None)
+    if not isinstance(experiment, Experiment):
+        others = [name for name, value in vars(module).items() if isinstance(value, Experiment)]
+        raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
+    return experiment
+
+
+def _default_experiment(argv: list[str]) -> Experiment:
+    """Without an EXPERIMENT: what --run-dir holds, if it is a run; else the quickstart."""
+    for at, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name in ("--run-dir", "--run_dir"):
+            directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
+            if is_run(directory):
+                from jaxgpt.run import read_record
+
+                return read_record(directory).experiment
+    return EXPERIMENTS["quickstart"]()
+
+
+def _prepare_jax() -> None:
+    from jaxgpt.parallel.device import enable_compilation_cache
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every save in a dozen lines
+    enable_compilation_cache()
+
+
+def _block_size(run) -> int:
+    return run.model.config.block_size
+
+
+def _close(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Every option of jaxgpt: frozen dataclasses, validated where they are made, to and from JSON.
+
+One default, one place: nothing else in the package has a fallback for a field. The comment behind a field is
+its help text on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jaxgpt.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The architecture. Names are the GPT-2 family's; a model family is a value of this, never a copy of a layer."""
+
+    vocab_size: int | None = None  # tokens; None: the tokenizer's
+    block_size: int = 1024  # tokens of context
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads per block
+    n_kv_head: int | None = (
+        None  # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
+    )
+    n_embd: int = 768  # width of the residual stream
+    mlp_dim: int | None = (
+        None  # hidden width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd (the same parameter count)
+    )
+    dropout: float = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
+    bias: bool = True  # biases in linear layers and LayerNorm
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # arXiv:1607.06450, arXiv:1910.07467
+    norm_position: Literal["pre", "post"] = "pre"  # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017
+    norm_eps: float = 1e-5  # added to the variance
+    activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu"] = (
+        "gelu_tanh"  # gelu is the erf form, gelu_tanh GPT-2's
+    )
+    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token knows its place
+    rope_theta: float = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
+    qk_norm: bool = False  # RMSNorm over each query and key head before their product (arXiv:2302.05442)
+    tie_embeddings: bool = True  # the output matrix is the token embedding
+    scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017
+    logit_softcap: float | None = None  # c tanh(logits / c); None: no cap
+    residual_init: Literal["scaled", "zero"] = (
+        "scaled"  # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
+    )
+    scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
+    remat: Literal["none", "dots", "full"] = (
+        "none"  # recompute in the backward pass: nothing, all but matrix products, all
+    )
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_dim")
+        _in_range(self, "dropout", 0.0, 1.0)
+        _above_zero(self, "norm_eps", "rope_theta", "logit_softcap")
+        if self.n_embd % self.n_head:
+            below = self.n_embd // self.n_head * self.n_head
+            near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
+            raise UserError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take n_embd={near}, or other heads"
+            )
+        if self.n_head % self.kv_heads:
+            choices = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
+            raise UserError(
+                f"n_head={self.n_head} is not divisible by n_kv_head={self.kv_heads}: take n_kv_head from {choices}"
+            )
+        if self.position == "rope" and self.head_size % 2:
+            raise UserError(
+                f"head size {self.head_size} (n_embd={self.n_embd} / n_head={self.n_head}) is odd: rope turns pairs, so it must be even"
+            )
+        if self.position == "sinusoidal" and self.n_embd % 2:
+            raise UserError(
+                f"n_embd={self.n_embd} is odd: sinusoidal positions are sine and cosine pairs, so it must be even"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def mlp_hidden(self) -> int:
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        if self.activation != "swiglu":
+            return 4 * self.n_embd
+        return -(-8 * self.n_embd // 3 // 8) * 8  # up to a multiple of 8, which every accelerator's tiles like
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, and how it becomes tokens."""
+
+    corpus: str = "python-docs"  # a name in the registry: python-docs, shakespeare, sancho, quijote
+    path: str | None = None  # instead of a corpus: a UTF-8 file, a folder of .txt files, or .bin token shards
+    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
+    bpe_vocab_size: int = 4096  # tokens of the BPE to train
+    val_fraction: float = 0.1  # the last share of the characters is held out
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _at_least(self, 257, "bpe_vocab_size")  # 256 bytes and the end-of-text token
+        if not 0.0 < self.val_fraction < 1.0:
+            raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimiser and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
+    learning_rate: float = 1e-3  # peak, of AdamW
+    muon_learning_rate: float = 0.02  # peak, of Muon's matrices
+    schedule: Literal["cosine", "wsd", "constant"] = (
+        "cosine"  # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392)
+    )
+    warmup_steps: int = 100  # linear from 0
+    decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
+    min_lr_ratio: float = 0.1  # final learning rate over peak
+    beta1: float = 0.9  # AdamW's first moment
+    beta2: float = 0.99  # AdamW's second moment
+    eps: float = 1e-8  # AdamW's denominator
+    weight_decay: float = 0.1  # on matrices only, times the learning rate
+    momentum: float = 0.95  # Muon's
+    grad_clip: float | None = 1.0  # global norm; None: no clipping
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _above_zero(self, "learning_rate", "muon_learning_rate", "eps", "grad_clip")
+        _at_least(self, 0, "warmup_steps", "weight_decay")
+        for name in ("beta1", "beta2", "momentum"):
+            _in_range(self, name, 0.0, 1.0)
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
+        if not 0.0 < self.decay_fraction <= 1.0:
+            raise UserError(f"decay_fraction={self.decay_fraction} is outside (0, 1]: 0.2 decays over the last fifth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop. A step is one optimiser step, whatever the devices and the accumulation."""
+
+    steps: int = 1000  # optimiser steps
+    batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
+    accumulation: int = 1  # micro-batches per optimiser step
+    seed: int = 0  # of initialisation, data order and dropout
+    dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    )
+    attention: Literal["auto", "plain", "xla", "cudnn"] = "auto"  # kernel; auto: cudnn where it can, else plain
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 250  # steps between validations; one more at the end
+    eval_tokens: int | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
+    checkpoint_every: int = 1000  # steps between checkpoints; the best validation and the end are kept as well
+    sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
+    sample_tokens: int = 400  # tokens of that sample
+    sample_temperature: float = 0.8  # of that sample
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _at_least(self, 1, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_tokens")
+        _at_least(self, 1, "checkpoint_every")
+        _at_least(self, 0, "seed", "sample_tokens", "sample_temperature")
+        if self.batch_size % self.accumulation:
+            raise UserError(
+                f"batch_size={self.batch_size} is not divisible by accumulation={self.accumulation}: each micro-batch must be whole"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The hardware: an argument of the run, never part of the experiment's identity."""
+
+    strategy: Literal["auto", "single"] = (
+        "auto"  # single: one device; auto: the same, until there is more to choose from
+    )
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides the result of a run."""
+
+    name: str  # letters, digits, - and _; the run goes to runs/NAME unless told otherwise
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
+            raise UserError(f"name={self.name!r}: it names a directory, so letters, digits, '-' and '_' only")
+        if self.optim.warmup_steps > self.train.steps:
+            raise UserError(
+                f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"
+            )
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as nested dicts of JSON values."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[T], values: Any, where: str = "") -> T:
+    """The inverse of `to_dict`. Unknown keys, missing fields and wrong types raise `UserError`.
+
+    values: anything that `json.load` returns; it need not be trusted.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where or cls.__name__}: got {type(values).__name__}, needs an object")
+    hints = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            raise UserError(f"unknown field {where}{key}" + (f": did you mean {where}{close[0]}?" if close else ""))
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
+    return cls(
+        **{
+            key: from_dict(hints[key], value, f"{where}{key}.") if dataclasses.is_dataclass(hints[key]) else value
+            for key, value in values.items()
+        }
+    )
+
+
+def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configurations of one class differ: `{"model.n_layer": (4, 6)}`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if dataclasses.is_dataclass(x):
+            found |= differences(x, y, f"{where}{field.name}.")
+        elif x != y:
+            found[where + field.name] = (x, y)
+    return found
+
+
+def _check_types(config: Any) -> None:
+    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if not _is_a(value, hint):
+            raise UserError(f"{field.name}={value!r}: needs {_say(hint)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field.name}={value}: needs a finite number")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_is_a(value, h) for h in get_args(hint))
+    if hint is float:  # an int is a fine learning rate; True is not
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _say(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_say(h) for h in get_args(hint))
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "nothing (None)",
+    }
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _at_least(config: Any, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise UserError(f"{name}={value}: needs at least {low}")
+
+
+def _above_zero(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise UserError(f"{name}={value}: needs more than 0")
+
+
+def _in_range(config: Any, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if not low <= value < high:
+        raise UserError(f"{name}={value}: needs at least {low:g} and less than {high:g}")

@@ -1,0 +1,28 @@
+"""From text to batches: tokenizers, corpora, token files, and the pipeline that feeds a run."""
+
+from jaxgpt.data.corpus import CORPORA, Corpus
+from jaxgpt.data.dataset import Dataset, prepare
+from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+
+__all__ = [
+    "CORPORA",
+    "BPETokenizer",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "Corpus",
+    "Dataset",
+    "Tokenizer",
+    "load_tokenizer",
+    "prepare",
+    "train_bpe",
+    "training_batches",
+    "validation_batches",
+]

@@ -1,0 +1,166 @@
+"""Where text comes from: a registry of public corpora, or the user's own files."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import hashlib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxgpt.errors import UserError
+from jaxgpt.paths import cache_directory, write_whole
+
+CHUNK = 8 * 1024**2  # bytes read at a time, so that a text larger than memory streams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A public text: downloaded on first use, checked, kept in the cache, never fetched again."""
+
+    name: str
+    url: str
+    sha256: str  # of the text that `clean` returns, in UTF-8
+    licence: str
+    about: str
+    clean: Callable[[str], str] = str  # from what is downloaded to the text itself
+
+
+def strip_gutenberg(text: str) -> str:
+    """A Project Gutenberg file without its header, licence and Windows line ends."""
+    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
+    start = next((i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")), 0)
+    end = next((i for i, line in enumerate(lines) if line.startswith("*** END OF")), len(lines))
+    return "\n".join(lines[start:end]).strip("\n")
+
+
+CORPORA = {
+    c.name: c
+    for c in (
+        Corpus(
+            name="shakespeare",
+            url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            licence="public domain",
+            about="Tiny Shakespeare: 1,115,394 characters of the plays",
+        ),
+        Corpus(
+            name="sancho",
+            url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
+            "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
+            sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
+            licence="public domain text, MIT repository",
+            about="Cervantes' verse between <|inicio|> and <|fin|>: 147,758 characters, sancho-mini's corpus",
+        ),
+        Corpus(
+            name="quijote",
+            url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
+            sha256="467f4714581d95fcf18b1f852ad8cdc6da184170cd3e7d6bdd548d93655f306d",
+            licence="public domain",
+            about="Don Quixote, both parts, in Spanish: 2,097,952 characters, Project Gutenberg 2000 without its header",
+            clean=strip_gutenberg,
+        ),
+    )
+}
+
+PYTHON_DOCS = "python-docs"  # the corpus that is always there
+
+
+def corpus_files(name: str) -> list[Path]:
+    """The files of a registered corpus, made or downloaded if need be."""
+    if name == PYTHON_DOCS:
+        return [_python_docs()]
+    if name not in CORPORA:
+        raise UserError(
+            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, *CORPORA])}; for a text of your own use --data.path"
+        )
+    corpus = CORPORA[name]
+    path = cache_directory() / "corpora" / f"{name}.txt"
+    if not path.exists():
+        download(corpus, path)
+    elif (found := _sha256(path)) != corpus.sha256:
+        raise UserError(
+            f"{path} is not the corpus {name!r}: its SHA-256 is {found[:12]}..., needed {corpus.sha256[:12]}... "
+            "Delete it to download anew."
+        )
+    return [path]
+
+
+def user_files(path: str) -> list[Path]:
+    """The text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
+    root = Path(path)
+    if root.is_dir():
+        files = sorted(p for p in root.rglob("*.txt") if p.is_file())
+        if not files:
+            raise UserError(
+                f"{root} has no .txt files: give a UTF-8 text file, a folder of .txt files, or .bin token shards"
+            )
+        return files
+    if not root.is_file():
+        raise UserError(
+            f"no file or folder at {root}: --data.path takes a UTF-8 text file, a folder of them, or .bin shards"
+        )
+    return [root]
+
+
+def read_text(files: list[Path]) -> Iterator[str | None]:
+    """The files' text in pieces of bounded size, and None between two files.
+
+    Raises `UserError` with the file and the byte where a text is not UTF-8.
+    """
+    for number, path in enumerate(files):
+        if number:
+            yield None
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        at = 0
+        try:
+            with path.open("rb") as f:
+                while piece := f.read(CHUNK):
+                    yield decoder.decode(piece)
+                    at += len(piece)
+                yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as e:
+            raise UserError(
+                f"{path} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at about offset {at + e.start}. "
+                "Convert it (iconv -t utf-8), or give .bin token shards."
+            ) from None
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}") from None
+
+
+def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
+    """Fetch, clean, check, and only then put in place. Raises `UserError`; a wrong file is never left behind."""
+    by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(corpus.url, timeout=timeout) as response:
+            raw = response.read()
+        text = corpus.clean(raw.decode("utf-8"))
+    except (OSError, urllib.error.URLError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}"
+        ) from None
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if found != corpus.sha256:
+        raise UserError(
+            f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used. {by_hand}"
+        )
+    write_whole(path, text)
+
+
+def _python_docs() -> Path:
+    """Python's own reference, about 460 KB of English prose that `help()` shows; a little different in each release."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
+    path = cache_directory() / "corpora" / f"{PYTHON_DOCS}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
+    if not path.exists():
+        write_whole(path, text)
+    return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

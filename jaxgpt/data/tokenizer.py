@@ -1,0 +1,205 @@
+"""Text to token ids and back: characters, bytes, byte-pair encoding, or bare numbers.
+
+Every tokenizer saves itself as `tokenizer.json` in the run directory, so that a run can always be sampled:
+characters and bytes in a few lines of their own, BPE in Hugging Face's format, unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxgpt.errors import UserError
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
+
+
+class Tokenizer(Protocol):
+    vocab_size: int  # ids are 0 <= id < vocab_size
+    end_of_text: int | None  # the id that separates documents, if there is one
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32. Special tokens written out in the text are text."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; what is not valid UTF-8 becomes U+FFFD."""
+        ...
+
+    def to_json(self) -> str:
+        """What `tokenizer.json` holds."""
+        ...
+
+
+class CharTokenizer:
+    """One id per Unicode character, in code point order, as in nanoGPT and sancho-mini."""
+
+    end_of_text = None
+
+    def __init__(self, characters: Iterable[str]):
+        self.characters = "".join(sorted(set(characters)))
+        self.vocab_size = len(self.characters)
+        if not self.vocab_size:
+            raise UserError("a character tokenizer needs at least one character, got none")
+        self._codes = np.array([ord(c) for c in self.characters], dtype=np.uint32)
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+        ids = np.minimum(np.searchsorted(self._codes, codes), self.vocab_size - 1)
+        unknown = codes[self._codes[ids] != codes]
+        if unknown.size:
+            named = ", ".join(f"{chr(c)!r} (U+{c:04X})" for c in np.unique(unknown)[:8])
+            more = " and more" if np.unique(unknown).size > 8 else ""
+            raise UserError(
+                f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. "
+                "Leave them out, or train with tokenizer byte or bpe, which know every character."
+            )
+        return ids.astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+    def to_json(self) -> str:
+        return json.dumps({"jaxgpt": "char", "characters": self.characters}, ensure_ascii=False)
+
+
+class ByteTokenizer:
+    """One id per byte of UTF-8: any text, no training, 256 ids."""
+
+    vocab_size = 256
+    end_of_text = None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"jaxgpt": "byte"})
+
+
+class IdTokenizer:
+    """Token files without a tokenizer: the text is the numbers, separated by spaces."""
+
+    end_of_text = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise UserError(
+                f"this run has no tokenizer, so its text is numbers like '15 42'; got {text[:40]!r}"
+            ) from None
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(f"token {i} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+        return np.array(ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def to_json(self) -> str:
+        return json.dumps({"jaxgpt": "ids", "vocab_size": self.vocab_size})
+
+
+class BPETokenizer:
+    """Any tokenizer of Hugging Face's `tokenizers`, by its JSON text (GPT-2's, Llama 3's, one trained here)."""
+
+    def __init__(self, text: str):
+        self._json = text
+        try:
+            self._tokenizer = _tokenizers().Tokenizer.from_str(text)
+        except Exception as e:  # the library raises bare Exception for whatever it cannot parse
+            raise UserError(f"not a tokenizer.json of Hugging Face tokenizers: {e}") from e
+        # Off by default in the library: a user who types <|endoftext|> would otherwise inject the special token.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
+        self.end_of_text = next((i for i in known if i is not None), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._json
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
+
+    The 256 bytes and `<|endoftext|>` are always in it. The same texts give the same tokenizer.
+    """
+    hf = _tokenizers()
+    tokenizer = hf.Tokenizer(hf.models.BPE())
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`, one of ours or any of Hugging Face's."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values: Any = json.loads(text)
+    except FileNotFoundError:
+        raise UserError(f"no tokenizer at {path}: give char, byte, bpe, ids, or the path of a tokenizer.json") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} is not a tokenizer.json: {e}") from e
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is not a tokenizer.json: it holds {type(values).__name__}, not an object")
+    match values:
+        case {"jaxgpt": "char", "characters": str(characters)}:
+            return CharTokenizer(characters)
+        case {"jaxgpt": "byte"}:
+            return ByteTokenizer()
+        case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
+            return IdTokenizer(vocab_size)
+        case {"jaxgpt": kind}:
+            raise UserError(f"{path}: unknown kind of tokenizer {kind!r}, known are char, byte, ids")
+    return BPETokenizer(text)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 of what the tokenizer saves."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def start_token(tokenizer: Tokenizer) -> tuple[int, str]:
+    """Where an empty prompt starts, and its name: the end-of-text token, else a newline, else id 0."""
+    if tokenizer.end_of_text is not None:
+        return tokenizer.end_of_text, "the end-of-text token"
+    try:
+        return int(tokenizer.encode("\n")[0]), "a newline"
+    except (UserError, IndexError):
+        return 0, f"token 0, {tokenizer.decode([0])!r}"
+
+
+@functools.cache
+def _tokenizers():
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("BPE needs the tokenizers package: python -m pip install 'jaxgpt[bpe]'") from None
+    return tokenizers

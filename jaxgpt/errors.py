@@ -1,0 +1,8 @@
+"""What jaxgpt raises when the input, not the code, is at fault."""
+
+
+class UserError(ValueError):
+    """A mistake the user can repair: what was got, what is needed, what to do, in one or two lines.
+
+    The command line prints it without a traceback and exits with status 2; from Python it is a `ValueError`.
+    """

@@ -1,0 +1,28 @@
+"""The pieces of a GPT as linen modules over plain functions. They know mathematics, no device and no files.
+
+The letters that end every array's name, and that every einsum uses:
+
+    B batch           T query length    S key/value length    V vocabulary
+    N query heads     K key/value heads G = N // K            H head size
+    D width (n_embd)  F MLP hidden      L layers
+"""
+
+from jaxgpt.layers.attention import CausalSelfAttention, attend
+from jaxgpt.layers.block import Block
+from jaxgpt.layers.mlp import ACTIVATIONS, MLP
+from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from jaxgpt.layers.position import rope, sinusoidal
+
+__all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "Block",
+    "CausalSelfAttention",
+    "LayerNorm",
+    "RMSNorm",
+    "attend",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "sinusoidal",
+]

@@ -1,0 +1,49 @@
+"""The position-wise feed-forward network: expand, bend, project back."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from jaxgpt.layers.linear import dense
+
+# GELU has two forms and libraries disagree on which is the default, so both are named:
+# torch.nn.GELU() is the erf form, GPT-2 and jax.nn.gelu's default the tanh one.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
+    "swiglu": jax.nn.silu,  # of the gate; Shazeer 2020, arXiv:2002.05202
+}
+
+
+class MLP(nn.Module):
+    """x_BTD -> x_BTD, each token by itself: `c_proj(act(c_fc(x)))`, for swiglu `c_proj(silu(c_gate(x)) * c_fc(x))`.
+
+    hidden: F, the width in between.
+    """
+
+    hidden: int
+    activation: str
+    use_bias: bool
+    dropout: float
+    kernel_init: nn.initializers.Initializer
+    residual_init: nn.initializers.Initializer  # of c_proj, which writes into the residual stream
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
+        def linear(features: int, init: nn.initializers.Initializer, name: str) -> nn.Dense:
+            return dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
+
+        act = ACTIVATIONS[self.activation]
+        h_BTF = linear(self.hidden, self.kernel_init, "c_fc")(x_BTD)
+        if self.activation == "swiglu":
+            h_BTF = act(linear(self.hidden, self.kernel_init, "c_gate")(x_BTD)) * h_BTF
+        else:
+            h_BTF = act(h_BTF)
+        out_BTD = linear(x_BTD.shape[-1], self.residual_init, "c_proj")(h_BTF)
+        return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)

@@ -1,0 +1,55 @@
+"""Normalisation over the last axis, with statistics in float32."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+
+def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * scale + bias`, each token by itself; the variance divides by D.
+
+    Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
+    """
+    x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 numbers keeps two digits
+    centred = x32 - x32.mean(axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    out = centred * jax.lax.rsqrt(variance + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
+    if bias_D is not None:
+        out = out + jnp.broadcast_to(bias_D, x_BTD.shape)
+    return out.astype(x_BTD.dtype)
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean. Zhang and Sennrich 2019, arXiv:1910.07467."""
+    x32 = x_BTD.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    out = x32 * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
+    return out.astype(x_BTD.dtype)
+
+
+class LayerNorm(nn.Module):
+    """`layer_norm` with a learned scale (gamma, from 1) and bias (beta, from 0). x_BTD -> x_BTD."""
+
+    eps: float = 1e-5
+    use_bias: bool = True
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        D = x_BTD.shape[-1]
+        scale_D = self.param("scale", nn.initializers.ones, (D,), self.param_dtype)
+        bias_D = self.param("bias", nn.initializers.zeros, (D,), self.param_dtype) if self.use_bias else None
+        return layer_norm(x_BTD, scale_D, bias_D, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a learned scale, from 1. x_BTD -> x_BTD."""
+
+    eps: float = 1e-5
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        scale_D = self.param("scale", nn.initializers.ones, (x_BTD.shape[-1],), self.param_dtype)
+        return rms_norm(x_BTD, scale_D, self.eps)

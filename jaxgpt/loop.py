@@ -1,0 +1,292 @@
+"""The training loop: the one impure part, top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxgpt.checkpoint import Checkpoints
+from jaxgpt.config import Experiment, differences
+from jaxgpt.data.dataset import Dataset, prepare
+from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.errors import UserError
+from jaxgpt.evaluate import mean_loss
+from jaxgpt.flops import count_parameters, peak_flops, train_flops_per_token
+from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.model import GPT
+from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.parallel.device import compute_options, device_kind, keep_freed_memory
+from jaxgpt.parallel.single import jit_eval_step, jit_init, jit_train_step
+from jaxgpt.paths import RUNS, is_run
+from jaxgpt.progress import Display
+from jaxgpt.run import Run, load, read_record, resolve_vocab, write_record
+from jaxgpt.train import eval_step, init_state, train_step
+from jaxgpt.viz.curves import plot_losses
+
+# Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
+# fake devices on few cores hang when hundreds are in flight.
+IN_FLIGHT = 2
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM: the run was saved first. `str()` says how to continue."""
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a finite number; the last checkpoint is from before."""
+
+
+def fit(
+    experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
+) -> Run:
+    """Train an experiment in a run directory (None: `runs/NAME`), or go on with it from its last checkpoint.
+
+    fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
+    Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
+    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite.
+    """
+    directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
+    train, model_config = experiment.train, experiment.model
+
+    # Setup: nothing is written until all of it has worked.
+    existing = _existing_run(directory, fresh)
+    if existing:
+        _refuse_other_configuration(directory, experiment)
+    dataset = prepare(experiment.data, block_size=model_config.block_size, vocab_size=model_config.vocab_size)
+    if existing:
+        _refuse_other_data(directory, dataset)
+    model_config = resolve_vocab(model_config, dataset.tokenizer)
+    options = compute_options(model_config, train)
+    model = GPT(model_config, **options.for_model())
+    optimizer = make_optimizer(experiment.optim, train.steps)
+    if directory.exists() and fresh:
+        _move_aside(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not existing:
+        write_record(directory, experiment, dataset, model_config.vocab_size)
+
+    # State: made, or restored.
+    keep_freed_memory()
+    init_key, dropout_key = jax.random.split(jax.random.key(train.seed))
+    state = jit_init(functools.partial(init_state, model, optimizer))(init_key)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    start = checkpoints.last() or 0
+    if start:
+        state = checkpoints.restore(start, state)
+    kept = rewind_metrics(directory / "metrics.jsonl", start)
+    seconds_before = max((line.get("seconds") or 0.0 for line in kept), default=0.0)
+
+    step_fn = jit_train_step(
+        functools.partial(
+            train_step,
+            model=model,
+            optimizer=optimizer,
+            schedule=learning_rate(experiment.optim, train.steps),
+            accumulation=train.accumulation,
+        )
+    )
+    evaluate = functools.partial(mean_loss, jit_eval_step(functools.partial(eval_step, model=model)))
+    n_params = count_parameters(state.params)
+    tokens_per_step = train.batch_size * model_config.block_size
+    peak = peak_flops(device_kind())
+    flops_per_token = train_flops_per_token(model_config, n_params)
+
+    display = Display(train.steps, start, show=progress)
+    display.say(f"{experiment.name}: {n_params:,} parameters, {options.reason}")
+    display.say(
+        f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+        f"vocabulary {model_config.vocab_size}; {tokens_per_step:,} tokens per step; run in {directory}"
+    )
+    if start:
+        display.say(f"continuing at step {start} of {train.steps}")
+    metrics_file = MetricsFile(directory / "metrics.jsonl")
+    batches = training_batches(
+        dataset.train,
+        block_size=model_config.block_size,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        start_step=start,
+    )
+
+    pending: deque = deque()  # (step, its metrics, still on the device)
+    clock = _Clock(seconds_before)
+    logged_at = (start, clock.working())
+
+    def settle(limit: int) -> None:
+        """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
+        nonlocal logged_at
+        while len(pending) > limit:
+            step, on_device = pending.popleft()
+            loss = float(on_device["loss"])
+            if not math.isfinite(loss):
+                raise Diverged(
+                    f"the loss is {loss} at step {step}: lower --optim.learning-rate, or raise --optim.warmup-steps. "
+                    f"The last checkpoint is step {checkpoints.last() or 'none'}."
+                )
+            if step % train.log_every and step != train.steps:
+                continue
+            then, at = logged_at
+            rate = (step - then) * tokens_per_step / max(clock.working() - at, 1e-9)
+            logged_at = (step, clock.working())
+            metrics_file.write(
+                step=step,
+                tokens=step * tokens_per_step,
+                loss=loss,
+                grad_norm=float(on_device["grad_norm"]),
+                learning_rate=float(on_device["learning_rate"]),
+                tokens_per_second=rate,
+                mfu=None if peak is None else rate * flops_per_token / (peak * jax.device_count()),
+                seconds=clock.total(),
+            )
+            display.update(step, loss=loss, rate=rate)
+
+    def validate(step: int) -> float:
+        windows = validation_batches(
+            dataset.val,
+            block_size=model_config.block_size,
+            batch_size=train.batch_size // train.accumulation,
+            max_tokens=train.eval_tokens,
+        )
+        with clock.paused():
+            val_loss, _ = evaluate(state.params, windows)
+        metrics_file.write(step=step, val_loss=val_loss)
+        display.update(step, val_loss=val_loss)
+        return val_loss
+
+    best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
+    try:
+        with _signals() as caught:
+            for step in range(start + 1, train.steps + 1):
+                began = time.monotonic()
+                state, on_device = step_fn(state, next(batches), dropout_key)
+                pending.append((step, on_device))
+                if step == start + 1:  # waits once: the first step is compilation
+                    settle(0)
+                    display.say(
+                        f"first step after {time.monotonic() - began:.1f} s (compilation, kept for the next start)"
+                    )
+                settle(IN_FLIGHT)
+
+                stop = bool(caught)
+                val_loss = None
+                if step % train.eval_every == 0 or step == train.steps:
+                    settle(0)
+                    val_loss = validate(step)
+                is_best = val_loss is not None and val_loss < best
+                if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
+                    settle(0)  # a step whose loss is not finite is never saved
+                    with clock.paused():
+                        checkpoints.save(state, step, val_loss)
+                    best = val_loss if is_best else best
+                if stop:
+                    checkpoints.wait()
+                    raise Interrupted(
+                        f"{caught[0].name}: saved step {step} of {train.steps}. "
+                        f"To continue: jaxgpt train --run-dir {directory}"
+                    )
+    finally:
+        display.close()
+        batches.close()
+        metrics_file.close()
+        checkpoints.close()
+        plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)
+
+    return load(directory)
+
+
+def _existing_run(directory: Path, fresh: bool) -> bool:
+    if is_run(directory):
+        return not fresh
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(
+            f"{directory} exists and is not a run directory (no experiment.json): name another with --run-dir"
+        )
+    return False
+
+
+def _refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
+    """A run continues only as what it was. Hardware may change, and so may the place of the same data."""
+    changed = {
+        name: values
+        for name, values in differences(read_record(directory).experiment, experiment).items()
+        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus")
+    }
+    if changed:
+        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
+        raise UserError(
+            f"{directory} holds a run with another configuration: {listed}. "
+            "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        )
+
+
+def _refuse_other_data(directory: Path, dataset: Dataset) -> None:
+    before = read_record(directory).data
+    changed = [name for name, value in dataset.fingerprint.items() if before.get(name) != value]
+    if changed:
+        listed = ", ".join(
+            f"{name} {str(before.get(name))[:12]} -> {str(dataset.fingerprint[name])[:12]}" for name in changed
+        )
+        raise UserError(
+            f"{directory} was trained on other data: {listed}. Give the same text, another --run-dir, or --fresh."
+        )
+
+
+def _move_aside(directory: Path) -> None:
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+        number += 1
+    directory.rename(aside)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course at once."""
+    caught: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+        yield caught
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, frame: object) -> None:
+        caught.append(signal.Signals(number))
+        restore()
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield caught
+    finally:
+        restore()
+
+
+class _Clock:
+    """Seconds of a run over all its sittings, and those of them spent on steps rather than on pauses."""
+
+    def __init__(self, before: float):
+        self._start = time.monotonic() - before
+        self._pauses = 0.0
+
+    def total(self) -> float:
+        return time.monotonic() - self._start
+
+    def working(self) -> float:
+        return self.total() - self._pauses
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._pauses += time.monotonic() - began

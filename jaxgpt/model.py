@@ -1,0 +1,121 @@
+"""GPT: embed, blocks, unembed."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.errors import UserError
+from jaxgpt.layers.block import INIT_STD, Block, make_norm
+from jaxgpt.layers.position import sinusoidal
+
+
+class GPT(nn.Module):
+    """A decoder-only Transformer: tokens_BT -> logits_BTV in float32.
+
+    Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream
+    divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
+
+    dtype: of activations and matrix products; norms, softmax and logits are float32 whatever it is.
+    attention: the kernel, see `layers.attend`. Both are the hardware's business, hence not in `config`;
+    `parallel.device.compute_options` chooses them.
+
+    Example:
+        >>> model = GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=6, n_head=6, n_embd=384))
+        >>> params = model.init(jax.random.key(0), tokens_BT)["params"]
+        >>> logits_BTV = model.apply({"params": params}, tokens_BT)
+    """
+
+    config: GPTConfig
+    dtype: DTypeLike = jnp.float32
+    attention: str = "plain"
+
+    def setup(self) -> None:
+        c = self.config
+        if c.vocab_size is None:
+            raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
+        init = nn.initializers.normal(INIT_STD)
+        self.wte = nn.Embed(c.vocab_size, c.n_embd, embedding_init=init)
+        if c.position == "learned":
+            self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
+        self.drop = nn.Dropout(c.dropout)
+        block = (
+            Block
+            if c.remat == "none"
+            else nn.remat(Block, policy=_remat_policy(c.remat), static_argnums=(3,), prevent_cse=not c.scan_layers)
+        )
+        if c.scan_layers:
+            scanned = nn.scan(
+                _scan_body(block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(nn.broadcast, nn.broadcast),
+                length=c.n_layer,
+            )
+            self.h = scanned(c, self.attention, self.dtype)
+        else:
+            self.h = [block(c, self.attention, self.dtype) for _ in range(c.n_layer)]
+        if c.norm_position == "pre":  # post-norm blocks end in a norm already
+            self.ln_f = make_norm(c, "ln_f")
+        if not c.tie_embeddings:
+            self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
+
+    def __call__(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
+        """Logits of each next token. T is at most block_size; `train=True` drops, with `rngs={"dropout": key}`."""
+        return self.unembed(self.features(tokens_BT, train=train))
+
+    def features(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
+        """The residual stream after the last norm, x_BTD, in `dtype`."""
+        c = self.config
+        T = tokens_BT.shape[-1]
+        if c.block_size < T:
+            raise UserError(f"{T} tokens exceed block_size={c.block_size}: cut the input to its last {c.block_size}")
+        positions_T = jnp.arange(T)
+        x_BTD = self.wte(tokens_BT)
+        if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: else the sines drown N(0, 0.02) embeddings
+            x_BTD = x_BTD * math.sqrt(c.n_embd)
+        if c.position == "learned":
+            x_BTD = x_BTD + self.wpe(positions_T)[None]
+        elif c.position == "sinusoidal":
+            x_BTD = x_BTD + sinusoidal(positions_T, c.n_embd)[None]
+        x_BTD = self.drop(x_BTD.astype(self.dtype), deterministic=not train)
+        if c.scan_layers:
+            x_BTD, _ = self.h(x_BTD, positions_T, train)
+        else:
+            for block in self.h:
+                x_BTD = block(x_BTD, positions_T, train)  # pyrefly: ignore[not-callable]
+        return self.ln_f(x_BTD) if c.norm_position == "pre" else x_BTD
+
+    def unembed(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits_BTV of features. bfloat16 inputs, float32 sums: rounded logits would shift the loss by 0.1%."""
+        c = self.config
+        kernel_DV = self.wte.embedding.T if c.tie_embeddings else self.lm_head
+        x_ND = x_BTD.reshape(-1, c.n_embd)  # two axes: see layers.linear
+        logits_NV = jnp.dot(x_ND, kernel_DV.astype(self.dtype), preferred_element_type=jnp.float32)
+        logits_BTV = logits_NV.reshape(*x_BTD.shape[:-1], c.vocab_size)
+        if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
+            logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
+        return logits_BTV
+
+
+def _remat_policy(remat: str):
+    """What the forward pass keeps: with "dots" the results of matrix products, with "full" nothing."""
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+
+
+def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
+    """`block` as nn.scan wants it: (carry, *broadcast) -> (carry, output per layer)."""
+
+    class Layer(nn.Module):
+        config: GPTConfig
+        attention: str
+        dtype: DTypeLike
+
+        @nn.compact
+        def __call__(self, x_BTD, positions_T, train):
+            return block(self.config, self.attention, self.dtype, name="block")(x_BTD, positions_T, train), None
+
+    return Layer

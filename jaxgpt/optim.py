@@ -1,0 +1,80 @@
+"""The optimiser as one visible optax.chain, and its schedule."""
+
+import jax
+import optax
+
+from jaxgpt.config import OptimConfig
+
+MATRICES = (
+    "kernel",
+    "embedding",
+    "lm_head",
+)  # the names of parameters that are matrices, stacked by scan or not
+
+
+def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Learning rate over its peak at each step: linear warm-up, then cosine, warmup-stable-decay, or constant.
+
+    Step 0 already moves: the warm-up starts at 1 / (warmup_steps + 1). The minimum is reached at `steps`.
+    """
+    warmup, low = config.warmup_steps, config.min_lr_ratio
+    rest = max(1, steps - warmup)
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(1.0, rest, alpha=low)
+    elif config.schedule == "wsd":
+        decay = max(1, min(rest, round(steps * config.decay_fraction)))
+        after = optax.linear_schedule(1.0, low, decay, transition_begin=rest - decay)
+    else:
+        after = optax.constant_schedule(1.0)
+    ramp = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
+    return optax.join_schedules([ramp, after], [warmup])
+
+
+def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
+    """AdamW's learning rate at each step (Muon's has the same shape)."""
+    relative = relative_schedule(config, steps)
+    return lambda step: config.learning_rate * relative(step)
+
+
+def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """Clip, then AdamW; with name="muon" the blocks' matrices go to Muon, all else stays with AdamW.
+
+    AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, decaying matrices only. Muon: Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate.
+    """
+    relative = relative_schedule(config, steps)
+    adamw = optax.adamw(
+        learning_rate(config, steps),
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map_with_path(lambda path, _: _name(path[-1]) in MATRICES, params),
+    )
+    muon = optax.contrib.muon(
+        lambda step: config.muon_learning_rate * relative(step),
+        beta=config.momentum,
+        weight_decay=config.weight_decay,
+        # Explicit, because without it the layer axis of scanned kernels would count as part of the matrix.
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params
+        ),
+    )
+    update = adamw if config.name == "adamw" else optax.partition({"adamw": adamw, "muon": muon}, muon_labels)
+    return optax.chain(
+        optax.identity() if config.grad_clip is None else optax.clip_by_global_norm(config.grad_clip), update
+    )
+
+
+def muon_labels(params) -> dict:
+    """ "muon" for the kernels inside blocks, "adamw" for embeddings, head, norms and biases."""
+
+    def label(path, _) -> str:
+        in_block = _name(path[0]).split("_")[0] == "h"
+        return "muon" if in_block and _name(path[-1]) == "kernel" else "adamw"
+
+    return jax.tree.map_with_path(label, params)
+
+
+def _name(entry) -> str:
+    return str(getattr(entry, "key", entry))

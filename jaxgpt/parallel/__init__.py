@@ -1,0 +1,1 @@
+"""Where programs meet devices: nothing outside this package names one."""

@@ -1,0 +1,54 @@
+"""Strict JAX, a private cache, and the small things that several tests share."""
+
+import os
+from pathlib import Path
+
+# Tests compile thousands of tiny programs and run each once: compile fast, run slowly. Before jax is imported.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+REPOSITORY = Path(__file__).parent.parent
+
+# Letters with sizes that all differ, so that a swapped axis cannot pass (see jaxgpt/layers/__init__.py).
+SIZES = {"B": 2, "T": 5, "N": 6, "K": 3, "H": 4, "D": 24, "F": 28, "V": 11, "L": 7}
+
+TEXT = (
+    """In a village of La Mancha, the name of which I have no desire to call to mind, there lived not long since
+one of those gentlemen that keep a lance in the lance-rack, an old buckler, a lean hack, and a greyhound.
+"""
+    * 8
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory):
+    """Corpora, token files and compiled programs of the tests, away from the user's."""
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ["JAXGPT_CACHE"] = str(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "mancha.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_text():
+    """The folder of real text that JAXGPT_TEST_DATA names."""
+    directory = os.environ.get("JAXGPT_TEST_DATA")
+    if not directory or not Path(directory).is_dir():
+        pytest.skip("JAXGPT_TEST_DATA names no folder of real text (sancho.txt, quijote.txt, shakespeare.txt)")
+    return Path(directory)

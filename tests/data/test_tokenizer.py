@@ -1,0 +1,143 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgpt.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    IdTokenizer,
+    fingerprint,
+    load_tokenizer,
+    start_token,
+    train_bpe,
+)
+from jaxgpt.errors import UserError
+from tests.conftest import TEXT
+
+SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([TEXT], 300)
+
+
+@given(st.text(alphabet=SPANISH, min_size=0, max_size=50))
+def test_characters_there_and_back(text):
+    tokenizer = CharTokenizer(SPANISH)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(max_size=50))
+def test_bytes_there_and_back(text):
+    text = text.encode("utf-8", "ignore").decode("utf-8", "ignore")
+    ids = ByteTokenizer().encode(text)
+    assert ids.dtype == np.int32
+    assert ByteTokenizer().decode(ids) == text
+
+
+def test_bpe_there_and_back_on_text_it_never_saw(bpe):
+    assert bpe.vocab_size <= 300
+    assert bpe.decode(bpe.encode(SPANISH)) == SPANISH
+    assert len(bpe.encode(TEXT)) < 0.6 * len(TEXT)
+
+
+def test_training_bpe_twice_gives_the_same(bpe):
+    assert train_bpe([TEXT], 300).to_json() == bpe.to_json()
+
+
+def test_special_tokens_written_by_a_user_are_text(bpe):
+    assert bpe.end_of_text is not None
+    assert bpe.end_of_text not in bpe.encode("a <|endoftext|> b")
+    assert bpe.decode(bpe.encode("a <|endoftext|> b")) == "a <|endoftext|> b"
+
+
+def test_character_ids_are_nanogpts():
+    """Sorted by code point: nanoGPT's prepare.py gives newline 0, space 1."""
+    tokenizer = CharTokenizer("hello world\n")
+    assert tokenizer.characters == "\n dehlorw"
+    assert tokenizer.encode("he\n").tolist() == [4, 3, 0]
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(UserError, match=r"'s' \(U\+0073\), 'ñ' \(U\+00F1\)"):
+        CharTokenizer("abc").encode("cañas")
+    with pytest.raises(UserError, match="and more"):
+        CharTokenizer("a").encode("bcdefghijklmnop")
+
+
+def test_invalid_utf8_decodes_to_the_replacement_character():
+    assert ByteTokenizer().decode([0xC3]) == "�"
+
+
+def test_numbers():
+    tokenizer = IdTokenizer(50)
+    assert tokenizer.encode("3 49").tolist() == [3, 49]
+    assert tokenizer.decode([3, 49]) == "3 49"
+    with pytest.raises(UserError, match="token 50 is outside the vocabulary, 0 to 49"):
+        tokenizer.encode("50")
+    with pytest.raises(UserError, match="no tokenizer"):
+        tokenizer.encode("hello")
+
+
+def test_saved_and_loaded(tmp_path, bpe):
+    for tokenizer in (CharTokenizer(SPANISH), ByteTokenizer(), IdTokenizer(7), bpe):
+        path = tmp_path / "tokenizer.json"
+        path.write_text(tokenizer.to_json(), encoding="utf-8")
+        loaded = load_tokenizer(path)
+        assert type(loaded) is type(tokenizer)
+        assert loaded.vocab_size == tokenizer.vocab_size
+        assert fingerprint(loaded) == fingerprint(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"jaxgpt": "runes"}',
+        '{"jaxgpt": "char"}',
+        '{"jaxgpt": "ids", "vocab_size": 0}',
+        '{"model": {}}',
+    ],
+)
+def test_damaged_files_are_told(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(UserError):
+        load_tokenizer(path)
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(UserError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "none.json")
+
+
+def test_where_an_empty_prompt_starts(bpe):
+    assert start_token(bpe)[0] == bpe.end_of_text
+    assert start_token(CharTokenizer("\nab")) == (0, "a newline")
+    assert start_token(ByteTokenizer()) == (10, "a newline")
+    assert start_token(CharTokenizer("ab"))[0] == 0
+
+
+def test_any_tokenizer_of_the_library_loads(tmp_path):
+    """One with another end-of-text token, a post-processor, padding and truncation: none of which we want."""
+    hf = pytest.importorskip("tokenizers", reason="BPE is an extra")
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = hf.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.enable_padding(length=9)
+    tokenizer.enable_truncation(1)
+    loaded = BPETokenizer(tokenizer.to_str())
+    assert loaded.encode("a b").tolist() == [2, 3]
+    assert loaded.end_of_text == 1
+    assert json.loads(loaded.to_json())["model"]["type"] == "WordLevel"

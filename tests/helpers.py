@@ -1,0 +1,94 @@
+"""Plain functions that several tests use."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.model import GPT
+from tests.conftest import REPOSITORY, SIZES
+
+DIMS = chex.Dimensions(**SIZES)
+
+# float32 sums in another order: a few units in the last place of numbers near 1.
+FLOAT32_REORDERED = dict(rtol=2e-5, atol=2e-5)
+
+TINY = GPTConfig(vocab_size=SIZES["V"], block_size=8, n_layer=2, n_head=2, n_embd=8)
+
+
+def make_model(config: GPTConfig, seed: int = 0, **kwargs):
+    """(model, params) with random parameters everywhere, so that no bias or scale hides a mistake by being 0 or 1."""
+    model = GPT(config, **kwargs)
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    rng = np.random.default_rng(seed)
+    return model, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("train", "method"))
+def apply(
+    model: GPT,
+    params: dict,
+    inputs,
+    *,
+    train: bool = False,
+    key: jax.Array | None = None,
+    method: str | None = None,
+):
+    """`model.apply` in one compiled program: op by op a test would compile hundreds."""
+    rngs = None if key is None else {"dropout": key}
+    if method is not None:
+        return model.apply({"params": params}, inputs, method=method)
+    return model.apply({"params": params}, inputs, train=train, rngs=rngs)
+
+
+def tokens_BT(config: GPTConfig, batch: int = 2, seed: int = 2) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, config.block_size), 0, config.vocab_size)
+
+
+def stack_layers(params: dict, n_layer: int) -> dict:
+    """The parameters of a model with separate layers, as the same model with `scan_layers` has them."""
+    layers = [params[f"h_{i}"] for i in range(n_layer)]
+    rest = {name: value for name, value in params.items() if not name.startswith("h_")}
+    return rest | {"h": {"block": jax.tree.map(lambda *x: jnp.stack(x), *layers)}}
+
+
+def tiny_experiment(text: Path, **train) -> Experiment:
+    """Trains in a second or two."""
+    return Experiment(
+        name="tiny",
+        model=dataclasses.replace(TINY, vocab_size=None),
+        data=DataConfig(path=str(text)),
+        optim=OptimConfig(warmup_steps=2),
+        train=TrainConfig(
+            **{
+                "steps": 6,
+                "batch_size": 4,
+                "log_every": 1,
+                "eval_every": 3,
+                "checkpoint_every": 2,
+                "sample_tokens": 12,
+            }
+            | train
+        ),
+    )
+
+
+def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:
+    """`python ARGV...` with a deadline that ends in SIGKILL (subprocess.run kills on timeout)."""
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=deadline,
+    )

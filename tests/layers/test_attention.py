@@ -1,0 +1,131 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.layers import CausalSelfAttention, attend
+from tests.conftest import SIZES
+from tests.helpers import DIMS, FLOAT32_REORDERED
+
+
+def qkv(dims="BTNH", kv_dims="BTKH"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return (
+        jax.random.normal(keys[0], DIMS[dims]),
+        jax.random.normal(keys[1], DIMS[kv_dims]),
+        jax.random.normal(keys[2], DIMS[kv_dims]),
+    )
+
+
+def attend_in_loops(q_BTNH, k_BSKH, v_BSKH):
+    """Causal attention as the lessons write it: one head, one token at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BSKH, v_BSKH))
+    B, T, N, H = q.shape
+    G = N // k.shape[2]
+    out = np.zeros_like(q)
+    for b in range(B):
+        for n in range(N):
+            for t in range(T):
+                scores = k[b, : t + 1, n // G] @ q[b, t, n] / np.sqrt(H)
+                weights = np.exp(scores - scores.max())
+                out[b, t, n] = weights / weights.sum() @ v[b, : t + 1, n // G]
+    return out
+
+
+@pytest.mark.parametrize("kernel", ["plain", "xla"])
+def test_every_kernel_equals_the_loops(kernel):
+    out_BTNH = attend(*qkv(), kernel=kernel)
+    chex.assert_shape(out_BTNH, DIMS["BTNH"])
+    np.testing.assert_allclose(out_BTNH, attend_in_loops(*qkv()), **FLOAT32_REORDERED)
+
+
+def test_kernels_have_the_same_gradients():
+    def loss(kernel):
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(*qkv())
+
+    chex.assert_trees_all_close(loss("plain"), loss("xla"), **FLOAT32_REORDERED)
+
+
+def test_softmax_of_the_lesson():
+    """Logits 10, 6, 3: the first takes 98% of the attention (H = 1, so the scale is 1)."""
+    q = jnp.ones((1, 3, 1, 1))
+    k = jnp.array([10.0, 6.0, 3.0]).reshape(1, 3, 1, 1)
+    v = jnp.array([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1)
+    np.testing.assert_allclose(attend(q, k, v)[0, 2, 0, 0], 0.981, atol=1e-3)
+
+
+def test_scores_and_softmax_are_float32():
+    """With bfloat16 inputs only inputs and output are rounded: two digits, not none."""
+    q, k, v = (8.0 * x for x in qkv())
+    low = attend(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    assert low.dtype == jnp.bfloat16
+    rounded = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
+    np.testing.assert_allclose(low.astype(jnp.float32), attend(*rounded), rtol=0.02, atol=0.1)
+
+
+def test_extreme_scores_are_finite():
+    q, k, v = qkv()
+    chex.assert_tree_all_finite(attend(1e10 * q, 1e10 * k, v))
+
+
+def make_attention(**kwargs):
+    init = jax.nn.initializers.normal(0.3)
+    options = dict(
+        n_head=SIZES["N"],
+        n_kv_head=SIZES["K"],
+        use_bias=True,
+        dropout=0.0,
+        qk_norm=False,
+        norm_eps=1e-5,
+        rope_theta=None,
+    )
+    layer = CausalSelfAttention(**options | kwargs, kernel_init=init, residual_init=init)
+    x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
+    return layer, layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])), x_BTD
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"qk_norm": True}, {"rope_theta": 100.0}, {"n_kv_head": 6, "use_bias": False}])
+def test_no_token_sees_the_future(kwargs):
+    """The gradient of token t's output is zero for every later input, and not for any earlier one."""
+    layer, variables, x_BTD = make_attention(**kwargs)
+    gradient = jax.jit(jax.grad(lambda x, t: layer.apply(variables, x, jnp.arange(SIZES["T"]))[:, t].sum()))
+    for t in range(SIZES["T"]):
+        reach = np.abs(gradient(x_BTD, t)).sum((0, 2))
+        np.testing.assert_array_equal(reach[t + 1 :], 0.0)
+        assert (reach[: t + 1] > 0).all()
+
+
+def test_parameter_shapes():
+    _, variables, _ = make_attention(qk_norm=True)
+    D, N, K, H = (SIZES[x] for x in "DNKH")
+    shapes = jax.tree.map(jnp.shape, variables["params"])
+    assert shapes["q"] == {"kernel": (D, N * H), "bias": (N * H,)}
+    assert shapes["k"] == shapes["v"] == {"kernel": (D, K * H), "bias": (K * H,)}
+    assert shapes["c_proj"] == {"kernel": (D, D), "bias": (D,)}
+    assert shapes["q_norm"] == shapes["k_norm"] == {"scale": (H,)}
+
+
+def test_one_key_value_head_each_equals_shared_heads_repeated():
+    """Grouped heads are full heads whose keys and values are copies (arXiv:2305.13245)."""
+    q, k, v = qkv()
+    G = SIZES["N"] // SIZES["K"]
+    full = attend(q, jnp.repeat(k, G, axis=2), jnp.repeat(v, G, axis=2))
+    np.testing.assert_allclose(attend(q, k, v), full, **FLOAT32_REORDERED)
+
+
+def test_dropout_drops_weights_and_output_in_training_only():
+    layer, variables, x_BTD = make_attention(dropout=0.5)
+    positions = jnp.arange(SIZES["T"])
+    plain = layer.apply(variables, x_BTD, positions)
+    np.testing.assert_array_equal(plain, layer.apply(variables, x_BTD, positions, train=False))
+    dropped = layer.apply(variables, x_BTD, positions, train=True, rngs={"dropout": jax.random.key(0)})
+    zeros = float(jnp.mean(dropped == 0.0))
+    assert 0.3 < zeros < 0.7  # the output's half
+
+
+def test_dropped_weights_keep_their_expectation():
+    q, k, v = qkv()
+    keys = jax.random.split(jax.random.key(0), 2000)
+    mean = jax.vmap(lambda key: attend(q, k, v, dropout=0.3, key=key))(keys).mean(0)
+    np.testing.assert_allclose(mean, attend(q, k, v), atol=0.1)  # 4 standard errors of 2000 draws

@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.layers import ACTIVATIONS, MLP
+from tests.conftest import SIZES
+from tests.helpers import DIMS, FLOAT32_REORDERED
+
+
+def make_mlp(hidden, width, **kwargs):
+    init = jax.nn.initializers.normal(0.1)
+    options = dict(activation="gelu", use_bias=True, dropout=0.0)
+    mlp = MLP(hidden=hidden, **options | kwargs, kernel_init=init, residual_init=init)
+    return mlp, mlp.init(jax.random.key(0), jnp.ones((1, 1, width)))
+
+
+def test_shapes_of_the_lesson():
+    """tinytorch's MLP: (1, 10, 768) in and out, 3072 inside, GELU and biases."""
+    mlp, variables = make_mlp(3072, 768)
+    x = jax.random.normal(jax.random.key(1), (1, 10, 768))
+    assert mlp.apply(variables, x).shape == (1, 10, 768)
+    assert variables["params"]["c_fc"]["kernel"].shape == (768, 3072)
+    assert variables["params"]["c_proj"]["kernel"].shape == (3072, 768)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_1", "at_minus_1"),
+    [
+        ("relu", 1.0, 0.0),
+        ("gelu", 0.841345, -0.158655),  # x Phi(x)
+        ("gelu_tanh", 0.841192, -0.158808),
+        ("relu2", 1.0, 0.0),
+        ("swiglu", 0.731059, -0.268941),  # x sigmoid(x), of the gate
+    ],
+)
+def test_activations(name, at_1, at_minus_1):
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.array([1.0, -1.0])), [at_1, at_minus_1], atol=1e-6)
+
+
+def test_relu2_squares():
+    np.testing.assert_array_equal(ACTIVATIONS["relu2"](jnp.array([3.0, -3.0])), [9.0, 0.0])
+
+
+def test_the_two_gelus_differ():
+    x = jnp.linspace(-3, 3, 50)
+    difference = jnp.abs(ACTIVATIONS["gelu"](x) - ACTIVATIONS["gelu_tanh"](x)).max()
+    assert 1e-4 < difference < 1e-3
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_formula(activation):
+    D, F = SIZES["D"], SIZES["F"]
+    mlp, variables = make_mlp(F, D, activation=activation)
+    p = variables["params"]
+    x = jax.random.normal(jax.random.key(1), (3, D))
+    h = x @ p["c_fc"]["kernel"]
+    gate = x @ p["c_gate"]["kernel"] if activation == "swiglu" else h
+    h = ACTIVATIONS[activation](gate) * (h if activation == "swiglu" else 1.0)
+    np.testing.assert_allclose(
+        mlp.apply(variables, x), h @ p["c_proj"]["kernel"], **FLOAT32_REORDERED
+    )  # biases start at 0
+
+
+def test_tokens_do_not_mix():
+    mlp, variables = make_mlp(SIZES["F"], SIZES["D"])
+    x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
+    grad_BTD = jax.grad(lambda x: mlp.apply(variables, x)[:, 2].sum())(x_BTD)
+    assert set(np.flatnonzero(np.abs(grad_BTD).sum((0, 2)))) == {2}
+
+
+def test_dropout_of_the_output():
+    mlp, variables = make_mlp(SIZES["F"], SIZES["D"], dropout=0.5)
+    x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
+    out = mlp.apply(variables, x_BTD, train=True, rngs={"dropout": jax.random.key(0)})
+    assert 0.3 < float(jnp.mean(out == 0.0)) < 0.7
+    kept = out != 0.0
+    np.testing.assert_allclose(out[kept], 2.0 * mlp.apply(variables, x_BTD)[kept], **FLOAT32_REORDERED)

@@ -1,0 +1,51 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.layers import LayerNorm, RMSNorm, layer_norm, rms_norm
+from tests.helpers import DIMS
+
+
+def test_layer_norm_of_the_lesson():
+    """The worked example of sancho-mini's lesson: mean 0.5, variance 6.25, then gamma and beta."""
+    x_D = jnp.array([1.0, 0.0, -3.0, 4.0])
+    ones = jnp.ones(4)
+    np.testing.assert_allclose(layer_norm(x_D, ones, None, eps=0.0), [0.2, -0.2, -1.4, 1.4], atol=1e-6)
+    gamma, beta = jnp.array([2.0, 1.0, 0.5, 1.0]), jnp.array([0.1, 0.2, 0.3, 0.4])
+    np.testing.assert_allclose(layer_norm(x_D, gamma, beta, eps=0.0), [0.5, 0.0, -0.4, 1.8], atol=1e-6)
+
+
+def test_normalised_tokens_have_mean_0_and_variance_1():
+    x_BTD = 3.0 + 5.0 * jax.random.normal(jax.random.key(0), DIMS["BTD"])
+    y_BTD = LayerNorm().apply({"params": {"scale": jnp.ones(DIMS["D"]), "bias": jnp.zeros(DIMS["D"])}}, x_BTD)
+    chex.assert_shape(y_BTD, DIMS["BTD"])
+    np.testing.assert_allclose(y_BTD.mean(-1), 0.0, atol=1e-5)
+    np.testing.assert_allclose(y_BTD.var(-1), 1.0, atol=1e-4)
+
+
+def test_rms_norm_is_layer_norm_of_centred_tokens():
+    x_BTD = jax.random.normal(jax.random.key(0), DIMS["BTD"])
+    x_BTD -= x_BTD.mean(-1, keepdims=True)
+    scale_D = jnp.arange(1.0, 1 + SIZE_D)
+    np.testing.assert_allclose(
+        rms_norm(x_BTD, scale_D, 1e-5), layer_norm(x_BTD, scale_D, None, 1e-5), rtol=1e-5, atol=1e-5
+    )
+
+
+SIZE_D = DIMS["D"][0]
+
+
+def test_statistics_are_float32_whatever_the_input():
+    """1000 and 1001 are one number in bfloat16's sums, two in float32's."""
+    x_D = jnp.array([256.0, 258.0, 260.0, 262.0], jnp.bfloat16)
+    y_D = layer_norm(x_D, jnp.ones(4), None, 0.0)
+    assert y_D.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y_D.astype(jnp.float32), [-1.3416, -0.4472, 0.4472, 1.3416], rtol=1e-2)
+
+
+def test_parameters():
+    x_BTD = jnp.ones(DIMS["BTD"])
+    assert set(LayerNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale", "bias"}
+    assert set(LayerNorm(use_bias=False).init(jax.random.key(0), x_BTD)["params"]) == {"scale"}
+    assert set(RMSNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale"}

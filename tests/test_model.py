@@ -1,0 +1,197 @@
+"""Laws of the whole model, over a grid of architectures."""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.errors import UserError
+from jaxgpt.flops import count_parameters, peak_flops, train_flops_per_token
+from jaxgpt.model import GPT
+from jaxgpt.presets import gpt2
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
+
+ARCHITECTURES = {
+    "gpt2": {},
+    "2017": dict(norm_position="post", activation="relu", position="sinusoidal", scale_embeddings=True),
+    "llama": dict(norm="rmsnorm", activation="swiglu", position="rope", bias=False, n_kv_head=1, tie_embeddings=False),
+    "speedrun": dict(norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, logit_softcap=15.0),
+    "no positions": dict(position="none", activation="gelu", mlp_dim=20),
+}
+every_architecture = pytest.mark.parametrize("kind", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+
+
+def tiny(**kwargs) -> GPTConfig:
+    return dataclasses.replace(TINY, **kwargs)
+
+
+@every_architecture
+def test_logits_are_float32_of_the_right_shape(kind):
+    config = tiny(**kind)
+    model, params = make_model(config, dtype=jnp.bfloat16)
+    logits_BTV = apply(model, params, tokens_BT(config, batch=3))
+    chex.assert_shape(logits_BTV, (3, config.block_size, config.vocab_size))
+    assert logits_BTV.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+@every_architecture
+def test_causal_by_gradient(kind):
+    """Logits at t move with the embeddings of tokens 0..t and with no later one."""
+    config = tiny(**kind)
+    model, params = make_model(config)
+    inputs_BT = jnp.arange(config.block_size)[None]  # every token once, so that a row of wte is a place
+
+    def logit(params, t):
+        # Read out along a fixed direction, not wte: the tied output matrix would move with every token.
+        features_BTD = apply(model, params, inputs_BT, method="features")
+        return jnp.sum(features_BTD[0, t] * jnp.arange(1.0, 1 + config.n_embd))
+
+    gradient = jax.jit(jax.grad(logit))
+    for t in (0, 3, config.block_size - 1):
+        reach = np.abs(gradient(params, t)["wte"]["embedding"]).sum(-1)[: config.block_size]
+        np.testing.assert_array_equal(reach[t + 1 :], 0.0)
+        assert (reach[: t + 1] > 0).all()
+
+
+@every_architecture
+def test_scan_equals_loop(kind):
+    config = tiny(**kind)
+    model, params = make_model(config)
+    scanned = GPT(dataclasses.replace(config, scan_layers=True))
+    inputs = tokens_BT(config)
+    stacked = stack_layers(params, config.n_layer)
+    chex.assert_trees_all_equal_shapes(stacked, jax.eval_shape(scanned.init, jax.random.key(0), inputs)["params"])
+    np.testing.assert_allclose(apply(scanned, stacked, inputs), apply(model, params, inputs), **FLOAT32_REORDERED)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(remat, scan_layers):
+    """Same loss and gradients, dropout included; and it does recompute: the jaxpr says so."""
+    plain = tiny(dropout=0.3, scan_layers=scan_layers)
+    model, params = make_model(plain)
+    inputs = tokens_BT(plain)
+
+    def loss(params, model):
+        logits = apply(model, params, inputs, train=True, key=jax.random.key(0))
+        return jnp.sum(jnp.sin(logits))
+
+    rematted = GPT(dataclasses.replace(plain, remat=remat))
+    expected, actual = (jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, m) for m in (model, rematted))
+    chex.assert_trees_all_close(actual, expected, **FLOAT32_REORDERED)
+    jaxprs = [str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(params, m)) for m in (model, rematted)]
+    assert ["checkpoint" in text or "remat" in text for text in jaxprs] == [False, True]
+
+
+def test_bfloat16_is_near_float32():
+    model, params = make_model(TINY)
+    low = GPT(TINY, dtype=jnp.bfloat16)
+    inputs = tokens_BT(TINY)
+    np.testing.assert_allclose(
+        apply(low, params, inputs), apply(model, params, inputs), rtol=0.05, atol=0.05
+    )  # bfloat16 has 8 bits: half a percent per operation
+
+
+def test_dropout_needs_train_and_a_key():
+    config = tiny(dropout=0.5)
+    model, params = make_model(config)
+    inputs = tokens_BT(config)
+    still = apply(model, params, inputs)
+    np.testing.assert_array_equal(still, apply(model, params, inputs, key=jax.random.key(0)))
+    one, two = (apply(model, params, inputs, train=True, key=jax.random.key(k)) for k in (0, 1))
+    assert not np.allclose(one, two)
+    assert not np.allclose(one, still)
+
+
+def test_softcap_bounds_logits():
+    config = tiny(logit_softcap=2.0)
+    model, params = make_model(config)
+    params["wte"]["embedding"] *= 100.0
+    logits = apply(model, params, tokens_BT(config))
+    assert 1.5 < float(jnp.abs(logits).max()) <= 2.0
+
+
+def test_post_norm_is_add_and_norm():
+    """The 2017 block as the lesson writes it: LayerNorm(x + sublayer(x))."""
+    config = tiny(**ARCHITECTURES["2017"], n_layer=1)
+    model, params = make_model(config)
+    x = apply(model, params, tokens_BT(config), method="features")
+    p = params["h_0"]["ln_2"]
+    normalised = (np.asarray(x) - np.asarray(p["bias"])) / np.asarray(p["scale"])
+    np.testing.assert_allclose(normalised.mean(-1), 0.0, atol=1e-4)
+    np.testing.assert_allclose(normalised.var(-1), 1.0, atol=1e-2)
+    assert "ln_f" not in params
+
+
+def test_feed_forward_of_2017_is_512_2048_512():
+    config = tiny(**ARCHITECTURES["2017"], n_embd=512, n_head=8)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(GPT(config).init, jax.random.key(0), tokens_BT(config))["params"])
+    assert shapes["h_0"]["mlp"]["c_fc"]["kernel"] == (512, 2048)
+    assert shapes["h_0"]["mlp"]["c_proj"]["kernel"] == (2048, 512)
+
+
+def test_initialisation_is_gpt2s():
+    config = GPTConfig(vocab_size=500, block_size=16, n_layer=8, n_head=4, n_embd=128, scan_layers=True)
+    params = jax.jit(GPT(config).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    std = jax.tree.map(lambda x: float(x.std()), params)
+    for value in (
+        std["wte"]["embedding"],
+        std["h"]["block"]["attn"]["q"]["kernel"],
+        std["h"]["block"]["mlp"]["c_fc"]["kernel"],
+    ):
+        assert value == pytest.approx(0.02, rel=0.05)
+    for value in (
+        std["h"]["block"]["attn"]["c_proj"]["kernel"],
+        std["h"]["block"]["mlp"]["c_proj"]["kernel"],
+    ):
+        assert value == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
+    loss_at_start = math.log(500)
+    logits = apply(GPT(config), params, tokens_BT(config))
+    assert float(jax.nn.logsumexp(logits, axis=-1).mean()) == pytest.approx(loss_at_start, rel=0.02)
+
+
+def test_zero_residual_init_makes_every_block_the_identity():
+    config = tiny(residual_init="zero")
+    model = GPT(config)
+    inputs = tokens_BT(config)
+    params = jax.jit(model.init)(jax.random.key(0), inputs)["params"]
+    no_blocks = GPT(dataclasses.replace(config, n_layer=1))
+    np.testing.assert_allclose(apply(model, params, inputs), apply(no_blocks, params, inputs), **FLOAT32_REORDERED)
+
+
+def test_parameters_do_not_depend_on_the_batch():
+    model = GPT(TINY)
+    a, b = (jax.jit(model.init)(jax.random.key(0), tokens_BT(TINY, batch=n))["params"] for n in (1, 5))
+    chex.assert_trees_all_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("124M", 124.44), ("350M", 354.82), ("774M", 774.03), ("1558M", 1557.61)]
+)
+def test_gpt2_sizes_by_shape(size, millions):
+    """The published parameter counts, without allocating one."""
+    params = jax.eval_shape(GPT(gpt2(size)).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    assert count_parameters(params) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+def test_flops_per_token():
+    """GPT-2 124M at 1024 tokens: 6 x (124.4M - 0.8M of positions) + 12 x 12 x 768 x 1024."""
+    config = gpt2()
+    assert train_flops_per_token(config, 124_439_808) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("cpu") is None
+
+
+def test_misuse_is_told():
+    with pytest.raises(UserError, match="vocab_size=None"):
+        GPT(GPTConfig()).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    model, params = make_model(TINY)
+    with pytest.raises(UserError, match="9 tokens exceed block_size=8"):
+        apply(model, params, jnp.zeros((1, 9), jnp.int32))

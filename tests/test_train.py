@@ -1,0 +1,150 @@
+"""Laws of the step: accumulation, resumption, donation, recompilation, and learning at all."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import OptimConfig
+from jaxgpt.data.pipeline import Batch
+from jaxgpt.model import GPT
+from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.parallel.single import jit_eval_step, jit_train_step
+from jaxgpt.train import eval_step, init_state, train_step
+from tests.helpers import TINY, tokens_BT
+
+OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
+CONFIG = dataclasses.replace(TINY, n_layer=1)
+STEPS = 8
+
+
+@functools.cache
+def make_step(config=CONFIG, optim=OPTIM, accumulation=1):
+    """(step, its compiled form, the state of step 0); compiled once for all tests of this file."""
+    model, optimizer = GPT(config), make_optimizer(optim, STEPS)
+    step = functools.partial(
+        train_step,
+        model=model,
+        optimizer=optimizer,
+        schedule=learning_rate(optim, STEPS),
+        accumulation=accumulation,
+    )
+    state = jax.jit(functools.partial(init_state, model, optimizer))(jax.random.key(0))
+    return step, jax.jit(step), state
+
+
+def make_batch(mask=None):
+    text_BT1 = tokens_BT(dataclasses.replace(CONFIG, block_size=CONFIG.block_size + 1), 4)
+    mask = jnp.ones((4, CONFIG.block_size), bool) if mask is None else mask
+    return Batch(inputs_BT=text_BT1[:, :-1], targets_BT=text_BT1[:, 1:], mask_BT=mask)
+
+
+def run(compiled, state, steps=STEPS, batch=None):
+    """Losses of some steps on one batch, and the state after them."""
+    losses = []
+    batch = make_batch() if batch is None else batch
+    for _ in range(steps):
+        state, metrics = compiled(state, batch, jax.random.key(1))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_it_learns(name):
+    _, compiled, state = make_step(optim=dataclasses.replace(OPTIM, name=name))
+    losses, state = run(compiled, state)
+    assert losses[-1] < losses[0] - 0.15
+    assert int(state.step) == STEPS
+
+
+def test_metrics():
+    _, compiled, state = make_step()
+    _, metrics = compiled(state, make_batch(), jax.random.key(1))
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+    chex.assert_tree_all_finite(metrics)
+    assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
+
+
+# Sums of float32 in another order, through Adam, whose first steps are sign-like: 1e-4 of the learning rate's size.
+ACCUMULATION_TOLERANCE = dict(rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_accumulation_equals_one_big_batch(masked):
+    """Also when the micro-batches have different numbers of targets."""
+    mask = np.ones((4, CONFIG.block_size), bool)
+    if masked:
+        mask[0, :5], mask[3] = False, False
+    batch = make_batch(jnp.asarray(mask))
+    one, _ = run(*make_step()[1:], batch=batch)
+    four, _ = run(*make_step(accumulation=4)[1:], batch=batch)
+    np.testing.assert_allclose(one, four, **ACCUMULATION_TOLERANCE)
+
+
+def test_micro_batches_draw_their_own_dropout():
+    """Two equal halves of a batch lose differently, so their mean is not the loss of the first."""
+    config = dataclasses.replace(CONFIG, dropout=0.5)
+    batch = make_batch()
+    twins = jax.tree.map(lambda x: jnp.concatenate([x[:2], x[:2]]), batch)
+    _, compiled, state = make_step(config, accumulation=2)
+    losses = {float(compiled(state, twins._replace(mask_BT=mask), jax.random.key(1))[1]["loss"]) for mask in halves()}
+    assert len(losses) == 2
+
+
+def halves():
+    first = np.zeros((4, CONFIG.block_size), bool)
+    first[:2] = True
+    return jnp.asarray(first), jnp.asarray(~first)
+
+
+def test_a_batch_without_targets_is_no_nan():
+    _, compiled, state = make_step()
+    batch = make_batch(jnp.zeros((4, CONFIG.block_size), bool))
+    state, metrics = compiled(state, batch, jax.random.key(1))
+    assert float(metrics["loss"]) == 0.0
+    chex.assert_tree_all_finite(state.params)
+
+
+def test_dropout_depends_on_the_step_and_on_nothing_else():
+    """Steps 4..7 from a saved state are the steps of an uninterrupted run, bit for bit."""
+    _, compiled, state = make_step(dataclasses.replace(CONFIG, dropout=0.3))
+    whole, end = run(compiled, state)
+    first, middle = run(compiled, state, 4)
+    saved = jax.tree.map(np.asarray, middle)  # through the host, as a checkpoint goes
+    second, resumed_end = run(compiled, jax.tree.map(jnp.asarray, saved), 4)
+    assert whole == first + second
+    chex.assert_trees_all_equal(end.params, resumed_end.params)
+
+
+def test_one_compilation_and_donated_state():
+    step, _, state = make_step()
+    state = jax.tree.map(jnp.copy, state)
+    chex.clear_trace_counter()
+    compiled = jit_train_step(chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1))
+    for seed in range(3):
+        before = state
+        state, _ = compiled(state, make_batch(), jax.random.key(seed))
+        assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+
+
+def test_golden_losses():
+    """The first losses of a fixed run. If they move, the arithmetic did: look at two curves before you change them."""
+    losses, _ = run(*make_step()[1:], steps=3)
+    np.testing.assert_allclose(losses, GOLDEN, rtol=1e-5)
+
+
+GOLDEN = [2.3897225856781006, 2.3612446784973145, 2.32462477684021]
+
+
+def test_eval_step_counts_only_masked_targets():
+    _, _, state = make_step()
+    evaluate = jit_eval_step(functools.partial(eval_step, model=GPT(CONFIG)))
+    mask = jnp.ones((4, CONFIG.block_size), bool).at[:, 4:].set(False)
+    nats, count = evaluate(state.params, make_batch(mask))
+    assert float(count) == 16
+    short = jax.tree.map(lambda x: x[:, :4], make_batch())
+    np.testing.assert_allclose(nats, evaluate(state.params, short)[0], rtol=1e-5)
