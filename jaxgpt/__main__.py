@@ -97,12 +97,17 @@ def _train(options: TrainOptions) -> None:
     )
     if run.val_loss is not None:
         _say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
+    prompt = t.sample_prompt
+    try:
+        run.tokenizer.encode(prompt)
+    except UserError as e:  # the experiment's prompt, another text than it was written for
+        _say(f"sampling from nothing, not from {prompt!r}: {e}")
+        prompt = ""
     if t.sample_tokens:
-        text = t.sample_prompt + str(run.sample(t.sample_prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
+        text = prompt + str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
         (run.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
         print(f"\n{text}\n", flush=True)
-    prompt = t.sample_prompt or "\\n"
-    print(f"next: jaxgpt sample {run.directory} --prompt {_quote(prompt)}")
+    print(f"next: jaxgpt sample {run.directory}" + (f" --prompt {_quote(prompt)}" if prompt.strip() else ""))
 
 
 def sample(argv: list[str]) -> None:

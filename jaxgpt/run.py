@@ -123,7 +123,7 @@ def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
             raise UserError(f"the text of {run.directory} has changed since it was trained: name one with --data FILE")
         tokens, characters = dataset.val, dataset.val_characters
     else:
-        text = "".join(piece or "\n" for piece in read_text(user_files(path)))
+        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
         ids = run.tokenizer.encode(text)
         if len(ids) < 2:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -138,7 +139,9 @@ def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
         with urllib.request.urlopen(corpus.url, timeout=timeout) as response:
             raw = response.read()
         text = corpus.clean(raw.decode("utf-8"))
-    except (OSError, urllib.error.URLError, UnicodeDecodeError) as e:
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
+        if isinstance(e, urllib.error.HTTPError):
+            e.close()  # it is the response as well
         raise UserError(
             f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}"
         ) from None

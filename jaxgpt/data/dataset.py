@@ -127,14 +127,19 @@ def _write_tokens(directory: Path, files: list[Path], train_characters: int, tok
     """Stream the text into train.bin and val.bin beside the tokenizer; the directory appears whole or not at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    between = tokenizer.encode("\n") if tokenizer.end_of_text is None else np.array([tokenizer.end_of_text])
+
+    def encode(text: str | None) -> np.ndarray:
+        if text is None and tokenizer.end_of_text is not None:
+            return np.array([tokenizer.end_of_text])
+        return tokenizer.encode("\n" if text is None else text)
+
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
     try:
         counts, digests = {"train": 0, "val": 0}, {"train": hashlib.sha256(), "val": hashlib.sha256()}
         with contextlib.ExitStack() as stack:
             out = {s: stack.enter_context((partial / f"{s}.bin").open("wb")) for s in counts}
             for split, text in _split(read_text(files), train_characters):
-                ids = (between if text is None else tokenizer.encode(text)).astype(dtype).tobytes()
+                ids = encode(text).astype(dtype).tobytes()
                 out[split].write(ids)
                 digests[split].update(ids)
                 counts[split] += len(ids) // dtype.itemsize

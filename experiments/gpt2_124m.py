@@ -1,0 +1,34 @@
+"""GPT-2 small from nothing, on tokens prepared by nanoGPT or llm.c.
+
+Reference   nanoGPT's reproduction: OpenWebText, 8 A100 for 4 days, 600,000 steps, validation loss about 2.85.
+Command     python experiments/gpt2_124m.py --data.path DIR      DIR: train.bin and val.bin, or llm.c's shards
+            --data.tokenizer GPT2/tokenizer.json                 to read the samples as text, not as numbers
+Hardware    an accelerator: one step is 491,520 tokens. On CPU it is checked by shape, and shrunk, in the tests.
+Expected    3.28 on FineWeb after 10 billion tokens (llm.c's figure), 2.85 on OpenWebText after 300 billion.
+"""
+
+import dataclasses
+
+import jaxgpt
+from jaxgpt import DataConfig, Experiment, OptimConfig, TrainConfig
+from jaxgpt.presets import gpt2
+
+experiment = Experiment(
+    name="gpt2-124m",
+    # No dropout, as in nanoGPT's pretraining; 50,304 is 50,257 padded to whole tiles of 64.
+    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False),
+    data=DataConfig(path="data/openwebtext", tokenizer="ids"),
+    optim=OptimConfig(learning_rate=6e-4, warmup_steps=2000, beta2=0.95, min_lr_ratio=0.1, weight_decay=0.1),
+    train=TrainConfig(
+        steps=600_000,
+        batch_size=480,
+        accumulation=40,
+        eval_every=1000,
+        eval_tokens=2_000_000,
+        checkpoint_every=1000,
+        sample_tokens=100,
+    ),
+)
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)

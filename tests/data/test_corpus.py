@@ -1,0 +1,144 @@
+"""The registry against a local server: what is downloaded, checked, refused, kept."""
+
+import dataclasses
+import hashlib
+import http.server
+import threading
+
+import pytest
+
+from jaxgpt.data import corpus as module
+from jaxgpt.data.corpus import CORPORA, Corpus, corpus_files, download, read_text, strip_gutenberg, user_files
+from jaxgpt.errors import UserError
+
+TEXT = "Desocupado lector: ñandú.\n"
+
+
+@pytest.fixture
+def server():
+    """Serves TEXT at /good and half of it, with the whole's length, at /cut; counts what it served."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = TEXT.encode()
+            server.served.append(self.path)
+            if self.path == "/missing":
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2] if self.path == "/cut" else body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.served = []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(timeout=10)
+
+
+def entry(server, page, sha256=hashlib.sha256(TEXT.encode()).hexdigest()):  # noqa: B008
+    return Corpus(
+        name="lector",
+        url=f"http://127.0.0.1:{server.server_port}/{page}",
+        sha256=sha256,
+        licence="public domain",
+        about="for this test",
+    )
+
+
+def test_downloaded_once_then_kept(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    monkeypatch.setitem(CORPORA, "lector", entry(server, "good"))
+    for _ in range(2):
+        (path,) = corpus_files("lector")
+        assert path.read_text(encoding="utf-8") == TEXT
+    assert server.served == ["/good"]
+    path.write_text("something else")
+    with pytest.raises(UserError, match="is not the corpus 'lector'"):
+        corpus_files("lector")
+
+
+@pytest.mark.parametrize(
+    ("page", "sha256", "said"),
+    [
+        ("missing", "0" * 64, "could not download lector"),
+        ("good", "0" * 64, "has SHA-256"),
+        ("cut", hashlib.sha256(TEXT.encode()).hexdigest(), "lector"),
+    ],
+)
+def test_what_fails_is_told_and_leaves_nothing(server, tmp_path, page, sha256, said):
+    path = tmp_path / "corpora" / "lector.txt"
+    with pytest.raises(UserError, match=said) as caught:
+        download(entry(server, page, sha256), path)
+    assert "by hand" in str(caught.value) and str(path) in str(caught.value)
+    assert not list(path.parent.iterdir())
+
+
+def test_no_network_is_told(tmp_path):
+    nowhere = dataclasses.replace(CORPORA["shakespeare"], url="http://127.0.0.1:9/")
+    with pytest.raises(UserError, match="could not download shakespeare"):
+        download(nowhere, tmp_path / "x.txt", timeout=5.0)
+
+
+def test_the_registry_is_complete():
+    for name, corpus in CORPORA.items():
+        assert corpus.name == name
+        assert len(corpus.sha256) == 64 and corpus.url.startswith("https://")
+        assert corpus.licence and corpus.about
+
+
+@pytest.mark.parametrize("name", ["shakespeare", "sancho", "quijote"])
+def test_registered_hashes_are_those_of_the_real_texts(real_text, name):
+    assert hashlib.sha256((real_text / f"{name}.txt").read_bytes()).hexdigest() == CORPORA[name].sha256
+
+
+def test_pythons_documentation_is_always_there():
+    (path,) = corpus_files("python-docs")
+    text = path.read_text(encoding="utf-8")
+    assert len(text) > 300_000 and "statement" in text
+    assert corpus_files("python-docs") == [path]
+
+
+def test_an_unknown_corpus_is_told():
+    with pytest.raises(UserError, match="unknown corpus 'bible': there are python-docs, shakespeare"):
+        corpus_files("bible")
+
+
+def test_gutenberg_frame_is_removed():
+    framed = "\ufeffThe Project Gutenberg eBook\r\n*** START OF THE PROJECT ***\r\n\r\nEn un lugar\r\nde la Mancha\r\n\r\n*** END OF THE PROJECT ***\r\nlicence\r\n"
+    assert strip_gutenberg(framed) == "En un lugar\nde la Mancha"
+
+
+def test_a_folder_is_its_text_files_by_name(tmp_path):
+    (tmp_path / "b.txt").write_text("B")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("A")
+    (tmp_path / "c.md").write_text("C")
+    files = user_files(str(tmp_path))
+    assert [f.name for f in files] == ["b.txt", "a.txt"]
+    assert list(read_text(files)) == ["B", "", None, "A", ""]
+
+
+def test_text_is_read_in_pieces_and_characters_stay_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 3)
+    path = tmp_path / "t.txt"
+    path.write_text("ñandú — sí", encoding="utf-8")
+    pieces = list(read_text([path]))
+    assert len(pieces) > 3 and "".join(pieces) == "ñandú — sí"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"abc\xff\xfedef", b"\x89PNG\r\n\x1a\n\x00", "año".encode("latin-1"), "ñ".encode()[:1]]
+)
+def test_what_is_not_utf8_is_told_with_its_place(tmp_path, raw):
+    path = tmp_path / "t.txt"
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"t\.txt is not UTF-8 text: byte 0x.. at about offset"):
+        list(read_text([path]))

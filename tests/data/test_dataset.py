@@ -1,0 +1,167 @@
+import numpy as np
+import pytest
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data import corpus
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.errors import UserError
+from tests.conftest import TEXT
+
+
+def ids(tokens):
+    return tokens.read(0, len(tokens)).tolist()
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_the_splits_are_the_text_in_order(text_file, tokenizer):
+    d = prepare(DataConfig(path=str(text_file), tokenizer=tokenizer, bpe_vocab_size=300), block_size=8)
+    cut = int(len(TEXT) * 0.9)
+    assert d.tokenizer.decode(ids(d.train)) == TEXT[:cut]
+    assert d.tokenizer.decode(ids(d.val)) == TEXT[cut:]
+    assert d.val_characters == len(TEXT) - cut
+    assert d.fingerprint["train_tokens"] == len(d.train)
+
+
+def test_the_split_of_shakespeare_is_nanogpts(real_text):
+    d = prepare(DataConfig(path=str(real_text / "shakespeare.txt")), block_size=64)
+    assert (len(d.train), len(d.val), d.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
+
+
+def test_prepared_once(text_file, monkeypatch):
+    config = DataConfig(path=str(text_file), tokenizer="bpe", bpe_vocab_size=280)
+    first = prepare(config, block_size=8)
+    monkeypatch.setattr("jaxgpt.data.dataset._write_tokens", None)  # would be called
+    again = prepare(config, block_size=8)
+    assert again.fingerprint == first.fingerprint
+    assert ids(again.train) == ids(first.train)
+
+
+def test_the_fingerprint_is_of_the_content(text_file, tmp_path):
+    copy = tmp_path / "elsewhere.txt"
+    copy.write_text(TEXT, encoding="utf-8")
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.replace("lance", "sword"), encoding="utf-8")
+    prints = [prepare(DataConfig(path=str(p)), block_size=8).fingerprint for p in (text_file, copy, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_a_text_larger_than_a_read_is_the_same_text(text_file, tmp_path, monkeypatch):
+    whole = prepare(DataConfig(path=str(text_file)), block_size=8)
+    monkeypatch.setattr(corpus, "CHUNK", 97)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    assert prepare(DataConfig(path=str(text_file)), block_size=8).fingerprint == whole.fingerprint
+
+
+def test_documents_are_separated(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"document {name} " * 30)
+    by_char = prepare(DataConfig(path=str(tmp_path), val_fraction=0.4), block_size=8)
+    text = by_char.tokenizer.decode(ids(by_char.train) + ids(by_char.val))
+    assert text == "document a " * 30 + "\n" + "document b " * 30
+    by_bpe = prepare(
+        DataConfig(path=str(tmp_path), tokenizer="bpe", bpe_vocab_size=270, val_fraction=0.4), block_size=8
+    )
+    assert (ids(by_bpe.train) + ids(by_bpe.val)).count(by_bpe.tokenizer.end_of_text) == 1
+
+
+def test_reading_crosses_shards():
+    parts = [np.arange(0, 5), np.arange(5, 6), np.arange(6, 20)]
+    tokens = Tokens(parts)
+    assert len(tokens) == 20
+    for start in range(20):
+        for length in range(21 - start):
+            if length:
+                assert tokens.read(start, length).tolist() == list(range(start, start + length))
+
+
+def write_llmc(path, tokens, magic=20240520, dtype=np.uint16, promised=None):
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(tokens) if promised is None else promised
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+
+
+def bins(path, **kwargs):
+    return prepare(DataConfig(path=str(path), tokenizer="ids", **kwargs), block_size=8, vocab_size=1000)
+
+
+def test_nanogpts_files(tmp_path):
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(500, 600, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    d = bins(tmp_path)
+    assert ids(d.train) == list(range(500)) and ids(d.val) == list(range(500, 600))
+    assert d.val_characters is None
+
+
+def test_llmcs_shards(tmp_path):
+    write_llmc(tmp_path / "fineweb_train_000001.bin", range(100))
+    write_llmc(tmp_path / "fineweb_train_000002.bin", range(100, 150))
+    write_llmc(tmp_path / "fineweb_val_000000.bin", range(150, 200))
+    d = bins(tmp_path)
+    assert ids(d.train) == list(range(150)) and ids(d.val) == list(range(150, 200))
+
+
+def test_llama3_shards_are_32_bits_wide(tmp_path):
+    write_llmc(tmp_path / "train.bin", [7] * 500, magic=20240801, dtype=np.uint32)
+    assert ids(bins(tmp_path / "train.bin").train) == [7] * 450
+
+
+def test_one_file_is_split_by_position(tmp_path):
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "all.bin")
+    d = bins(tmp_path / "all.bin", val_fraction=0.25)
+    assert ids(d.train) == list(range(150)) and ids(d.val) == list(range(150, 200))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: p.write_bytes(b"abc"), "3 bytes are not whole 16-bit tokens"),
+        (lambda p: p.write_bytes(b""), "0 bytes"),
+        (lambda p: write_llmc(p, range(100), promised=200), "promises 200 tokens"),
+        (
+            lambda p: np.full(500, 1000, np.uint16).tofile(p),
+            "token 1000 in the train split is outside the vocabulary, 0 to 999",
+        ),
+        (lambda p: np.zeros(20, np.uint16).tofile(p), "the validation split of .* has 2 tokens, needed 9"),
+    ],
+)
+def test_damaged_token_files_are_told(tmp_path, make, said):
+    path = tmp_path / "x.bin"
+    make(path)
+    with pytest.raises(UserError, match=said):
+        bins(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "said"),
+    [
+        ("", {}, "is empty"),
+        ("short", {}, "the training split of .* has 4 tokens, needed 9"),
+        (
+            "long enough for training, not for validation",
+            {"val_fraction": 0.1},
+            "the validation split of .* has 5 tokens, needed 9",
+        ),
+        (TEXT, {"tokenizer": "ids"}, "tokenizer ids is for .bin"),
+        (TEXT, {"tokenizer": "nowhere.json"}, "no tokenizer at nowhere.json"),
+    ],
+)
+def test_texts_that_will_not_do_are_told(tmp_path, text, kwargs, said):
+    path = tmp_path / "t.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        prepare(DataConfig(path=str(path), **kwargs), block_size=8)
+
+
+def test_missing_paths_are_told(tmp_path):
+    with pytest.raises(UserError, match="no file or folder"):
+        prepare(DataConfig(path=str(tmp_path / "none.txt")), block_size=8)
+    with pytest.raises(UserError, match=r"has no \.txt files"):
+        prepare(DataConfig(path=str(tmp_path)), block_size=8)
+
+
+def test_token_files_need_their_tokenizer(tmp_path):
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="which tokenizer=char cannot read"):
+        prepare(DataConfig(path=str(tmp_path)), block_size=8)
+    with pytest.raises(UserError, match="needs --model.vocab-size"):
+        prepare(DataConfig(path=str(tmp_path), tokenizer="ids"), block_size=8)

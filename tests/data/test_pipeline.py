@@ -1,0 +1,84 @@
+"""Laws of the data order: a pure function of (seed, step), without replacement, complete."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.data.dataset import Tokens
+from jaxgpt.data.pipeline import training_batches, validation_batches, windows_per_epoch
+
+T = 8
+
+
+def take(n, *, n_tokens=1000, **kwargs):
+    options = dict(block_size=T, batch_size=4, seed=0) | kwargs
+    batches = training_batches(Tokens([np.arange(n_tokens)]), **options)
+    found = list(itertools.islice(batches, n))
+    batches.close()
+    return found
+
+
+def test_batches_are_windows_and_their_next_tokens():
+    for batch in take(5):
+        assert batch.inputs_BT.shape == batch.targets_BT.shape == (4, T)
+        assert batch.inputs_BT.dtype == np.int32
+        np.testing.assert_array_equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
+        np.testing.assert_array_equal(batch.inputs_BT + 1, batch.targets_BT)  # the tokens count up
+
+
+@pytest.mark.parametrize("start", [1, 7, 31, 200])
+def test_batch_t_is_the_same_from_wherever_one_starts(start):
+    """Across epochs, too: 1000 tokens are 31 batches."""
+    whole = take(start + 3)
+    for a, b in zip(whole[start:], take(3, start_step=start), strict=True):
+        np.testing.assert_array_equal(a.inputs_BT, b.inputs_BT)
+
+
+def test_another_seed_is_another_order():
+    assert not np.array_equal(take(1)[0].inputs_BT, take(1, seed=1)[0].inputs_BT)
+
+
+def test_an_epoch_shows_every_window_once_and_epochs_differ():
+    windows = windows_per_epoch(1000, T)
+    assert windows == 124
+    epochs = [[batch.inputs_BT for batch in take(31 * 2)[i : i + 31]] for i in (0, 31)]
+    starts = [np.concatenate(epoch)[:, 0] for epoch in epochs]
+    for s in starts:
+        assert len(set(s)) == windows
+        assert set(np.diff(np.sort(s))) == {T}  # they touch, and do not overlap
+    assert starts[0].tolist() != starts[1].tolist()
+    assert (
+        len({s.min() for s in starts} | {np.concatenate(take(31 * 6)[155].inputs_BT[None]).min() % T}) > 1
+    )  # cut elsewhere
+
+
+@given(n_tokens=st.integers(T + 1, 60), seed=st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_the_shortest_texts_work(n_tokens, seed):
+    for batch in take(3, n_tokens=n_tokens, seed=seed, batch_size=2):
+        assert batch.targets_BT.max() < n_tokens
+
+
+@pytest.mark.parametrize(("n_tokens", "batch_size"), [(9, 1), (100, 4), (101, 3), (97, 50)])
+def test_validation_has_every_target_once_in_batches_of_one_shape(n_tokens, batch_size):
+    seen = []
+    for batch in validation_batches(Tokens([np.arange(n_tokens)]), block_size=T, batch_size=batch_size):
+        assert batch.inputs_BT.shape == (batch_size, T)
+        seen += batch.targets_BT[batch.mask_BT].tolist()
+        np.testing.assert_array_equal(batch.inputs_BT[batch.mask_BT] + 1, batch.targets_BT[batch.mask_BT])
+    assert seen == list(range(1, n_tokens))
+
+
+def test_part_of_validation_is_spread_and_always_the_same():
+    tokens = Tokens([np.arange(1000)])
+    runs = [
+        np.concatenate(
+            [b.inputs_BT[:, 0] for b in validation_batches(tokens, block_size=T, batch_size=5, max_tokens=80)]
+        )
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*runs)
+    assert len(runs[0]) == 10 and runs[0][0] == 0 and runs[0][-1] > 900

@@ -1,0 +1,166 @@
+"""The tree is the architecture diagram: imports point down, heavy packages stay where they belong."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+PACKAGE = REPOSITORY / "jaxgpt"
+
+# From top to bottom; a module imports from rows below its own, and from its own row only its own package.
+ROWS = [
+    ["__main__", "__init__"],
+    ["loop"],
+    ["run", "progress"],
+    ["train", "evaluate", "checkpoint", "sample.generate", "parallel"],
+    ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "viz"],
+    ["layers"],
+    ["presets"],
+    ["config", "paths"],
+    ["errors"],
+]
+
+# Inside layers, the same again.
+LAYER_ROWS = [["block"], ["attention", "mlp"], ["norm", "position", "linear"]]
+
+# The only modules that may import a package.
+HOMES = {
+    "orbax": ["checkpoint"],
+    "grain": ["data.pipeline"],
+    "tokenizers": ["data.tokenizer"],
+    "matplotlib": ["viz.curves"],
+    "tyro": ["__main__"],
+    "rich": ["progress"],
+}
+
+# Same row, and still in order: a run's parameters are restored into a TrainState.
+SIDEWAYS = {("checkpoint", "train")}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield (name.removesuffix(".__init__") if name != "__init__" else name), ast.parse(path.read_text())
+
+
+def imports(tree):
+    """Modules named by import statements anywhere in a file, but under TYPE_CHECKING."""
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module in ("jaxgpt", "jaxgpt.data", "jaxgpt.layers"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def row(name, rows):
+    matches = [
+        (len(entry), number)
+        for number, names in enumerate(rows)
+        for entry in names
+        if name == entry or name.startswith(entry + ".")
+    ]
+    return max(matches)[1] if matches else None
+
+
+def test_every_module_has_a_row():
+    packages = {"sample"}  # an __init__ that re-exports two rows
+    assert [name for name, _ in modules() if name not in packages and row(name, ROWS) is None] == []
+
+
+def test_imports_point_down():
+    upward = []
+    for name, tree in modules():
+        for target in imports(tree):
+            if not target.startswith("jaxgpt.") or name == "sample":
+                continue
+            target = target.removeprefix("jaxgpt.")
+            same_package = name.split(".")[0] == target.split(".")[0]
+            here, there = row(name, ROWS), row(target, ROWS)
+            if there is not None and here >= there and not same_package and (name, target) not in SIDEWAYS:
+                upward.append(f"{name} -> {target}")
+            if name.startswith("layers.") and target.startswith("layers."):
+                here, there = (row(n.removeprefix("layers."), LAYER_ROWS) for n in (name, target))
+                if here >= there:
+                    upward.append(f"{name} -> {target}")
+    assert upward == []
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_heavy_packages_stay_where_they_belong(package):
+    users = [name for name, tree in modules() if any(t.split(".")[0] == package for t in imports(tree))]
+    assert users == HOMES[package]
+
+
+def test_layers_model_and_loss_name_no_device():
+    words = ("devices", "device_put", "default_backend", "platform", "Mesh", "process_index", "print")
+    for name, tree in modules():
+        if name.split(".")[0] in ("layers", "model", "loss", "train", "optim"):
+            used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+            used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+            assert not used & set(words), (name, used & set(words))
+
+
+def test_only_the_command_line_prints():
+    calls = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert calls == {"__main__"}  # and progress.py, through rich
+
+
+def test_files_fit_on_a_few_screens():
+    long = {p.name: n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 350}
+    assert long == {}
+
+
+def test_importing_jaxgpt_imports_no_jax_and_its_names_start_no_backend(tmp_path):
+    code = """
+import sys, jaxgpt
+assert "jax" not in sys.modules
+for name in jaxgpt.__all__:
+    getattr(jaxgpt, name)
+from jax._src import xla_bridge
+assert not xla_bridge._backends, xla_bridge._backends
+assert "grain" not in sys.modules and "matplotlib" not in sys.modules
+"""
+    done = run_command("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_listed_once_and_typed():
+    import jaxgpt
+
+    tree = ast.parse(Path(jaxgpt.__file__).read_text())
+    typed = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        for inner in node.body
+        if isinstance(inner, ast.ImportFrom)
+        for alias in inner.names
+    }
+    assert typed == set(jaxgpt.__all__)
+    assert all(getattr(jaxgpt, name).__doc__ for name in jaxgpt.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'GTP'"):
+        _ = jaxgpt.GTP
+
+
+def test_python_is_what_pyproject_promises():
+    assert sys.version_info >= (3, 11)

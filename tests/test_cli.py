@@ -1,0 +1,177 @@
+"""The command line in a subprocess: what is printed where, and how mistakes are told."""
+
+import json
+import shlex
+
+import pytest
+
+from tests.helpers import run_command
+
+SMALL = """
+    --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1 --train.steps 2
+    --train.batch-size 2 --train.log-every 1 --train.eval-every 2 --train.sample-tokens 5 --train.sample-prompt lance
+    --data.path
+"""
+
+
+def jaxgpt(*argv, cwd, **env):
+    return run_command("-m", "jaxgpt", *map(str, argv), cwd=cwd, **env)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text_file):
+    directory = tmp_path_factory.mktemp("cli")
+    done = jaxgpt("train", *SMALL.split(), text_file, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return directory, done
+
+
+def test_train_shows_progress_a_sample_and_the_next_line(trained):
+    directory, done = trained
+    assert "first step after" in done.stderr and "val " in done.stderr and "tokens/s" in done.stderr
+    assert (directory / "runs/quickstart/sample.txt").read_text().startswith("lance")
+    following = done.stdout.strip().splitlines()[-1]
+    assert following.startswith("next: jaxgpt sample runs/quickstart --prompt ")
+    again = jaxgpt(*shlex.split(following)[2:], "--max-new-tokens", "5", cwd=directory)
+    assert again.returncode == 0 and again.stdout.startswith("lance")
+
+
+def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_file):
+    """The quickstart's own prompt, on a text without a capital T."""
+    small = SMALL.replace("--train.sample-prompt lance", "").split()
+    done = jaxgpt("train", *small, text_file, cwd=tmp_path)
+    assert done.returncode == 0 and "sampling from nothing, not from 'The '" in done.stderr
+    assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
+
+
+def test_sample_json_and_options(trained):
+    directory, _ = trained
+    options = (
+        "--prompt lance --max-new-tokens 6 --num-samples 2 --temperature 0.5 --top-k 5 --top-p 0.9 --seed 3 --json"
+    )
+    one, two = (jaxgpt("sample", *options.split(), cwd=directory) for _ in range(2))
+    texts = json.loads(one.stdout)
+    assert [len(x["text"]) for x in texts] == [6, 6] and texts[0]["prompt"] == "lance"
+    assert one.stdout == two.stdout
+
+
+def test_an_empty_prompt_says_where_it_starts(trained):
+    directory, _ = trained
+    done = jaxgpt("sample", "--max-new-tokens", 3, cwd=directory)
+    assert done.returncode == 0 and "no prompt: starting from a newline" in done.stderr
+
+
+def test_evaluate(trained):
+    directory, _ = trained
+    found = json.loads(jaxgpt("evaluate", "--json", cwd=directory).stdout)
+    assert set(found) == {"loss", "perplexity", "tokens", "bits_per_character"}
+
+
+def test_training_again_goes_on_without_being_told_the_options(trained):
+    directory, _ = trained
+    done = jaxgpt("train", "--run-dir", "runs/quickstart", cwd=directory)
+    assert done.returncode == 0 and "at step 2 of 2" in done.stderr
+
+
+def test_help_is_complete_and_needs_no_jax(tmp_path):
+    top = jaxgpt("--help", cwd=tmp_path)
+    assert top.returncode == 0 and "train" in top.stdout and "sample" in top.stdout
+    code = "import sys; from jaxgpt.__main__ import main\ntry: main(['train', '--help'])\nfinally: assert 'jax' not in sys.modules"
+    done = run_command("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for option in ("--model.n-layer", "--data.path", "--optim.learning-rate", "--train.steps", "--train.batch-size"):
+        assert option in done.stdout
+    for option in ("--train.log-every", "--train.checkpoint-every", "--train.seed", "--parallel.strategy", "--run-dir"):
+        assert option in done.stdout
+
+
+BAD = [
+    ("trian", "unknown verb 'trian' (did you mean train?)"),
+    ("train --model.n-layr 3", "--model.n-layer"),
+    ("train --modle.n-layer 3", "Unrecognized options: --modle.n-layer"),
+    ("train --model.n-layer three", "three"),
+    ("train --model.n-layer", "Missing value for argument '--model.n-layer'"),
+    ("train --model.norm batchnorm", "batchnorm"),
+    ("train --model.n-head 3", "n_embd=128 is not divisible by n_head=3"),
+    ("train --model.n-layer 0", "n_layer=0: needs at least 1"),
+    ("train --model.n-embd -4", "n_embd=-4: needs at least 1"),
+    ("train --optim.learning-rate inf", "learning_rate=inf: needs a finite number"),
+    ("train --optim.learning-rate nan", "learning_rate=nan"),
+    ("train --optim.learning-rate 0", "learning_rate=0.0: needs more than 0"),
+    ("train --data.path nowhere.txt", "no file or folder at nowhere.txt"),
+    ("train --data.path empty.txt", "empty.txt is empty"),
+    ("train --data.path binary.txt", "binary.txt is not UTF-8"),
+    ("train --data.path short.txt", "needed 129"),
+    ("train --data.path medium.txt", "the validation split of medium.txt"),
+    ("train --data.corpus bible", "unknown corpus 'bible'"),
+    ("train quikstart", "did you mean quickstart?"),
+    ("train nowhere.py", "there is no such file"),
+    ("train no_experiment.py", "has no `experiment = Experiment(...)`"),
+    ("train --run-dir .", "exists and is not a run directory"),
+    ("sample nowhere", "nowhere is not a run directory: there is no such directory"),
+    ("sample .", ". is not a run directory: it has no experiment.json"),
+    ("sample", "no run under runs/"),
+    ("sample --temprature 1", "--temperature"),
+    ("evaluate nowhere", "nowhere is not a run directory"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bad")
+    (directory / "empty.txt").write_text("")
+    (directory / "binary.txt").write_bytes(bytes(range(256)) * 20)
+    (directory / "short.txt").write_text("too short")
+    (directory / "medium.txt").write_text("long enough to train on, " * 20)
+    (directory / "no_experiment.py").write_text("x = 1\n")
+    return directory
+
+
+def assert_told(done, said):
+    """Status 2, one or two lines on stderr that name the value, nothing on stdout, no traceback."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
+    assert done.stdout == ""
+
+
+def files(directory):
+    return sorted((str(p.relative_to(directory)), p.stat().st_mtime_ns) for p in directory.rglob("*"))
+
+
+@pytest.mark.parametrize(("line", "said"), BAD, ids=[line for line, _ in BAD])
+def test_mistakes_are_told_in_a_line_or_two(bad_place, line, said):
+    before = files(bad_place)
+    assert_told(jaxgpt(*line.split(), cwd=bad_place), said)
+    assert files(bad_place) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sample --prompt añejo", "'ñ' (U+00F1)"),
+        ("sample --prompt a --max-new-tokens 0", "--max-new-tokens 0: needs at least 1"),
+        ("sample --prompt a --temperature -1", "temperature=-1.0"),
+        ("sample --prompt a --top-p 0", "top_p=0.0"),
+        ("train --run-dir runs/quickstart --train.seed 7", "train.seed 0 -> 7"),
+        ("train --run-dir runs", "exists and is not a run directory"),
+    ],
+)
+def test_mistakes_about_a_run_leave_it_untouched(trained, line, said):
+    directory, _ = trained
+    before = files(directory)
+    assert_told(jaxgpt(*line.split(), cwd=directory), said)
+    assert files(directory) == before
+
+
+def test_a_download_that_fails_says_how_to_give_the_file_by_hand(tmp_path):
+    """No network in the test: a proxy that is not there."""
+    done = jaxgpt(
+        "train",
+        "--data.corpus",
+        "shakespeare",
+        cwd=tmp_path,
+        https_proxy="http://127.0.0.1:9",
+        JAXGPT_CACHE=str(tmp_path),
+    )
+    assert_told(done, "To give it by hand, save the text as")

@@ -1,0 +1,90 @@
+"""Every experiment: imported, validated by shape at full size, and stepped twice when shrunk."""
+
+import ast
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.__main__ import _load_experiment
+from jaxgpt.config import Experiment
+from jaxgpt.flops import count_parameters
+from jaxgpt.loop import fit
+from jaxgpt.model import GPT
+from jaxgpt.presets import EXPERIMENTS
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+FILES = sorted((REPOSITORY / "experiments").glob("*.py"))
+
+
+def variants():
+    yield from EXPERIMENTS
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign):
+                yield f"{path}:{node.targets[0].id}"
+
+
+every_experiment = pytest.mark.parametrize("name", list(variants()), ids=lambda name: name.rsplit("/", 1)[-1])
+
+
+@every_experiment
+def test_full_size_by_shape(name):
+    experiment = _load_experiment(name)
+    assert isinstance(experiment, Experiment)
+    config = dataclasses.replace(experiment.model, vocab_size=experiment.model.vocab_size or 70)
+    tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
+    logits, variables = jax.eval_shape(GPT(config).init_with_output, jax.random.key(0), tokens)
+    assert logits.shape == (1, config.block_size, config.vocab_size)
+    assert count_parameters(variables["params"]) > 100_000
+
+
+@every_experiment
+def test_two_shrunken_steps(name, text_file, tmp_path):
+    e = _load_experiment(name)
+    n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.kv_heads
+    model = dataclasses.replace(e.model, vocab_size=None, n_layer=1, n_embd=8 * n_head, n_head=n_head, block_size=8)
+    small = dataclasses.replace(
+        e,
+        model=model,
+        data=dataclasses.replace(e.data, path=str(text_file), tokenizer="char"),
+        optim=dataclasses.replace(e.optim, warmup_steps=1),
+        train=dataclasses.replace(
+            e.train, steps=2, batch_size=2 * min(2, e.train.accumulation), accumulation=min(2, e.train.accumulation)
+        ),
+    )
+    run = fit(small, tmp_path / "run", progress=False)
+    assert run.step == 2 and run.val_loss is not None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_page_of_a_notebook(path):
+    """25 to 70 lines, docstring first, importing jaxgpt alone, ending in one call."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert 25 <= len(text.splitlines()) <= 70
+    assert "Command" in (ast.get_docstring(tree) or "")
+    imported = {n.names[0].name.split(".")[0] for n in tree.body if isinstance(n, ast.Import)}
+    imported |= {n.module.split(".")[0] for n in tree.body if isinstance(n, ast.ImportFrom)}
+    assert imported <= {"jaxgpt", "dataclasses"}
+    assert not [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+
+
+def test_running_the_file_is_training_it(text_file, tmp_path):
+    options = """
+        --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1
+        --train.steps 2 --train.batch-size 2 --train.sample-tokens 3 --run-dir here --data.path
+    """
+    done = run_command(
+        str(REPOSITORY / "experiments" / "sancho_mini.py"), *options.split(), str(text_file), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "next: jaxgpt sample here" in done.stdout
+    assert (tmp_path / "here" / "experiment.json").is_file()
+
+
+def test_help_of_a_file(tmp_path):
+    done = run_command(str(FILES[0]), "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--model.n-layer" in done.stdout

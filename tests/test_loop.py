@@ -1,0 +1,252 @@
+"""A run from end to end: what it writes, how it goes on, what it refuses."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import jaxgpt
+from jaxgpt.checkpoint import Checkpoints
+from jaxgpt.config import differences
+from jaxgpt.errors import UserError
+from jaxgpt.loop import Diverged, Interrupted, fit
+from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.run import evaluate_run, load, read_record
+from jaxgpt.train import TrainState
+from tests.helpers import tiny_experiment
+
+
+def losses(directory):
+    return [(x["step"], x["loss"]) for x in read_metrics(directory / "metrics.jsonl") if "loss" in x]
+
+
+def val_losses(directory):
+    return [(x["step"], x["val_loss"]) for x in read_metrics(directory / "metrics.jsonl") if "val_loss" in x]
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    e = tiny_experiment(text_file)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
+
+
+@pytest.fixture(scope="module")
+def run(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
+
+
+def test_the_run_directory(run, experiment):
+    names = {p.name for p in run.directory.iterdir()}
+    assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    record = json.loads((run.directory / "experiment.json").read_text())
+    assert set(record) == {"format", "experiment", "vocab_size", "data", "versions", "device", "git_commit"}
+    assert record["versions"]["jax"] == jax.__version__
+    assert not differences(read_record(run.directory).experiment, experiment)
+    assert (run.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_metrics(run):
+    lines = read_metrics(run.directory / "metrics.jsonl")
+    keys = ["step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds"]
+    assert [list(x) for x in lines if "loss" in x] == [keys] * 6
+    assert [x["step"] for x in lines if "loss" in x] == [1, 2, 3, 4, 5, 6]
+    assert [x["step"] for x in lines if "val_loss" in x] == [3, 6]
+    assert lines[0]["tokens"] == 4 * 8 and lines[0]["mfu"] is None
+    seconds = [x["seconds"] for x in lines if "loss" in x]
+    assert seconds == sorted(seconds)
+
+
+def test_kept_checkpoints_are_the_last_and_the_best(run):
+    steps = {int(p.name) for p in (run.directory / "checkpoints").iterdir()}
+    best = min(val_losses(run.directory), key=lambda x: x[1])[0]
+    assert steps == {6, best}
+    assert run.step == best and run.val_loss == min(v for _, v in val_losses(run.directory))
+    assert load(run.directory, which="last").step == 6
+
+
+def test_a_run_samples_and_evaluates(run):
+    text = run.sample("lance", max_new_tokens=9, seed=1)
+    assert isinstance(text, str) and len(text) == 9
+    assert run.sample("lance", max_new_tokens=9, seed=1) == text
+    assert len(run.sample(["a", ""], max_new_tokens=3, top_k=2, top_p=0.9)) == 2
+    found = evaluate_run(run)
+    assert found["loss"] == pytest.approx(run.val_loss, rel=1e-6)
+    assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
+
+
+def test_evaluate_takes_any_text(run, tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("a village of La Mancha")
+    assert evaluate_run(run, str(path))["tokens"] == 21
+    path.write_text("ñ")
+    with pytest.raises(UserError, match="ñ"):
+        evaluate_run(run, str(path))
+    path.write_text("a")
+    with pytest.raises(UserError, match="1 tokens, needed at least 2"):
+        evaluate_run(run, str(path))
+
+
+class Killed(BaseException):
+    """What a test raises in the loop, to leave it as a kill would: with no farewell save."""
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, monkeypatch):
+    """Losses, validation losses and parameters, dropout on, killed between two checkpoints."""
+    directory = tmp_path / "resumed"
+    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=5))
+    with pytest.raises(Killed):
+        fit(experiment, directory, progress=False)
+    monkeypatch.undo()
+    resumed = fit(experiment, directory, progress=False)
+    assert losses(directory) == losses(run.directory)
+    assert val_losses(directory) == val_losses(run.directory)
+    chex.assert_trees_all_equal(resumed.params, run.params)
+
+
+def _raise_at(write, step):
+    def guarded(self, **values):
+        if values["step"] >= step:
+            raise Killed
+        write(self, **values)
+
+    return guarded
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path, number):
+    long = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=100_000))
+    directory = tmp_path / "signalled"
+
+    def when_running():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not losses(directory):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=when_running)
+    thread.start()
+    with pytest.raises(
+        Interrupted, match=rf"{number.name}: saved step \d+ of 100000. To continue: jaxgpt train --run-dir"
+    ):
+        fit(long, directory, progress=False)
+    thread.join()
+    assert signal.getsignal(number) not in (None, signal.SIG_IGN)
+    saved = max(int(p.name) for p in (directory / "checkpoints").iterdir())
+    assert saved == losses(directory)[-1][0]
+
+
+def test_a_finished_run_is_left_as_it_is(run, experiment):
+    before = losses(run.directory)
+    again = fit(experiment, run.directory, progress=False)
+    assert again.step == run.step and losses(run.directory) == before
+
+
+def test_another_configuration_is_refused_and_named(run, experiment):
+    other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
+    with pytest.raises(UserError, match=r"another configuration: train.seed 0 -> 1\. .*--fresh"):
+        fit(other, run.directory, progress=False)
+
+
+def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_path, text_file):
+    copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"
+    copy.write_text(text_file.read_text())
+    other.write_text(text_file.read_text().replace("lance", "sword"))
+
+    def at(path):
+        return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path=str(path)))
+
+    assert fit(at(copy), run.directory, progress=False).step == run.step
+    with pytest.raises(UserError, match="trained on other data: .*train_sha256"):
+        fit(at(other), run.directory, progress=False)
+
+
+def test_fresh_moves_the_old_run_aside(experiment, tmp_path):
+    directory = tmp_path / "r"
+    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
+    for _ in range(2):
+        fit(short, directory, fresh=True, progress=False)
+    assert {p.name for p in tmp_path.iterdir()} == {"r", "r.old-1"}
+    assert load(tmp_path / "r.old-1").step == 2
+
+
+def test_a_directory_that_is_no_run_is_not_touched(experiment, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="exists and is not a run directory"):
+        fit(experiment, tmp_path, progress=False)
+    with pytest.raises(UserError, match="exists and is not a run directory"):
+        fit(experiment, tmp_path / "thesis.tex", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_bad_data_leaves_no_directory(experiment, tmp_path):
+    missing = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path="nowhere.txt"))
+    small = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=5))
+    for wrong, said in ((missing, "no file or folder"), (small, "model.vocab_size=5 is less than the tokenizer's")):
+        with pytest.raises(UserError, match=said):
+            fit(wrong, tmp_path / "r", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
+    wild = dataclasses.replace(
+        experiment, optim=dataclasses.replace(experiment.optim, learning_rate=1e30, warmup_steps=0, grad_clip=None)
+    )
+    with pytest.raises(Diverged, match="lower --optim.learning-rate"):
+        fit(wild, tmp_path / "r", progress=False)
+    with pytest.raises(UserError, match="has no checkpoint"):
+        load(tmp_path / "r")
+
+
+def test_load_tells_what_is_wrong(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run under runs/"):
+        load()
+    with pytest.raises(UserError, match=r"none is not a run directory: there is no such directory"):
+        load("none")
+    with pytest.raises(UserError, match="which='first'"):
+        load(run.directory, which="first")
+    (tmp_path / "experiment.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="has format 99"):
+        load(tmp_path)
+
+
+def test_the_newest_run_is_the_default(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
+    run = jaxgpt.fit(short, progress=False)
+    assert str(run.directory) == "runs/tiny"
+    assert jaxgpt.load().directory == run.directory
+
+
+def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
+    """Saving returns before the data is written, and the next step is given the same memory."""
+    state = TrainState(step=np.int32(1), params={"w": jax.numpy.zeros((512, 512))}, opt_state=())
+    advance = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda x: x + 1.0, s.params)), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path / "c")
+    state = jax.tree.map(jax.numpy.asarray, state)
+    checkpoints.save(state, 1, 0.5)
+    for _ in range(20):
+        state = advance(state)
+    checkpoints.wait()
+    assert float(checkpoints.restore_params(1, state.params)["w"].max()) == 0.0
+    checkpoints.close()
+
+
+def test_metrics_files(tmp_path):
+    path = tmp_path / "m.jsonl"
+    metrics = MetricsFile(path)
+    for step in (1, 2, 3):
+        metrics.write(step=step, loss=float("nan") if step == 2 else 1.0)
+    metrics.close()
+    assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
+    path.write_text(path.read_text() + '{"step": 4, "lo')  # cut short by a kill
+    assert len(read_metrics(path)) == 3
+    assert rewind_metrics(path, 2) == read_metrics(path)
+    assert [x["step"] for x in read_metrics(path)] == [1, 2]
