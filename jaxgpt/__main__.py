@@ -187,6 +187,9 @@ def _told_in_words():
     except UserError as e:
         _say(f"jaxgpt: {e}")
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # before or after the loop, which saves: there is nothing to save
+        _say("interrupted")
+        raise SystemExit(1) from None
     except BrokenPipeError:  # `jaxgpt sample | head`
         sys.stderr.close()
         raise SystemExit(1) from None
@@ -250,9 +253,10 @@ def _default_experiment(argv: list[str]) -> Experiment:
 
 
 def _prepare_jax() -> None:
-    from jaxgpt.parallel.device import enable_compilation_cache
+    from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every save in a dozen lines
+    keep_freed_memory()
     enable_compilation_cache()
 
 
@@ -266,6 +270,8 @@ def _close(word: str, known) -> str:
 
 
 def _quote(text: str) -> str:
+    """For a shell, on one line: a newline at the end of a prompt is left to the reader."""
+    text = text.rstrip("\n")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'
 
 

@@ -169,7 +169,8 @@ class TrainConfig:
         _check_types(self)
         _at_least(self, 1, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_tokens")
         _at_least(self, 1, "checkpoint_every")
-        _at_least(self, 0, "seed", "sample_tokens", "sample_temperature")
+        _at_least(self, 0, "sample_tokens", "sample_temperature")
+        _in_range(self, "seed", 0, 2**32)
         if self.batch_size % self.accumulation:
             raise UserError(
                 f"batch_size={self.batch_size} is not divisible by accumulation={self.accumulation}: each micro-batch must be whole"

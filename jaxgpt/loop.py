@@ -70,7 +70,10 @@ def fit(
     optimizer = make_optimizer(experiment.optim, train.steps)
     if directory.exists() and fresh:
         _move_aside(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make {directory}: {e.strerror}. Name another place with --run-dir.") from None
     if not existing:
         write_record(directory, experiment, dataset, model_config.vocab_size)
 
@@ -135,7 +138,8 @@ def fit(
             if step % train.log_every and step != train.steps:
                 continue
             then, at = logged_at
-            rate = (step - then) * tokens_per_step / max(clock.working() - at, 1e-9)
+            # Unknown for the first step, which is compilation.
+            rate = None if step == start + 1 else (step - then) * tokens_per_step / max(clock.working() - at, 1e-9)
             logged_at = (step, clock.working())
             metrics_file.write(
                 step=step,
@@ -144,7 +148,7 @@ def fit(
                 grad_norm=float(on_device["grad_norm"]),
                 learning_rate=float(on_device["learning_rate"]),
                 tokens_per_second=rate,
-                mfu=None if peak is None else rate * flops_per_token / (peak * jax.device_count()),
+                mfu=None if peak is None or rate is None else rate * flops_per_token / (peak * jax.device_count()),
                 seconds=clock.total(),
             )
             display.update(step, loss=loss, rate=rate)
@@ -171,6 +175,7 @@ def fit(
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
+                    logged_at = (step, clock.working())
                     display.say(
                         f"first step after {time.monotonic() - began:.1f} s (compilation, kept for the next start)"
                     )

@@ -1,6 +1,7 @@
 """GPT: embed, blocks, unembed."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +56,9 @@ class GPT(nn.Module):
                 in_axes=(nn.broadcast, nn.broadcast),
                 length=c.n_layer,
             )
-            self.h = scanned(c, self.attention, self.dtype)
+            self.h: Any = scanned(c, self.attention, self.dtype)
         else:
-            self.h = [block(c, self.attention, self.dtype) for _ in range(c.n_layer)]
+            self.h: Any = [block(c, self.attention, self.dtype) for _ in range(c.n_layer)]
         if c.norm_position == "pre":  # post-norm blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
         if not c.tie_embeddings:
@@ -85,8 +86,8 @@ class GPT(nn.Module):
         if c.scan_layers:
             x_BTD, _ = self.h(x_BTD, positions_T, train)
         else:
-            for block in self.h:
-                x_BTD = block(x_BTD, positions_T, train)  # pyrefly: ignore[not-callable]
+            for layer in self.h:
+                x_BTD = layer(x_BTD, positions_T, train)
         return self.ln_f(x_BTD) if c.norm_position == "pre" else x_BTD
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:

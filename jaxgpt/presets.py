@@ -10,7 +10,7 @@ def quickstart() -> Experiment:
     return Experiment(
         name="quickstart",
         model=GPTConfig(
-            block_size=128,
+            block_size=64,
             n_layer=4,
             n_head=4,
             n_embd=128,
@@ -30,7 +30,7 @@ def quickstart() -> Experiment:
             decay_fraction=0.4,
             min_lr_ratio=0.0,
         ),
-        train=TrainConfig(steps=800, batch_size=12, eval_every=100, sample_prompt="The ", sample_tokens=400),
+        train=TrainConfig(steps=500, batch_size=16, eval_every=100, sample_prompt="The ", sample_tokens=400),
     )
 
 

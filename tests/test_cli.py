@@ -101,7 +101,7 @@ BAD = [
     ("train --data.path nowhere.txt", "no file or folder at nowhere.txt"),
     ("train --data.path empty.txt", "empty.txt is empty"),
     ("train --data.path binary.txt", "binary.txt is not UTF-8"),
-    ("train --data.path short.txt", "needed 129"),
+    ("train --data.path short.txt", "needed 65"),
     ("train --data.path medium.txt", "the validation split of medium.txt"),
     ("train --data.corpus bible", "unknown corpus 'bible'"),
     ("train quikstart", "did you mean quickstart?"),

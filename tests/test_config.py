@@ -51,6 +51,7 @@ from jaxgpt.presets import EXPERIMENTS, gpt2
             "batch_size=6 is not divisible by accumulation=4",
         ),
         (lambda: TrainConfig(seed=-1), "seed=-1"),
+        (lambda: TrainConfig(seed=2**32), "seed=4294967296"),
         (lambda: DataConfig(val_fraction=1.0), "val_fraction=1.0"),
         (lambda: DataConfig(bpe_vocab_size=100), "bpe_vocab_size=100: needs at least 257"),
         (lambda: Experiment(name="a/b"), "name='a/b'"),

@@ -43,15 +43,17 @@ def compute_options(model: GPTConfig, train: TrainConfig) -> ComputeOptions:
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
 
+    capability = float(getattr(device, "compute_capability", 0) or 0)
+    largest_head = 256 if capability >= 9.0 else 128
     why_not = None
     if not on_gpu:
         why_not = f"the device is {device.device_kind}"
-    elif float(getattr(device, "compute_capability", 0)) < 8.0:
-        why_not = f"compute capability {device.compute_capability} is below 8.0"
+    elif capability < 8.0:
+        why_not = f"compute capability {capability} is below 8.0"
     elif dtype != "bfloat16":
         why_not = f"it needs 16-bit numbers and dtype is {dtype}"
-    elif model.head_size % 8 or model.head_size > 128:
-        why_not = f"head size {model.head_size} is not a multiple of 8 up to 128"
+    elif model.head_size % 8 or model.head_size > largest_head:
+        why_not = f"head size {model.head_size} is not a multiple of 8 up to {largest_head}"
 
     attention = train.attention
     if attention == "cudnn" and why_not:
@@ -66,18 +68,20 @@ def compute_options(model: GPTConfig, train: TrainConfig) -> ComputeOptions:
 
 
 def keep_freed_memory() -> None:
-    """On CPU, let the C library keep what a step frees for the next step, instead of giving it back to the kernel.
+    """Let the C library keep what a step frees for the next step, instead of giving it back to the kernel.
 
-    XLA allocates its temporaries anew each step, in pieces that glibc maps and unmaps: 13,000 page faults and 40 ms
-    of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this). The process then stays as
-    large as its largest step. Does nothing where there is no glibc.
+    XLA on CPU allocates its temporaries anew each step, in pieces that glibc maps and unmaps: 13,000 page faults and
+    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this). The process then stays
+    as large as its largest step. Best called before the first use of a device, whose threads would otherwise have
+    heaps of their own. Does nothing where there is no glibc.
     """
-    if jax.devices()[0].platform != "cpu" or platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc":
         return
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
+    M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # from malloc.h
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)  # from the heap, whatever the size
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # whose top stays
+    libc.mallopt(M_MMAP_MAX, 0)  # from the heap, whatever the size,
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # whose top stays,
+    libc.mallopt(M_ARENA_MAX, 1)  # and which all threads share
 
 
 def enable_compilation_cache() -> None:

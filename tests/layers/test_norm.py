@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.layers import LayerNorm, RMSNorm, layer_norm, rms_norm
+from tests.conftest import SIZES
 from tests.helpers import DIMS
 
 
@@ -27,17 +28,14 @@ def test_normalised_tokens_have_mean_0_and_variance_1():
 def test_rms_norm_is_layer_norm_of_centred_tokens():
     x_BTD = jax.random.normal(jax.random.key(0), DIMS["BTD"])
     x_BTD -= x_BTD.mean(-1, keepdims=True)
-    scale_D = jnp.arange(1.0, 1 + SIZE_D)
+    scale_D = jnp.arange(1.0, 1 + SIZES["D"])
     np.testing.assert_allclose(
         rms_norm(x_BTD, scale_D, 1e-5), layer_norm(x_BTD, scale_D, None, 1e-5), rtol=1e-5, atol=1e-5
     )
 
 
-SIZE_D = DIMS["D"][0]
-
-
 def test_statistics_are_float32_whatever_the_input():
-    """1000 and 1001 are one number in bfloat16's sums, two in float32's."""
+    """bfloat16 has no 259: its mean of these four would be 258 or 260, and the signs wrong."""
     x_D = jnp.array([256.0, 258.0, 260.0, 262.0], jnp.bfloat16)
     y_D = layer_norm(x_D, jnp.ones(4), None, 0.0)
     assert y_D.dtype == jnp.bfloat16

@@ -1,0 +1,52 @@
+"""What is chosen for a device: by stand-ins for those that are not here."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.config import GPTConfig, TrainConfig
+from jaxgpt.errors import UserError
+from jaxgpt.parallel.device import compute_options, enable_compilation_cache
+
+
+def chosen(monkeypatch, platform, capability=None, model=None, **train):
+    device = types.SimpleNamespace(platform=platform, device_kind=f"a {platform}", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    options = compute_options(model or GPTConfig(), TrainConfig(**train))
+    assert str(jnp.dtype(options.dtype)) in options.reason and options.attention in options.reason
+    return str(jnp.dtype(options.dtype)), options.attention
+
+
+def test_by_device(monkeypatch):
+    assert chosen(monkeypatch, "cpu") == ("float32", "plain")
+    assert chosen(monkeypatch, "tpu") == ("bfloat16", "plain")
+    assert chosen(monkeypatch, "gpu", "9.0") == ("bfloat16", "cudnn")
+    assert chosen(monkeypatch, "gpu", "7.5") == ("bfloat16", "plain")
+
+
+def test_by_shape_and_dtype(monkeypatch):
+    wide = GPTConfig(n_embd=256, n_head=1)
+    assert chosen(monkeypatch, "gpu", "9.0", wide) == ("bfloat16", "cudnn")
+    assert chosen(monkeypatch, "gpu", "8.0", wide) == ("bfloat16", "plain")
+    assert chosen(monkeypatch, "gpu", "9.0", GPTConfig(n_embd=12, n_head=1)) == ("bfloat16", "plain")
+    assert chosen(monkeypatch, "gpu", "9.0", dtype="float32") == ("float32", "plain")
+
+
+def test_what_is_named_is_taken_or_refused(monkeypatch):
+    assert chosen(monkeypatch, "cpu", dtype="bfloat16", attention="xla") == ("bfloat16", "xla")
+    with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: the device is a cpu"):
+        chosen(monkeypatch, "cpu", attention="cudnn")
+
+
+def test_compiled_programs_are_the_users_alone(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

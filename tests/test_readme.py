@@ -1,0 +1,85 @@
+"""Every command and every piece of Python in the README runs, with the sizes made small."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+TRAIN = "python -m pip install -e . && jaxgpt train"
+TEST = 'python -m pip install -e ".[test]" && python -m pytest'
+
+SMALL = """
+    --model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --optim.warmup-steps 1 --train.steps 2
+    --train.batch-size 2 --train.accumulation 1 --train.eval-every 2 --train.eval-tokens 64 --train.sample-tokens 5
+"""
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    lines = "".join(blocks("bash")).splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_the_two_lines_are_there_and_ci_runs_the_second():
+    assert TRAIN in commands() and TEST in commands()
+    assert TEST in (REPOSITORY / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, text_file):
+    """Where the README's files are: a text of the user's own, and a folder of tokens."""
+    directory = tmp_path_factory.mktemp("readme")
+    (directory / "mytext.txt").write_text(text_file.read_text() * 3)
+    (directory / "experiments").symlink_to(REPOSITORY / "experiments")
+    return directory
+
+
+def test_every_command_in_order(place):
+    ran = 0
+    for command in commands():
+        if command == TEST or (command.startswith("python -m pip install") and command != TRAIN):
+            continue  # that is CI itself, or an accelerator's
+        argv = shlex.split(command.removeprefix("python -m pip install -e . && "))
+        if argv[0] == "jaxgpt":
+            argv = ["-m", *argv]
+        elif argv[0] == "python":
+            argv = argv[1:]
+        if "train" in argv or argv[0].endswith(".py"):
+            argv += SMALL.split()
+            if not {"--data.path", "--run-dir"} & set(argv):
+                argv += ["--data.path", "mytext.txt", "--data.tokenizer", "char"]
+            argv += ["--model.vocab-size", "None"] if "gpt2_124m" in command else []
+        done = run_command(*argv, cwd=place)
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout.strip(), command
+        ran += 1
+    assert ran >= 5
+
+
+def test_the_python_runs(place):
+    for code in blocks("python"):
+        done = run_command("-c", code, cwd=place)
+        assert done.returncode == 0, (code, done.stderr)
+
+
+def test_the_tree_is_the_tree():
+    """Every file that the README's tree names exists, and no module is left out."""
+    (tree,) = [b for b in blocks("text") if b.startswith("jaxgpt/")]
+    named = set(re.findall(r"[\w.]+\.py", tree))
+    actual = {p.name for p in (REPOSITORY / "jaxgpt").rglob("*.py")} - {"__init__.py"}
+    experiments = {p.name for p in (REPOSITORY / "experiments").glob("*.py")}
+    assert named - {"__init__.py"} == actual | experiments
+
+
+def test_every_table_row_has_its_command():
+    rows = [
+        line for line in README.splitlines() if line.startswith("|") and "loss" not in line and "experiments/" in line
+    ]
+    assert all("`" in row for row in rows)
