@@ -4,6 +4,7 @@ Reference   nanoGPT's reproduction: OpenWebText, 8 A100 for 4 days, 600,000 step
 Command     python experiments/gpt2_124m.py --data.path DIR      DIR: train.bin and val.bin, or llm.c's shards
             --data.tokenizer GPT2/tokenizer.json                 to read the samples as text, not as numbers
 Hardware    an accelerator: one step is 491,520 tokens. On CPU it is checked by shape, and shrunk, in the tests.
+Result      not run at full size yet.
 Expected    3.28 on FineWeb after 10 billion tokens (llm.c's figure), 2.85 on OpenWebText after 300 billion.
 """
 

@@ -8,6 +8,8 @@ Change      scores are divided by the square root of the head size, as the cours
 Command     python experiments/sancho_mini.py
             python experiments/sancho_mini.py --data.corpus quijote      (the whole book instead of the verse)
 Expected    below 1.575 on the verse.
+Result      1.556 (2.245 bits per character) in 555 s on two CPU cores, 2026-11-21.
+Verdict     reached, and still descending when the learning rate ran out; dropout is what keeps it from over-fitting.
 """
 
 import jaxgpt

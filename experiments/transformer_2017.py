@@ -8,6 +8,9 @@ Change      the decoder alone, without cross-attention, on characters; cosine de
 Command     python experiments/transformer_2017.py
             jaxgpt train experiments/transformer_2017.py:base      (the paper's size; an accelerator)
 Expected    slower than a pre-norm GPT of the same size at first, and no divergence: the warm-up sees to it.
+Result      1.728 after 1000 steps, 114 s on two CPU cores (2026-11-21). The quickstart (pre-norm, rotary positions, Muon)
+            has 1.292 on the same text after 500 steps.
+Verdict     it trains as it did in 2017; the small changes since are worth 0.44 nats in half the steps.
 """
 
 import dataclasses
@@ -30,7 +33,7 @@ experiment = Experiment(
     ),
     data=DataConfig(corpus="python-docs"),
     optim=OptimConfig(learning_rate=1e-3, warmup_steps=200, beta2=0.98, eps=1e-9, weight_decay=0.0, grad_clip=None),
-    train=TrainConfig(steps=1200, batch_size=16, eval_every=100, sample_prompt="The "),
+    train=TrainConfig(steps=1000, batch_size=16, eval_every=250, sample_prompt="The "),
 )
 
 base = dataclasses.replace(

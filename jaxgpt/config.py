@@ -25,34 +25,29 @@ class GPTConfig:
     block_size: int = 1024  # tokens of context
     n_layer: int = 12  # blocks
     n_head: int = 12  # query heads per block
-    n_kv_head: int | None = (
-        None  # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
-    )
+    # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
+    n_kv_head: int | None = None
     n_embd: int = 768  # width of the residual stream
-    mlp_dim: int | None = (
-        None  # hidden width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd (the same parameter count)
-    )
+    # hidden width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd (the same parameter count)
+    mlp_dim: int | None = None
     dropout: float = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
     bias: bool = True  # biases in linear layers and LayerNorm
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # arXiv:1607.06450, arXiv:1910.07467
     norm_position: Literal["pre", "post"] = "pre"  # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017
     norm_eps: float = 1e-5  # added to the variance
-    activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu"] = (
-        "gelu_tanh"  # gelu is the erf form, gelu_tanh GPT-2's
-    )
+    # gelu is the erf form, gelu_tanh GPT-2's
+    activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token knows its place
     rope_theta: float = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
     qk_norm: bool = False  # RMSNorm over each query and key head before their product (arXiv:2302.05442)
     tie_embeddings: bool = True  # the output matrix is the token embedding
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017
     logit_softcap: float | None = None  # c tanh(logits / c); None: no cap
-    residual_init: Literal["scaled", "zero"] = (
-        "scaled"  # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
-    )
+    # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
+    residual_init: Literal["scaled", "zero"] = "scaled"
     scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
-    remat: Literal["none", "dots", "full"] = (
-        "none"  # recompute in the backward pass: nothing, all but matrix products, all
-    )
+    # recompute in the backward pass: nothing, all but matrix products, all
+    remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -120,9 +115,8 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
     learning_rate: float = 1e-3  # peak, of AdamW
     muon_learning_rate: float = 0.02  # peak, of Muon's matrices
-    schedule: Literal["cosine", "wsd", "constant"] = (
-        "cosine"  # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392)
-    )
+    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 100  # linear from 0
     decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
     min_lr_ratio: float = 0.1  # final learning rate over peak
@@ -153,9 +147,8 @@ class TrainConfig:
     batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
     accumulation: int = 1  # micro-batches per optimiser step
     seed: int = 0  # of initialisation, data order and dropout
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
-    )
+    # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "plain", "xla", "cudnn"] = "auto"  # kernel; auto: cudnn where it can, else plain
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 250  # steps between validations; one more at the end
@@ -181,9 +174,8 @@ class TrainConfig:
 class ParallelConfig:
     """The hardware: an argument of the run, never part of the experiment's identity."""
 
-    strategy: Literal["auto", "single"] = (
-        "auto"  # single: one device; auto: the same, until there is more to choose from
-    )
+    # single: one device; auto: the same, until there is more to choose from
+    strategy: Literal["auto", "single"] = "auto"
 
     def __post_init__(self) -> None:
         _check_types(self)

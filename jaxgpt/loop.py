@@ -177,7 +177,7 @@ def fit(
                     settle(0)
                     logged_at = (step, clock.working())
                     display.say(
-                        f"first step after {time.monotonic() - began:.1f} s (compilation, kept for the next start)"
+                        f"first step after {time.monotonic() - began:.1f} s (tracing and compilation; a second start finds it compiled)"
                     )
                 settle(IN_FLIGHT)
 

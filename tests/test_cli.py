@@ -1,5 +1,6 @@
 """The command line in a subprocess: what is printed where, and how mistakes are told."""
 
+import itertools
 import json
 import shlex
 
@@ -40,7 +41,7 @@ def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_
     """The quickstart's own prompt, on a text without a capital T."""
     small = SMALL.replace("--train.sample-prompt lance", "").split()
     done = jaxgpt("train", *small, text_file, cwd=tmp_path)
-    assert done.returncode == 0 and "sampling from nothing, not from 'The '" in done.stderr
+    assert done.returncode == 0 and "sampling from nothing, not from 'The value" in done.stderr
     assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
 
 
@@ -81,13 +82,16 @@ def test_help_is_complete_and_needs_no_jax(tmp_path):
     assert done.returncode == 0, done.stderr
     for option in ("--model.n-layer", "--data.path", "--optim.learning-rate", "--train.steps", "--train.batch-size"):
         assert option in done.stdout
+    lines = [line.strip("│ ") for line in done.stdout.splitlines()]
+    bare = [before for before, line in itertools.pairwise(lines) if before.startswith("--") and line[:8] == "(default"]
+    assert bare == [], "options without a help text"
     for option in ("--train.log-every", "--train.checkpoint-every", "--train.seed", "--parallel.strategy", "--run-dir"):
         assert option in done.stdout
 
 
 BAD = [
     ("trian", "unknown verb 'trian' (did you mean train?)"),
-    ("train --model.n-layr 3", "--model.n-layer"),
+    ("train --model.n-layr 3", "Unrecognized options: --model.n-layr, 3 Did you mean --model.n-layer? See"),
     ("train --modle.n-layer 3", "Unrecognized options: --modle.n-layer"),
     ("train --model.n-layer three", "three"),
     ("train --model.n-layer", "Missing value for argument '--model.n-layer'"),
