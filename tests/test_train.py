@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxgpt.config import OptimConfig
@@ -107,6 +108,26 @@ def test_a_batch_without_targets_is_no_nan():
     state, metrics = compiled(state, batch, jax.random.key(1))
     assert float(metrics["loss"]) == 0.0
     chex.assert_tree_all_finite(state.params)
+
+
+def test_every_step_draws_its_own_dropout():
+    _, compiled, state = make_step(dataclasses.replace(CONFIG, dropout=0.3))
+    losses = {float(compiled(state.replace(step=t), make_batch(), jax.random.key(1))[1]["loss"]) for t in jnp.arange(3)}
+    assert len(losses) == 3
+
+
+def test_gradients_are_those_of_the_mean_loss():
+    """Adam forgets the scale of its gradients, so look at their norm."""
+    _, compiled, state = make_step()
+    mask = jnp.ones((4, CONFIG.block_size), bool).at[0].set(False)
+    batch = make_batch(mask)
+
+    def mean_loss(params):
+        nats, count = eval_step(params, batch, model=GPT(CONFIG))
+        return nats / count
+
+    expected = optax.tree.norm(jax.jit(jax.grad(mean_loss))(state.params))
+    assert float(compiled(state, batch, jax.random.key(1))[1]["grad_norm"]) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_dropout_depends_on_the_step_and_on_nothing_else():
