@@ -5,7 +5,7 @@ Command     python experiments/gpt2_124m.py --data.path DIR      DIR: train.bin 
             --data.tokenizer GPT2/tokenizer.json                 to read the samples as text, not as numbers
 Hardware    an accelerator: one step is 491,520 tokens. On CPU it is checked by shape, and shrunk, in the tests.
 Result      not run at full size yet.
-Expected    3.28 on FineWeb after 10 billion tokens (llm.c's figure), 2.85 on OpenWebText after 300 billion.
+Expected    3.28 on FineWeb (llm.c's figure), 2.85 on OpenWebText after 300 billion.
 """
 
 import dataclasses

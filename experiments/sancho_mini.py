@@ -4,7 +4,7 @@ Reference   the course "Construyamos un GPT" (github.com/gabmerlo/Construyamos-G
             before a ReLU MLP of four times the width, no bias in queries, keys and values. Its loss curve ends its
             descent at a validation loss of 1.575, then over-fits.
 Change      scores are divided by the square root of the head size, as the course's text and the 2017 paper say (its
-            code divides by that of the embedding size); rotary positions and Muon, which on two cores save hours.
+            code divides by that of the embedding size); rotary positions, QK-norm and Muon: learned ones and AdamW had 1.691.
 Command     python experiments/sancho_mini.py
             python experiments/sancho_mini.py --data.corpus quijote      (the whole book instead of the verse)
 Expected    below 1.575 on the verse.

@@ -93,7 +93,7 @@ def _train(options: TrainOptions) -> None:
         raise SystemExit(1) from None
     t = options.experiment.train
     _say(
-        f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * _block_size(run):,} tokens"
+        f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * run.model.config.block_size:,} tokens"
     )
     if run.val_loss is not None:
         _say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
@@ -259,10 +259,6 @@ def _prepare_jax() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every save in a dozen lines
     keep_freed_memory()
     enable_compilation_cache()
-
-
-def _block_size(run) -> int:
-    return run.model.config.block_size
 
 
 def _close(word: str, known) -> str:
