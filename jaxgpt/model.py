@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import INIT_STD, Block, make_norm
+from jaxgpt.layers.cache import KVCache, Place
+from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import sinusoidal
 
 
@@ -39,7 +41,7 @@ class GPT(nn.Module):
         if c.vocab_size is None:
             raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
         init = nn.initializers.normal(INIT_STD)
-        self.wte = nn.Embed(c.vocab_size, c.n_embd, embedding_init=init)
+        self.wte = Embedding(c.vocab_size, c.n_embd, init)
         if c.position == "learned":
             self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
         self.drop = nn.Dropout(c.dropout)
@@ -61,7 +63,7 @@ class GPT(nn.Module):
             self.h: Any = [block(c, self.attention, self.dtype) for _ in range(c.n_layer)]
         if c.norm_position == "pre":  # post-norm blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
-        if not c.tie_embeddings:
+        if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
             self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
@@ -70,32 +72,55 @@ class GPT(nn.Module):
 
     def features(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
         """The residual stream after the last norm, x_BTD, in `dtype`."""
-        c = self.config
         T = tokens_BT.shape[-1]
-        if c.block_size < T:
-            raise UserError(f"{T} tokens exceed block_size={c.block_size}: cut the input to its last {c.block_size}")
-        positions_T = jnp.arange(T)
+        if self.config.block_size < T:
+            raise UserError(
+                f"{T} tokens exceed block_size={self.config.block_size}: cut the input to its last {self.config.block_size}"
+            )
+        return self._features(tokens_BT, jnp.arange(T)[None], train=train)[0]
+
+    def extend(self, tokens_BT: jax.Array, cache: KVCache, place: Place) -> tuple[jax.Array, KVCache]:
+        """(x_BTD, cache): `features` of T more tokens of texts whose beginnings are in the cache.
+
+        A token reads itself and the block_size - 1 before it, wherever `place` puts them. Positions of valid tokens
+        are below block_size, but for rope and none, which have no last one. Needs `scan_layers=False`: slices of
+        stacked parameters would be copied at each token (`sample.weights.unrolled` converts them).
+        """
+        assert not self.config.scan_layers, "unroll the layers first"
+        cache, place = cache.placed(place, self.config.block_size)
+        x_BTD, layers = self._features(tokens_BT, place.positions_BT, caches=cache.layers, place=place)
+        return x_BTD, cache.replace(layers=layers)
+
+    def _features(self, tokens_BT, positions_BT, *, train=False, caches=None, place=None):
+        c = self.config
         x_BTD = self.wte(tokens_BT)
         if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: else the sines drown N(0, 0.02) embeddings
             x_BTD = x_BTD * math.sqrt(c.n_embd)
         if c.position == "learned":
-            x_BTD = x_BTD + self.wpe(positions_T)[None]
+            positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding is -1, finished rows run on
+            x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT), x_BTD.shape)
         elif c.position == "sinusoidal":
-            x_BTD = x_BTD + sinusoidal(positions_T, c.n_embd)[None]
+            x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
         x_BTD = self.drop(x_BTD.astype(self.dtype), deterministic=not train)
+        extended = []
         if c.scan_layers:
-            x_BTD, _ = self.h(x_BTD, positions_T, train)
+            x_BTD, _ = self.h(x_BTD, positions_BT, train)
         else:
-            for layer in self.h:
-                x_BTD = layer(x_BTD, positions_T, train)
-        return self.ln_f(x_BTD) if c.norm_position == "pre" else x_BTD
+            for layer, cache in zip(self.h, caches or [None] * c.n_layer, strict=True):
+                x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place)
+                extended.append(cache)
+        return self.ln_f(x_BTD) if c.norm_position == "pre" else x_BTD, tuple(extended)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
         """Logits_BTV of features. bfloat16 inputs, float32 sums: rounded logits would shift the loss by 0.1%."""
         c = self.config
-        kernel_DV = self.wte.embedding.T if c.tie_embeddings else self.lm_head
         x_ND = x_BTD.reshape(-1, c.n_embd)  # two axes: see layers.linear
-        logits_NV = jnp.dot(x_ND, kernel_DV.astype(self.dtype), preferred_element_type=jnp.float32)
+        if c.tie_embeddings:
+            logits_NV = self.wte.logits(x_ND)
+        elif self.has_variable("params", "lm_head_packed"):
+            logits_NV = self.get_variable("params", "lm_head_packed").product(x_ND)
+        else:
+            logits_NV = jnp.dot(x_ND, self.lm_head.astype(x_ND.dtype), preferred_element_type=jnp.float32)
         logits_BTV = logits_NV.reshape(*x_BTD.shape[:-1], c.vocab_size)
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
@@ -116,7 +141,7 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
         dtype: DTypeLike
 
         @nn.compact
-        def __call__(self, x_BTD, positions_T, train):
-            return block(self.config, self.attention, self.dtype, name="block")(x_BTD, positions_T, train), None
+        def __call__(self, x_BTD, positions_BT, train):
+            return block(self.config, self.attention, self.dtype, name="block")(x_BTD, positions_BT, train)
 
     return Layer

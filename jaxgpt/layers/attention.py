@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.layers.cache import LayerCache, Place
 from jaxgpt.layers.linear import dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import rope
@@ -51,10 +52,33 @@ def attend(
     return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
+def attend_cached(q_BTNH: jax.Array, cache: LayerCache, visible_BTS: jax.Array) -> jax.Array:
+    """The same mathematics over the slots of a cache. -> out_BTNH; a query that sees nothing gets something finite."""
+    B, T, N, H = q_BTNH.shape
+    K = cache.k_BKSH.shape[1]
+    G = N // K
+    # Heads stay apart here: folded into the batch as in `attend`, a step of GPT-2 at 8 rows takes 86 ms and not 52.
+    q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    k_, v_ = cache.k_BKSH, cache.v_BKSH
+    if k_.dtype == jnp.int8:
+        k_, v_ = k_.astype(q_.dtype), v_.astype(q_.dtype)
+    scores = jnp.einsum("bktH,bksH->bkts", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32) * H**-0.5
+    if cache.k_scale_BKS is not None:  # one number per key scales one score, so the keys need no product
+        scores = scores * cache.k_scale_BKS[:, :, None]
+    visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if cache.v_scale_BKS is not None:
+        weights = weights * cache.v_scale_BKS[:, :, None]
+    out = jnp.einsum("bkts,bksH->bktH", weights.astype(v_.dtype), v_)
+    return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
 class CausalSelfAttention(nn.Module):
     """x_BTD -> x_BTD: every token reads those before it, through n_head windows of size H = D // n_head.
 
-    Query head n reads key/value head n // G. positions_T are the tokens' places, which rope needs.
+    Query head n reads key/value head n // G. positions_BT are the tokens' places, which rope needs; B may be 1.
+    With a cache, the tokens before are those in its slots. Returns (x_BTD, the extended cache or None).
     """
 
     n_head: int
@@ -70,7 +94,15 @@ class CausalSelfAttention(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, positions_T: jax.Array, *, train: bool = False) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        train: bool = False,
+        cache: LayerCache | None = None,
+        place: Place | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         B, T, D = x_BTD.shape
         H = D // self.n_head
 
@@ -87,12 +119,17 @@ class CausalSelfAttention(nn.Module):
             q_BTNH = RMSNorm(self.norm_eps, name="q_norm")(q_BTNH)
             k_BTKH = RMSNorm(self.norm_eps, name="k_norm")(k_BTKH)
         if self.rope_theta is not None:
-            q_BTNH = rope(q_BTNH, positions_T, self.rope_theta)
-            k_BTKH = rope(k_BTKH, positions_T, self.rope_theta)
+            q_BTNH = rope(q_BTNH, positions_BT, self.rope_theta)
+            k_BTKH = rope(k_BTKH, positions_BT, self.rope_theta)
 
-        key = self.make_rng("dropout") if train and self.dropout else None
-        out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, kernel=self.kernel, dropout=self.dropout, key=key)
+        if cache is not None:
+            assert place is not None and place.visible_BTS is not None
+            cache = cache.extend(k_BTKH, v_BTKH, place)
+            out_BTNH = attend_cached(q_BTNH, cache, place.visible_BTS)
+        else:
+            key = self.make_rng("dropout") if train and self.dropout else None
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, kernel=self.kernel, dropout=self.dropout, key=key)
         out_BTD = dense(D, use_bias=self.use_bias, kernel_init=self.residual_init, dtype=self.dtype, name="c_proj")(
             out_BTNH.reshape(B, T, D)
         )
-        return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)
+        return nn.Dropout(self.dropout)(out_BTD, deterministic=not train), cache

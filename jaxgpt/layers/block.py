@@ -1,6 +1,5 @@
 """One Transformer block: attention, then MLP, each added to the residual stream."""
 
-import functools
 import math
 
 import jax
@@ -10,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.attention import CausalSelfAttention
+from jaxgpt.layers.cache import LayerCache, Place
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 
@@ -34,14 +34,21 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
 
 
 class Block(nn.Module):
-    """x_BTD -> x_BTD. Pre-norm keeps the stream untouched from end to end; post-norm is 2017's Add & Norm."""
+    """x_BTD -> (x_BTD, cache). Pre-norm keeps the stream untouched from end to end; post-norm is 2017's Add & Norm."""
 
     config: GPTConfig
     attention: str = "plain"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, positions_T: jax.Array, train: bool = False) -> jax.Array:
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        train: bool = False,
+        cache: LayerCache | None = None,
+        place: Place | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         shared = {
             "use_bias": c.bias,
@@ -61,12 +68,12 @@ class Block(nn.Module):
             **shared,
         )
         mlp = MLP(hidden=c.mlp_hidden, activation=c.activation, name="mlp", **shared)
-        attn = functools.partial(attn, positions_T=positions_T, train=train)
-        mlp = functools.partial(mlp, train=train)
         norm_1, norm_2 = make_norm(c, "ln_1"), make_norm(c, "ln_2")
+        pre = c.norm_position == "pre"
 
-        if c.norm_position == "pre":
-            x_BTD = x_BTD + attn(norm_1(x_BTD))
-            return x_BTD + mlp(norm_2(x_BTD))
-        x_BTD = norm_1(x_BTD + attn(x_BTD))
-        return norm_2(x_BTD + mlp(x_BTD))
+        out_BTD, cache = attn(norm_1(x_BTD) if pre else x_BTD, positions_BT, train=train, cache=cache, place=place)
+        if pre:
+            x_BTD = x_BTD + out_BTD
+            return x_BTD + mlp(norm_2(x_BTD), train=train), cache
+        x_BTD = norm_1(x_BTD + out_BTD)
+        return norm_2(x_BTD + mlp(x_BTD, train=train)), cache

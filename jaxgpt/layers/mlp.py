@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.linear import dense
+from jaxgpt.layers.linear import Dense, dense
 
 # GELU has two forms and libraries disagree on which is the default, so both are named:
 # torch.nn.GELU() is the erf form, GPT-2 and jax.nn.gelu's default the tanh one.
@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
-        def linear(features: int, init: nn.initializers.Initializer, name: str) -> nn.Dense:
+        def linear(features: int, init: nn.initializers.Initializer, name: str) -> Dense:
             return dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
 
         act = ACTIVATIONS[self.activation]

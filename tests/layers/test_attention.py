@@ -82,14 +82,14 @@ def make_attention(**kwargs):
     )
     layer = CausalSelfAttention(**options | kwargs, kernel_init=init, residual_init=init)
     x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
-    return layer, layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])), x_BTD
+    return layer, layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None]), x_BTD
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"qk_norm": True}, {"rope_theta": 100.0}, {"n_kv_head": 6, "use_bias": False}])
 def test_no_token_sees_the_future(kwargs):
     """The gradient of token t's output is zero for every later input, and not for any earlier one."""
     layer, variables, x_BTD = make_attention(**kwargs)
-    gradient = jax.jit(jax.grad(lambda x, t: layer.apply(variables, x, jnp.arange(SIZES["T"]))[:, t].sum()))
+    gradient = jax.jit(jax.grad(lambda x, t: layer.apply(variables, x, jnp.arange(SIZES["T"])[None])[0][:, t].sum()))
     for t in range(SIZES["T"]):
         reach = np.abs(gradient(x_BTD, t)).sum((0, 2))
         np.testing.assert_array_equal(reach[t + 1 :], 0.0)
@@ -116,10 +116,10 @@ def test_one_key_value_head_each_equals_shared_heads_repeated():
 
 def test_dropout_drops_weights_and_output_in_training_only():
     layer, variables, x_BTD = make_attention(dropout=0.5)
-    positions = jnp.arange(SIZES["T"])
-    plain = layer.apply(variables, x_BTD, positions)
-    np.testing.assert_array_equal(plain, layer.apply(variables, x_BTD, positions, train=False))
-    dropped = layer.apply(variables, x_BTD, positions, train=True, rngs={"dropout": jax.random.key(0)})
+    positions = jnp.arange(SIZES["T"])[None]
+    plain, _ = layer.apply(variables, x_BTD, positions)
+    np.testing.assert_array_equal(plain, layer.apply(variables, x_BTD, positions, train=False)[0])
+    dropped, _ = layer.apply(variables, x_BTD, positions, train=True, rngs={"dropout": jax.random.key(0)})
     zeros = float(jnp.mean(dropped == 0.0))
     assert 0.3 < zeros < 0.7  # the output's half
 
