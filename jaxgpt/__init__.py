@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from jaxgpt.loop import fit as fit
     from jaxgpt.model import GPT as GPT
     from jaxgpt.run import Run as Run
+    from jaxgpt.run import Score as Score
     from jaxgpt.run import load as load
     from jaxgpt.sample.filters import Sampling as Sampling
     from jaxgpt.sample.generate import Generated as Generated
     from jaxgpt.sample.generate import generate as generate
+    from jaxgpt.sample.generate import stream as stream
+    from jaxgpt.sample.score import score as score
+    from jaxgpt.sample.speculative import speculate as speculate
+    from jaxgpt.sample.weights import for_decoding as for_decoding
 
 _HOME = {
     "DataConfig": "config",
@@ -33,12 +38,17 @@ _HOME = {
     "ParallelConfig": "config",
     "Run": "run",
     "Sampling": "sample.filters",
+    "Score": "run",
     "TrainConfig": "config",
     "UserError": "errors",
     "fit": "loop",
+    "for_decoding": "sample.weights",
     "generate": "sample.generate",
     "load": "run",
     "run_experiment": "__main__",
+    "score": "sample.score",
+    "speculate": "sample.speculative",
+    "stream": "sample.generate",
 }
 
 __all__ = list(_HOME)

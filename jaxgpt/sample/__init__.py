@@ -1,6 +1,9 @@
 """From logits to text."""
 
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import Generated, generate
+from jaxgpt.sample.generate import Generated, generate, stream
+from jaxgpt.sample.score import score
+from jaxgpt.sample.speculative import speculate
+from jaxgpt.sample.weights import for_decoding
 
-__all__ = ["Generated", "Sampling", "generate"]
+__all__ = ["Generated", "Sampling", "for_decoding", "generate", "score", "speculate", "stream"]

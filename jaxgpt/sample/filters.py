@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -11,35 +12,96 @@ import jax.numpy as jnp
 from jaxgpt.errors import UserError
 
 
+# The numbers are traced, so that another temperature does not compile anew; what is None, and top_k, is structure.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_p", "min_p", "repetition_penalty"],
+    meta_fields=["top_k", "greedy"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. Filters apply in the order temperature, top_k, top_p, as in transformers."""
+    """How the next token is drawn.
+
+    The order is transformers': repetition penalty, temperature, top_k, top_p, min_p; None leaves a filter out.
+    """
 
     temperature: float = 1.0  # logits are divided by it; 0 is greedy
-    top_k: int | None = None  # keep the k likeliest (Fan et al. 2018, arXiv:1805.04833); None: all
-    top_p: float | None = (
-        None  # keep the fewest tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
-    )
-    greedy: bool = False  # always the likeliest; the rest is ignored
+    # keep the k likeliest (Fan et al. 2018, arXiv:1805.04833)
+    top_k: int | None = None
+    # keep the fewest tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
+    top_p: float | None = None
+    # keep tokens at least this likely relative to the likeliest (Nguyen et al. 2024, arXiv:2407.01082)
+    min_p: float | None = None
+    # above 1, tokens of the prompt and of the text so far become less likely (Keskar et al. 2019, arXiv:1909.05858)
+    repetition_penalty: float | None = None
+    greedy: bool = False  # always the likeliest, after the penalty; the rest is ignored
 
     def __post_init__(self) -> None:
+        if not all(v is None or isinstance(v, int | float) for v in dataclasses.astuple(self)):
+            return  # jax rebuilds it with traced values, which were checked before
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"temperature={self.temperature}: needs 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k}: needs at least 1")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise UserError(f"top_p={self.top_p}: needs more than 0 and at most 1")
+        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
+            raise UserError(f"min_p={self.min_p}: needs at least 0 and at most 1")
+        penalty = self.repetition_penalty
+        if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
+            raise UserError(f"repetition_penalty={penalty}: needs more than 0; 1 changes nothing, 1.1 discourages")
+        if self.temperature == 0:
+            object.__setattr__(self, "greedy", True)
 
-    def draw(self, logits_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
-        """One token for each row by that row's key: tokens_B, int32."""
-        if self.greedy or self.temperature == 0:
-            return jnp.argmax(logits_BV, axis=-1)
-        logits_BV = logits_BV / self.temperature
+    def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
+        """The distribution that tokens are drawn from, [B, V].
+
+        seen_BV: which tokens the text has so far; the repetition penalty needs it.
+        """
+        if self.greedy:
+            return jax.nn.one_hot(self._greedy(logits_BV, seen_BV), logits_BV.shape[-1])
+        logits_BV = self._penalized(logits_BV, seen_BV) / self.temperature
         if self.top_k is not None:
             logits_BV = keep_top_k(logits_BV, self.top_k)
         if self.top_p is not None:
             logits_BV = keep_top_p(logits_BV, self.top_p)
-        return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
+        if self.min_p is not None:
+            logits_BV = keep_min_p(logits_BV, self.min_p)
+        return jax.nn.softmax(logits_BV, axis=-1)
+
+    def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
+        """One token for each row by that row's key: tokens_B, int32."""
+        if self.greedy:
+            return self._greedy(logits_BV, seen_BV)
+        return draw(self.probabilities(logits_BV, seen_BV), keys_B)
+
+    def _greedy(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
+        return jnp.argmax(self._penalized(logits_BV, seen_BV), axis=-1).astype(jnp.int32)
+
+    def _penalized(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
+        if self.repetition_penalty is None:
+            return logits_BV
+        assert seen_BV is not None, "the repetition penalty needs to know the text so far"
+        return penalize_repetition(logits_BV, seen_BV, self.repetition_penalty)
+
+
+def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
+    """tokens_B, int32: each row's by its key, with probability in proportion to its weight; a zero is never drawn.
+
+    By inverting the cumulative sum, one random number a row: the Gumbel trick of `jax.random.categorical` needs V,
+    which takes 6 ms of CPU for GPT-2's 50,257 tokens where this takes one or two.
+    """
+    cumulative_BV = jnp.cumsum(weights_BV, axis=-1)
+    uniform_B1 = jax.vmap(jax.random.uniform)(keys_B)[:, None]
+    # A tree sum need not be monotone in its last digit, so a token without weight could be first past the post.
+    past_BV = (cumulative_BV > uniform_B1 * cumulative_BV[:, -1:]) & (weights_BV > 0)
+    likeliest_B = jnp.argmax(weights_BV, axis=-1)
+    return jnp.where(past_BV.any(axis=-1), jnp.argmax(past_BV, axis=-1), likeliest_B).astype(jnp.int32)
+
+
+def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float | jax.Array) -> jax.Array:
+    """Logits of seen tokens divided by the penalty where positive, multiplied by it where negative."""
+    return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def keep_top_k(logits_BV: jax.Array, k: int) -> jax.Array:
@@ -48,11 +110,30 @@ def keep_top_k(logits_BV: jax.Array, k: int) -> jax.Array:
     return jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
 
 
-def keep_top_p(logits_BV: jax.Array, p: float) -> jax.Array:
-    """-inf outside the nucleus: the fewest tokens, likeliest first, whose probability together is at least p."""
-    order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
-    sorted_BV = jax.nn.softmax(jnp.take_along_axis(logits_BV, order_BV, axis=-1), axis=-1)
-    before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV  # probability of all likelier tokens; 0 for the first
-    rank_BV = jnp.argsort(order_BV, axis=-1)
-    outside_BV = jnp.take_along_axis(before_BV >= p, rank_BV, axis=-1)
-    return jnp.where(outside_BV, -jnp.inf, logits_BV)
+def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
+    """-inf outside the nucleus: the fewest tokens, likeliest first, whose probability together is at least p.
+
+    Of equally likely tokens at its edge all stay. No sort, which takes 21 ms of CPU for 50,257 tokens: the edge
+    is found by halving the interval of all floats, whose order is that of their bits, in 31 passes (3 ms).
+    """
+    probability_BV = jax.nn.softmax(logits_BV, axis=-1)
+    bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
+    p = jnp.asarray(p, jnp.float32)
+
+    def halve(_, edges):
+        low_B, high_B = edges  # the mass of tokens at or above low is enough, at or above high it is not
+        middle_B = low_B + (high_B - low_B) // 2
+        above_BV = bits_BV >= middle_B[:, None]
+        enough_B = jnp.sum(jnp.where(above_BV, probability_BV, 0.0), axis=-1) >= p
+        return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
+
+    B = logits_BV.shape[0]
+    top = jnp.full(B, 0x3F800001, jnp.int32)  # the bits of the float after 1.0
+    edge_B, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros(B, jnp.int32), top))
+    # Rounded sums reach 1 without the unlikeliest tokens, or never do; p = 1 means all.
+    return jnp.where((bits_BV < edge_B[:, None]) & (p < 1.0), -jnp.inf, logits_BV)
+
+
+def keep_min_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
+    """-inf for tokens whose probability is below p times that of the likeliest."""
+    return jnp.where(logits_BV < logits_BV.max(axis=-1, keepdims=True) + jnp.log(p), -jnp.inf, logits_BV)

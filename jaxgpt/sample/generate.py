@@ -1,25 +1,39 @@
-"""Text from a model: prompts in, tokens out, in one jitted program."""
+"""Tokens from a model: prefill and the whole decoding loop in one jitted program.
+
+The program takes texts as they stand and returns them longer, so that streaming is the same program with a nearer
+limit, and no step of either goes through Python.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.score import score
+from jaxgpt.sample.texts import CacheType, Texts, begin, doubled, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.weights import unrolled
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """tokens: for each prompt the ids that were generated, without the prompt."""
+    """What was written, prompt by prompt, without the prompts and without the stop token.
+
+    logprobs: of each of `tokens`, in nats, by the model itself: before temperature and filters.
+    prompt_logprobs: of each token of the prompt after its first, given those before it; the first has nan.
+    Both are None unless they were asked for.
+    """
 
     tokens: list[list[int]]
+    logprobs: list[list[float]] | None = None
+    prompt_logprobs: list[list[float]] | None = None
 
 
 def generate(
@@ -30,59 +44,154 @@ def generate(
     key: jax.Array,
     max_new_tokens: int,
     sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    logprobs: bool = False,
     vocab_size: int | None = None,
+    cache_dtype: CacheType | None = None,
+    bucket: int = 256,
 ) -> Generated:
-    """Continue each prompt, a list of ids of any length, by `max_new_tokens` ids.
+    """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
-    The model sees the last block_size tokens, as in nanoGPT; of a longer prompt the beginning is not read.
-    Every step runs the whole window: there is no cache yet. vocab_size: ids from it on are never drawn, for
-    models whose vocabulary is padded beyond the tokenizer's.
-    Raises `UserError` for no prompts, an empty prompt, or max_new_tokens below 1.
+    A prompt's continuation depends on the prompt and the key alone, not on the batch or its place in it: each row
+    draws by its own key, made of `key`, the prompt, and how often the same prompt stood before it in the batch.
+
+    Past the context, text goes on. With positions "rope" and "none" the window slides: each token reads itself and
+    the block_size - 1 before it, through keys that were computed once, when their tokens were read. With "learned"
+    and "sinusoidal" positions, whose table ends, a full text is read anew from its last block_size // 2 tokens at
+    positions from 0, and goes on from there.
+
+    stop_tokens: a row ends before the first of these that it draws; the program ends when all rows have.
+    logprobs: also return log-probabilities, of generated and prompt tokens.
+    vocab_size: ids from it on are never drawn, for models whose vocabulary is padded beyond the tokenizer's.
+    cache_dtype: of keys and values; None: the model's dtype. "int8" takes a quarter of float32's memory.
+    bucket: prompts take room for `bucket` tokens, or twice that, four times ..., so that another length does not
+        compile anew (nor does another max_new_tokens up to the next power of two). Empty room is not computed, but
+        attention passes over it.
+    `sample.weights.for_decoding` gives a faster form of `model` and `params`.
+    Raises `UserError` for no prompts, an empty prompt, max_new_tokens below 1, and ids the model does not have; of
+    a prompt longer than block_size the end is read, with a warning.
     """
-    sampling = Sampling() if sampling is None else sampling
-    limit = model.config.vocab_size
-    assert limit is not None, "a model with parameters has one"
-    if not len(prompts):
-        raise UserError("no prompts: give at least one list of token ids")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}: needs at least 1")
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {number} is empty: start it from a token, such as the end-of-text or a newline")
-        if min(prompt) < 0 or max(prompt) >= limit:
-            raise UserError(
-                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, the model knows 0 to {limit - 1}"
-            )
+    sampling = sampling or Sampling()
+    texts = begin(
+        model,
+        params,
+        prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        seen=sampling.repetition_penalty is not None,
+        logprobs=logprobs,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+    )
+    first = int(texts.written)
+    vocab_size = vocab_size or model.config.vocab_size
+    texts = advance(model, params, texts, sampling, padded_stops(stop_tokens), first + max_new_tokens, vocab_size)
+    lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
+    rows = [slice(first, first + int(length)) for length in lengths]
+    out = Generated(tokens=[row[kept].tolist() for row, kept in zip(tokens_BX, rows, strict=True)])
+    if not logprobs:
+        return out
+    logprobs_BX = np.asarray(texts.logprobs_BX)
+    of_prompts = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
+    return dataclasses.replace(
+        out,
+        logprobs=[row[kept].tolist() for row, kept in zip(logprobs_BX, rows, strict=True)],
+        prompt_logprobs=[row.tolist() for row in of_prompts],
+    )
 
-    T = model.config.block_size
-    window_BT = np.zeros((len(prompts), T), np.int32)
-    lengths_B = np.zeros(len(prompts), np.int32)
-    for row, prompt in enumerate(prompts):
-        last = prompt[-T:]
-        window_BT[row, : len(last)], lengths_B[row] = last, len(last)
-    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(prompts)))
-    tokens_BS = _generate(model, params, window_BT, lengths_B, keys_B, max_new_tokens, sampling, vocab_size or limit)
-    return Generated(tokens=np.asarray(tokens_BS).tolist())
+
+def stream(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    vocab_size: int | None = None,
+    cache_dtype: CacheType | None = None,
+    bucket: int = 256,
+    every: int = 8,
+) -> Iterator[list[list[int]]]:
+    """`generate`, told as it goes: for each prompt the ids since last time, the first at once, then every `every`.
+
+    Joined, they are what `generate` returns, by the same program. Arguments are checked at the first `next`.
+    """
+    sampling = sampling or Sampling()
+    texts = begin(
+        model,
+        params,
+        prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        seen=sampling.repetition_penalty is not None,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+    )
+    stops, vocab_size = padded_stops(stop_tokens), vocab_size or model.config.vocab_size
+    first, told, upto = int(texts.written), np.zeros(len(prompts), int), 1
+    while True:
+        texts = advance(model, params, texts, sampling, stops, first + upto, vocab_size)
+        lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
+        yield [row[first + a : first + b].tolist() for row, a, b in zip(tokens_BX, told, lengths, strict=True)]
+        if upto == max_new_tokens or np.asarray(texts.stopped_B).all():
+            return
+        told, upto = lengths, min(upto + every, max_new_tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
-def _generate(model, params, window_BT, lengths_B, keys_B, new_tokens, sampling, vocab_size):
-    """tokens_BS, S = new_tokens. Prompts stand at the left of their window; causality hides what is behind them."""
-    T = window_BT.shape[1]
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
+def advance(model, params, texts, sampling, stops, limit, vocab_size) -> Texts:
+    """The texts with `limit` columns written, or fewer if all rows have stopped. stops: ids, padded with -1."""
+    model, params = unrolled(model, params)
+    rows_B = jnp.arange(texts.tokens_BX.shape[0])
 
-    def step(carry, index):
-        window_BT, lengths_B = carry
-        x_BTD = model.apply({"params": params}, window_BT, method="features")
-        last_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        logits_BV = model.apply({"params": params}, last_B1D, method="unembed")[:, 0, :vocab_size]
-        tokens_B = sampling.draw(logits_BV, jax.vmap(jax.random.fold_in, (0, None))(keys_B, index))
-        tokens_B = tokens_B.astype(jnp.int32)
-        # A full window slides by one; position T - 1 is then the new token's.
-        full_B1 = (lengths_B == T)[:, None]
-        window_BT = jnp.where(full_B1, jnp.roll(window_BT, -1, axis=1), window_BT)
-        at_B = jnp.minimum(lengths_B, T - 1)
-        window_BT = jax.vmap(lambda row, at, token: row.at[at].set(token))(window_BT, at_B, tokens_B)
-        return (window_BT, jnp.minimum(lengths_B + 1, T)), tokens_B
+    def unfinished(t: Texts):
+        return (t.written < limit) & ~t.stopped_B.all()
 
-    _, tokens_SB = jax.lax.scan(step, (window_BT, lengths_B), jnp.arange(new_tokens))
-    return tokens_SB.T
+    def write(t: Texts, x_BD):
+        """The token after the last, drawn."""
+        logits_B1V: Any = model.apply({"params": params}, x_BD[:, None], method="unembed")
+        logits_BV = logits_B1V[:, 0, :vocab_size]
+        seen_BV = None if t.seen_BV is None else t.seen_BV[:, :vocab_size]
+        token_B = sampling.draw(logits_BV, jax.vmap(jax.random.fold_in)(t.keys_B, t.length_B), seen_BV)
+        stopped_B = t.stopped_B | (token_B[:, None] == stops[None]).any(axis=1)
+        if t.seen_BV is not None:
+            t = t.replace(seen_BV=t.seen_BV.at[rows_B, token_B].set(True))
+        if t.logprobs_BX is not None:
+            logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+            t = t.replace(logprobs_BX=_column(t.logprobs_BX, logprobs_BV[rows_B, token_B], t.written))
+        return t.replace(
+            tokens_BX=_column(t.tokens_BX, token_B, t.written),
+            length_B=t.length_B + ~stopped_B,
+            stopped_B=stopped_B,
+            written=t.written + 1,
+        )
+
+    def prefill(t: Texts):
+        return write(*read_all(model, params, t))
+
+    def decode(t: Texts):
+        t, x_BTD = read(model, params, t, 1)
+        return write(t, x_BTD[:, 0])
+
+    def decoding(t: Texts):
+        return unfinished(t) if slides(model) else unfinished(t) & ~full_B(model, t).any()
+
+    def prefill_and_decode(t: Texts):
+        t = t if slides(model) else restarted(model, t, full_B(model, t))
+        t = jax.lax.cond(t.written - t.cached > 1, prefill, lambda t: t, t)
+        return jax.lax.while_loop(decoding, decode, t)
+
+    return jax.lax.while_loop(unfinished, prefill_and_decode, texts)
+
+
+def _column(values_BX: jax.Array, value_B: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(values_BX, value_B[:, None].astype(values_BX.dtype), at, axis=1)
+
+
+def padded_stops(stop_tokens: Sequence[int]) -> np.ndarray:
+    """With an id that is never drawn, so that one more stop token rarely compiles anew."""
+    stops = np.full(doubled(4, len(stop_tokens)), -1, np.int32)
+    stops[: len(stop_tokens)] = list(stop_tokens)
+    return stops

@@ -1,73 +1,207 @@
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
+from jaxgpt.layers.cache import KVCache, Place
+from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import _generate, generate
+from jaxgpt.sample.generate import advance
 from tests.helpers import TINY, apply, make_model
 
 GREEDY = Sampling(greedy=True)
+C = TINY.block_size
+PROMPTS = [[3], [1, 2, 3, 4, 5], [4] * C, [10, 9, 8, 7, 6, 5, 4]]
 
 
-def naive(model, params, prompt, new_tokens):
-    """Greedy continuation, one full forward pass per token, as a beginner writes it."""
-    ids = list(prompt)
-    for _ in range(new_tokens):
-        logits = apply(model, params, jnp.array([ids[-TINY.block_size :]]))
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+@functools.cache
+def lively(position):
+    """A model whose greedy text is not one token for ever."""
+    model, params = make_model(dataclasses.replace(TINY, position=position, n_head=4, n_kv_head=2))
+    return model, jax.tree.map(lambda x: 5.0 * x, params)
 
 
-def test_greedy_equals_the_naive_loop_for_ragged_prompts_and_past_the_context():
-    model, params = make_model(TINY)
-    params = jax.tree.map(lambda x: 5.0 * x, params)  # else the greedy text is one token for ever, whatever the window
-    prompts = [[3], [1, 2, 3, 4, 5], [4] * TINY.block_size, list(range(10))]
-    out = generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=12, sampling=GREEDY)
-    assert out.tokens == [naive(model, params, p, 12) for p in prompts]
+def run(model, params, prompts, new=12, seed=0, **kwargs):
+    return generate(model, params, prompts, key=jax.random.key(seed), max_new_tokens=new, **kwargs)
+
+
+def restarting(model, params, prompt, new):
+    """Greedy text, one forward pass over the whole window per token; a full window begins anew from its last half."""
+    window, ids = list(prompt), []
+    for _ in range(new):
+        if len(window) > C:
+            window = window[-(C // 2) :]
+        padded = jnp.array([window + [0] * (C - len(window))])
+        ids.append(int(apply(model, params, padded)[0, len(window) - 1].argmax()))
+        window.append(ids[-1])
+    return ids
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def banded_logits(model, params, tokens_BT):
+    """Of a text of any length in one pass, each token reading the C before it; nothing is a ring here."""
+    (B, T), c = tokens_BT.shape, model.config
+    empty = KVCache.empty(batch=B, slots=T, n_layer=c.n_layer, kv_heads=c.kv_heads, head_size=c.head_size)
+    place = Place(jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.arange(T))
+    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, place, method="extend")
+    return model.apply({"params": params}, x_BTD, method="unembed")
+
+
+@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
+def test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context(position):
+    model, params = lively(position)
+    out = run(model, params, PROMPTS, new=4 * C, sampling=GREEDY)
+    assert out.tokens == [restarting(model, params, prompt, 4 * C) for prompt in PROMPTS]
     assert max(len(set(tokens)) for tokens in out.tokens) > 2
 
 
-def test_the_same_key_gives_the_same_tokens_and_another_others():
-    model, params = make_model(TINY)
-    one, two, other = (
-        generate(model, params, [[1, 2]], key=jax.random.key(k), max_new_tokens=20).tokens for k in (0, 0, 1)
-    )
-    assert one == two != other
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_greedy_equals_recomputation_with_a_sliding_window(position):
+    """For each token: its greedy choice given all before it, in one uncached pass over four contexts of text."""
+    model, params = lively(position)
+    out = run(model, params, PROMPTS, new=4 * C, sampling=GREEDY)
+    for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
+        text = prompt + tokens
+        padded = text + [0] * (5 * C - len(text))
+        best = np.asarray(banded_logits(model, params, jnp.array([padded])).argmax(-1))[0]
+        np.testing.assert_array_equal(best[len(prompt) - 1 : len(text) - 1], tokens)
+        inside = text[:C]  # within the context that is the plain model
+        plain = np.asarray(apply(model, params, jnp.array([inside])).argmax(-1))[0]
+        np.testing.assert_array_equal(plain[len(prompt) - 1 : -1], inside[len(prompt) :])
+    assert max(len(set(tokens)) for tokens in out.tokens) > 2
 
 
-def test_rows_draw_differently():
+def test_a_row_depends_on_its_prompt_and_the_key_alone():
+    """Alone, in any company, at any place, however far the batch is padded."""
     model, params = make_model(TINY)
-    out = generate(model, params, [[1, 2]] * 4, key=jax.random.key(0), max_new_tokens=20).tokens
-    assert len({tuple(row) for row in out}) == 4
+    together = run(model, params, PROMPTS).tokens
+    assert run(model, params, PROMPTS[::-1]).tokens == together[::-1]
+    assert [run(model, params, [prompt]).tokens[0] for prompt in PROMPTS] == together
+    assert run(model, params, PROMPTS).tokens == together != run(model, params, PROMPTS, seed=1).tokens
+
+
+def test_equal_prompts_draw_differently():
+    model, params = make_model(TINY)
+    rows = run(model, params, [[1, 2]] * 4, new=20).tokens
+    assert len({tuple(row) for row in rows}) == 4
+    assert run(model, params, [[1, 2], [5], [1, 2]], new=20).tokens[::2] == rows[:2]
+
+
+def test_rows_end_before_a_stop_token_and_the_program_when_all_have():
+    model, params = make_model(TINY)
+    free = run(model, params, PROMPTS, new=50).tokens
+    out = run(model, params, PROMPTS, new=50, stop_tokens=[3, 7]).tokens
+    for row, before in zip(free, out, strict=True):
+        at = next((i for i, token in enumerate(row) if token in (3, 7)), len(row))
+        assert before == row[:at]
+    assert len({len(row) for row in out}) > 1
+    started = list(stream(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=50, stop_tokens=range(11)))
+    assert started == [[[], [], [], []]]  # every token is a stop: one is drawn and the program is done
+
+
+def test_streaming_is_the_same_text_by_the_same_program():
+    model, params = make_model(TINY)
+    expected = run(model, params, PROMPTS, new=21, stop_tokens=[3]).tokens
+    compiled = advance._cache_size()
+    pieces = list(stream(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=21, stop_tokens=[3], every=5))
+    assert advance._cache_size() == compiled
+    assert len(pieces[0][0]) <= 1
+    assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_log_probabilities_are_the_models(position):
+    model, params = lively(position)
+    params = jax.tree.map(lambda x: x / 3.0, params)
+    out = run(model, params, PROMPTS[:2], new=C - 5, logprobs=True, sampling=Sampling(temperature=2.0, top_k=3))
+    for prompt, tokens, mine, ahead in zip(PROMPTS, out.tokens, out.logprobs, out.prompt_logprobs, strict=False):
+        text = prompt + tokens
+        padded = jnp.array([text + [0] * (C - len(text))])
+        all_TV = jax.nn.log_softmax(apply(model, params, padded)[0], axis=-1)
+        expected = [float(all_TV[i, token]) for i, token in enumerate(text[1:])]
+        assert np.isnan(ahead[0])
+        np.testing.assert_allclose(ahead[1:] + mine, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(score(model, params, [text])[0][1:], expected, rtol=1e-4, atol=1e-4)
+    assert run(model, params, PROMPTS[:2], new=2).logprobs is None
+
+
+def test_the_repetition_penalty_knows_prompt_and_text():
+    model, params = lively("learned")
+    for prompt in PROMPTS[:2]:
+        new = C - len(prompt)
+        (tokens,) = run(model, params, [prompt], new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
+        text = list(prompt)
+        for _ in range(new):
+            logits_V = np.array(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0, len(text) - 1])
+            for token in set(text):
+                logits_V[token] *= 3.0 if logits_V[token] < 0 else 1 / 3.0
+            text.append(int(logits_V.argmax()))
+        assert text[len(prompt) :] == tokens != run(model, params, [prompt], new=new, sampling=GREEDY).tokens[0]
 
 
 def test_padded_vocabulary_is_never_drawn():
     model, params = make_model(TINY)
-    out = generate(model, params, [[0]] * 8, key=jax.random.key(0), max_new_tokens=50, vocab_size=4)
-    assert np.max(out.tokens) == 3
+    assert np.max(run(model, params, [[0]] * 8, new=50, vocab_size=4).tokens) == 3
 
 
-def test_prompts_of_any_length_share_one_compilation():
+def test_lengths_within_a_bucket_and_numbers_share_one_compilation():
+    """20 prompts of 1 to 200 tokens, other temperatures and limits: one program."""
+    model, params = make_model(dataclasses.replace(TINY, block_size=256, n_layer=1, position="rope"))
+    advance.clear_cache()
+    for number, length in enumerate(np.linspace(1, 200, 20).astype(int)):
+        sampling = Sampling(temperature=0.5 + 0.01 * number, top_p=0.9)
+        run(model, params, [[1] * length], new=3 + number, sampling=sampling, stop_tokens=[5] * (number % 3))
+    assert advance._cache_size() == 1
+
+
+def test_committed_parameters_share_one_compilation_too():
+    """As a checkpoint gives them: the second call gets the texts of the first, committed as well."""
     model, params = make_model(TINY)
-    _generate.clear_cache()
-    for length in range(1, 12):
-        generate(model, params, [[1] * length], key=jax.random.key(0), max_new_tokens=3, sampling=GREEDY)
-    assert _generate._cache_size() == 1
+    params = jax.device_put(params, jax.devices()[0])
+    advance.clear_cache()
+    list(stream(model, params, [[1]], key=jax.random.key(0), max_new_tokens=9, every=2))
+    assert advance._cache_size() == 1
+
+
+def test_eight_bit_weights_and_cache_write():
+    model, params = make_model(dataclasses.replace(TINY, n_embd=32))
+    exact = run(model, params, PROMPTS, sampling=GREEDY).tokens
+    for weights in ("bfloat16", "int8"):
+        tokens = run(*for_decoding(model, params, weights), PROMPTS, sampling=GREEDY, cache_dtype=weights).tokens
+        assert [len(row) for row in tokens] == [12] * 4
+        assert np.mean([a == b for x, y in zip(exact, tokens, strict=True) for a, b in zip(x, y, strict=True)]) > 0.5
+
+
+def test_a_long_prompt_is_read_from_its_last_window_and_it_is_said():
+    model, params = make_model(TINY)
+    with pytest.warns(UserWarning, match=r"prompt 0 has 10 tokens, block_size=8: only its last 8 are read"):
+        out = run(model, params, [list(range(10))], sampling=GREEDY).tokens
+    assert out == run(model, params, [list(range(2, 10))], sampling=GREEDY).tokens
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new", "said"),
+    ("prompts", "kwargs", "said"),
     [
-        ([], 1, "no prompts"),
-        ([[1], []], 1, "prompt 1 is empty"),
-        ([[1]], 0, "max_new_tokens=0"),
-        ([[11]], 1, "the model knows 0 to 10"),
-        ([[-1]], 1, "the model knows 0 to 10"),
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1]], {"new": 0}, "max_new_tokens=0"),
+        ([[1]], {"new": -3}, "max_new_tokens=-3"),
+        ([[11]], {}, "the model knows 0 to 10"),
+        ([[-1]], {}, "the model knows 0 to 10"),
+        ([[1]], {"bucket": 0}, "bucket=0"),
+        ([[1]], {"cache_dtype": "int4"}, "cache_dtype='int4'"),
     ],
 )
-def test_misuse_is_told(prompts, new, said):
+def test_misuse_is_told(prompts, kwargs, said):
     model, params = make_model(TINY)
     with pytest.raises(UserError, match=said):
-        generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=new)
+        run(model, params, prompts, **kwargs)
+
+
+def test_unknown_weights_are_told():
+    with pytest.raises(UserError, match="weights='int4'"):
+        for_decoding(*make_model(TINY), "int4")

@@ -1,0 +1,88 @@
+"""From ids that arrive a few at a time to text that can be shown at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.errors import UserError
+
+UNFINISHED = "\ufffd"  # what decoding ends in when the last bytes are the beginning of a character
+
+
+class TextStream:
+    """The text of one growing list of ids, in pieces that never split a character and never show a stop string.
+
+    What could still become part of a character or of a stop string is held back until it is decided; `rest` gives
+    up waiting. The pieces joined are the text of all ids, up to the first stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        if isinstance(stop, str):
+            stop = [stop]
+        if "" in stop:
+            raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = list(stop)
+        self._ids: list[int] = []
+        # Ids from `context` on are decoded each time, of which those before `shown` have been told: decoders treat
+        # the first id of a list in their own way (a leading space), so it must not be the new one.
+        self._context = self._shown = 0
+        self._held = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """What the next ids add."""
+        return "".join(self._push(i) for i in ids)
+
+    def rest(self) -> str:
+        """What was held back; for the end of the ids."""
+        if self.stopped:
+            return ""
+        piece = self._release(self._new_text(), last=True)
+        self._context = self._shown = len(self._ids)
+        return piece
+
+    def _push(self, i: int) -> str:
+        if self.stopped:
+            return ""
+        self._ids.append(int(i))
+        new = self._new_text()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return self._release(new)
+
+    def _new_text(self) -> str:
+        told = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(told) :]
+
+    def _release(self, new: str, *, last: bool = False) -> str:
+        text = self._held + new
+        at = min((i for i in (text.find(s) for s in self._stop) if i >= 0), default=-1)
+        if at >= 0:
+            self.stopped, self._held = True, ""
+            return text[:at]
+        keep = 0 if last else max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def pieces(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
+    """The pieces of text of lists of ids, none empty; ends at a stop string, without asking for more ids."""
+    text = TextStream(tokenizer, stop)
+    for some in ids:
+        if piece := text.push(some):
+            yield piece
+        if text.stopped:
+            return
+    if piece := text.rest():
+        yield piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that stop begins with, without being all of it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,57 @@
+"""Parameters as decoding reads them: layers unrolled, matrices packed, in 32, 16 or 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.errors import UserError
+from jaxgpt.layers.linear import Packed
+from jaxgpt.model import GPT
+
+Weights = Literal["float32", "bfloat16", "int8"]
+WEIGHTS = ("float32", "bfloat16", "int8")
+
+
+def for_decoding(model: GPT, params: dict, weights: Weights | None = None) -> tuple[GPT, dict]:
+    """The same model in the form in which it writes fastest: (model, params) for `generate` and `score`.
+
+    It keeps a second copy of the matrices, so drop the trained `params` where memory counts. Not for training.
+    weights: "float32"; "bfloat16", half the memory; "int8", a quarter: one scale for each output, and inputs rounded
+        to 8 bits as well; None: the model's dtype. Norms, biases and learned positions stay in float32.
+    """
+    if weights is not None and weights not in WEIGHTS:
+        raise UserError(f"weights={weights!r}: needs one of {', '.join(WEIGHTS)}")
+    model, params = unrolled(model, params)
+    return model, _pack(params, weights or jnp.dtype(model.dtype).name)
+
+
+def unrolled(model: GPT, params: dict) -> tuple[GPT, dict]:
+    """The model without `scan_layers`, and its parameters without stacks."""
+    if not model.config.scan_layers:
+        return model, params
+    layers = params["h"]["block"]
+    rest = {name: value for name, value in params.items() if name != "h"}
+    each = {f"h_{i}": jax.tree.map(lambda stack, i=i: stack[i], layers) for i in range(model.config.n_layer)}
+    return model.clone(config=dataclasses.replace(model.config, scan_layers=False)), rest | each
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack(params: dict, dtype: str) -> dict:
+    def packed(name: str, value: Any) -> tuple[str, Any]:
+        if isinstance(value, dict):
+            if "kernel" in value:
+                rest = {k: v for k, v in value.items() if k != "kernel"}
+                return name, rest | {"packed": Packed.of(value["kernel"].T, dtype)}
+            if name == "wte" and "embedding" in value:
+                return name, {"packed": Packed.of(value["embedding"], dtype)}
+            return name, dict(packed(k, v) for k, v in value.items())
+        if name == "lm_head":
+            return "lm_head_packed", Packed.of(value.T, dtype)
+        return name, value
+
+    return dict(packed(name, value) for name, value in params.items())

@@ -1,0 +1,96 @@
+"""Cached logits are uncached logits, at every position of every kind of model."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.sample.texts import begin, read
+from jaxgpt.sample.weights import for_decoding
+from tests.helpers import TINY, apply, make_model, stack_layers
+
+# float32 sums in another order, through two layers, of logits near 1.
+CACHED = dict(rtol=1e-4, atol=1e-4)
+
+POSITIONS = ("learned", "sinusoidal", "rope", "none")
+HEADS = ({}, {"n_kv_head": 1}, {"qk_norm": True}, {"n_kv_head": 2, "qk_norm": True})
+# Every pair of position and heads, the norm's place in turn: all pairs of values of any two.
+GRID = [
+    dict(position=position, norm_position=("pre", "post")[(p + h) % 2], norm=("layernorm", "rmsnorm")[h % 2], **heads)
+    for (p, position), (h, heads) in itertools.product(enumerate(POSITIONS), enumerate(HEADS))
+]
+
+ROWS = [[3], [1, 2, 3, 4, 5], [10, 9, 8, 7, 6, 5, 4], [0, 2, 2, 9, 1]]
+AFTER = np.array([[5, 6, 7], [1, 1, 8], [3, 4, 5], [9, 9, 2]])  # what each row goes on with
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def read_logits(model, params, texts, T):
+    texts, x_BTD = read(model, params, texts, T)
+    return texts, model.apply({"params": params}, x_BTD, method="unembed")
+
+
+def cached_logits(model, params, **kwargs):
+    """Of each row's tokens and what follows, [tokens, V]: prompts in one pass, the rest one by one."""
+    texts = begin(model, params, ROWS, key=jax.random.key(0), max_new_tokens=8, bucket=1, **kwargs)
+    columns = int(texts.written)
+    texts = texts.replace(tokens_BX=texts.tokens_BX.at[:, columns : columns + 3].set(AFTER))
+    texts, logits_BTV = read_logits(model, params, texts, columns - int(texts.cached))
+    found = [logits_BTV]
+    for _ in range(3):
+        texts, logits_B1V = read_logits(model, params, texts, 1)
+        found.append(logits_B1V)
+    logits_BTV = np.concatenate(found, axis=1)
+    return [row[-len(prompt) - 3 :] for row, prompt in zip(logits_BTV, ROWS, strict=True)]
+
+
+def uncached_logits(model, params):
+    T = model.config.block_size
+    rows = [prompt + after.tolist() for prompt, after in zip(ROWS, AFTER, strict=True)]
+    padded_BT = jnp.array([row + [0] * (T - len(row)) for row in rows])
+    return [logits[: len(row)] for logits, row in zip(apply(model, params, padded_BT), rows, strict=True)]
+
+
+@pytest.mark.parametrize("kind", GRID, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_cached_equals_uncached(kind):
+    model, params = make_model(dataclasses.replace(TINY, **{"block_size": 10, "n_head": 4, "n_embd": 16} | kind))
+    for got, wanted in zip(cached_logits(model, params), uncached_logits(model, params), strict=True):
+        np.testing.assert_allclose(got, wanted, **CACHED)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_packed_float32_weights_change_nothing(tied, scan_layers):
+    config = dataclasses.replace(TINY, block_size=10, tie_embeddings=tied, activation="swiglu", mlp_dim=12)
+    model, params = make_model(config)
+    expected = uncached_logits(model, params)
+    if scan_layers:
+        params = stack_layers(params, config.n_layer)
+        model = model.clone(config=dataclasses.replace(config, scan_layers=True))
+    packed = for_decoding(model, params, "float32")
+    for got, wanted in zip(cached_logits(*packed), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, **CACHED)
+    for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, **CACHED)
+    again = for_decoding(*packed)
+    assert jax.tree.structure(again[1]) == jax.tree.structure(packed[1])
+
+
+def test_fewer_bits_take_less_memory_and_stay_near():
+    model, params = make_model(dataclasses.replace(TINY, block_size=10, n_embd=64, n_head=4))
+    expected = np.concatenate(uncached_logits(model, params))
+
+    def size(tree):
+        return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+    packed = {weights: for_decoding(model, params, weights) for weights in ("float32", "bfloat16", "int8")}
+    assert size(packed["bfloat16"][1]) < 0.55 * size(params) and size(packed["int8"][1]) < 0.35 * size(params)
+    for weights, error in (("bfloat16", 0.02), ("int8", 0.05)):  # of the logits' standard deviation
+        got = np.concatenate(cached_logits(*packed[weights]))
+        assert 1e-4 < np.abs(got - expected).mean() / expected.std() < error, weights
+    got = np.concatenate(cached_logits(model, params, cache_dtype="int8"))
+    assert 1e-5 < np.abs(got - expected).mean() / expected.std() < 0.02

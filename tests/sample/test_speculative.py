@@ -1,0 +1,115 @@
+"""Speculation changes the time and nothing else."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.sample import Sampling, generate, speculate
+from jaxgpt.sample.generate import padded_stops
+from jaxgpt.sample.texts import begin
+from tests.helpers import TINY, apply, make_model
+
+speculative = importlib.import_module("jaxgpt.sample.speculative")
+C = TINY.block_size
+
+
+@functools.cache
+def lively(position, seed=0, **kwargs):
+    model, params = make_model(dataclasses.replace(TINY, position=position, **kwargs), seed=seed)
+    return model, jax.tree.map(lambda x: 5.0 * x, params)
+
+
+def run(big, small, prompt, new=4 * C, seed=0, **kwargs):
+    pieces = speculate(*big, *small, prompt, key=jax.random.key(seed), max_new_tokens=new, guesses=3, **kwargs)
+    return [token for piece in pieces for token in piece]
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+@pytest.mark.parametrize("draft", ["another", "itself"])
+def test_greedy_text_is_the_same_far_past_the_context(position, draft):
+    big = lively(position)
+    # A draft with another kind of positions and a longer context, so that the two begin anew at other times.
+    small = big if draft == "itself" else lively("learned", 3, n_layer=1, block_size=C + 3)
+    for prompt in ([3], [1, 2, 3, 4, 5], [4] * C):
+        expected = generate(
+            *big, [prompt], key=jax.random.key(0), max_new_tokens=4 * C, sampling=Sampling(greedy=True)
+        ).tokens[0]
+        assert run(big, small, prompt, sampling=Sampling(greedy=True)) == expected
+
+
+def test_stop_tokens_and_the_penalty_are_kept():
+    big, small = lively("rope"), lively("rope", 3)
+    for sampling in (Sampling(greedy=True), Sampling(greedy=True, repetition_penalty=2.0)):
+        free = generate(*big, [[1, 2]], key=jax.random.key(0), max_new_tokens=30, sampling=sampling).tokens[0]
+        assert run(big, small, [1, 2], new=30, sampling=sampling) == free
+        stop = free[7]
+        stopped = run(big, small, [1, 2], new=30, sampling=sampling, stop_tokens=[stop])
+        assert stopped == free[: free.index(stop)]
+
+
+def test_the_distribution_is_exact():
+    """Chi-squared of the first three tokens of 20,000 texts against the model's own probabilities of all 125."""
+    V, draws, sampling = 5, 20_000, Sampling(temperature=1.3, top_p=0.9)
+    model, params = make_model(dataclasses.replace(TINY, vocab_size=V, n_embd=16))
+    draft, draft_params = make_model(dataclasses.replace(TINY, vocab_size=V, n_layer=1), seed=5)
+    params, draft_params = (jax.tree.map(lambda x: 3.0 * x, p) for p in (params, draft_params))
+    prompt = [1, 3]
+
+    texts = functools.partial(begin, prompts=[prompt], key=jax.random.key(0), max_new_tokens=3, bucket=1, extra_slots=3)
+    t, d = texts(model, params), texts(draft, draft_params)
+    first = int(t.written)
+
+    @jax.jit
+    @jax.vmap
+    def three(key):
+        done, _ = speculative._advance(
+            model,
+            draft,
+            params,
+            draft_params,
+            t.replace(keys_B=key[None]),
+            d.replace(keys_B=key[None]),
+            sampling,
+            padded_stops([]),
+            first + 3,
+            V,
+            2,
+        )
+        return jax.lax.dynamic_slice(done.tokens_BX, (0, first), (1, 3))[0]
+
+    got = np.asarray(three(jax.random.split(jax.random.key(1), draws))) @ [25, 5, 1]
+    counts = np.bincount(got, minlength=125)
+
+    all_texts = jnp.array([[*prompt, *ends] for ends in itertools.product(range(V), repeat=3)])
+    logits = apply(model, params, all_texts)
+    p = np.ones(125)
+    for i in range(3):
+        each = np.asarray(sampling.probabilities(logits[:, 1 + i]), np.float64)
+        p *= each[np.arange(125), np.asarray(all_texts[:, 2 + i])]
+    assert (counts[p == 0] == 0).all()
+    likely = p * draws >= 5  # the rest together, as the test wants it
+    expected = np.append(p[likely], p[~likely].sum()) * draws
+    observed = np.append(counts[likely], counts[~likely].sum())
+    expected, observed = expected[expected > 0], observed[expected > 0]
+    freedom = len(expected) - 1
+    assert ((observed - expected) ** 2 / expected).sum() < freedom + 3.3 * np.sqrt(2 * freedom) + 7  # 99.9%
+    draft_first = np.asarray(sampling.probabilities(apply(draft, draft_params, all_texts[:1])[:, 1]))[0]
+    model_first = np.asarray(sampling.probabilities(logits[:1, 1]))[0]
+    assert np.abs(draft_first - model_first).sum() > 0.3  # a draft that is wrong enough to be caught
+
+
+def test_misuse_is_told():
+    big = lively("rope")
+    with pytest.raises(UserError, match="the draft knows 7 tokens, the model writes 11"):
+        run(big, lively("rope", vocab_size=7), [1])
+    with pytest.raises(UserError, match="guesses=5: needs 1 to 4"):
+        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, guesses=5))
+    with pytest.raises(UserError, match="max_new_tokens=0"):
+        run(big, big, [1], new=0)
