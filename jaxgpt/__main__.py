@@ -16,9 +16,10 @@ import logging
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -60,8 +61,16 @@ class SampleOptions:
     temperature: float | None = None  # below 1 safer, above 1 bolder, 0 greedy; None: the experiment's
     top_k: int | None = None  # draw from the k likeliest tokens
     top_p: float | None = None  # draw from the fewest tokens that hold this much probability
+    min_p: float | None = None  # draw from tokens at least this likely relative to the likeliest
+    repetition_penalty: float | None = None  # above 1, what the text has already becomes less likely
     greedy: bool = False  # always the likeliest token
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # end before this text; may be given several times
     seed: int = 0  # the same seed, the same text
+    draft: str | None = None  # run directory of a smaller model with the same tokenizer, to guess ahead
+    # of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
+    weights: Literal["float32", "bfloat16", "int8"] | None = None
+    cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None  # of keys and values; None: the model's
+    stream: bool = True  # on a terminal, show the text as it is written
     json: bool = False  # print JSON instead of text
 
 
@@ -115,23 +124,26 @@ def sample(argv: list[str]) -> None:
     for name, value in (("max-new-tokens", options.max_new_tokens), ("num-samples", options.num_samples)):
         if value < 1:
             raise UserError(f"--{name} {value}: needs at least 1")
-    find_run(options.run)  # before jax is imported: a wrong path answers at once
+    for run in (options.run, *([options.draft] if options.draft else [])):
+        find_run(run)  # before jax is imported: a wrong path answers at once
     _prepare_jax()
     from jaxgpt.data.tokenizer import start_token
     from jaxgpt.run import load
 
-    run = load(options.run)
+    run = load(options.run).packed(options.weights)
     if not options.prompt:
         _say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
-    texts = run.sample(
-        [options.prompt] * options.num_samples,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        greedy=options.greedy,
-    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy", "stop")
+    how: dict[str, Any] = {name: getattr(options, name) for name in (*names, "seed", "cache_dtype")}
+    if options.draft:
+        how["draft"] = load(options.draft).packed(options.weights)
+    if options.stream and sys.stdout.isatty() and not options.json and options.num_samples == 1:
+        print(options.prompt, end="", flush=True)
+        for piece in run.stream(options.prompt, **how):
+            print(piece, end="", flush=True)
+        print()
+        return
+    texts = run.sample([options.prompt] * options.num_samples, **how)
     if options.json:
         print(json.dumps([{"prompt": options.prompt, "text": text} for text in texts], ensure_ascii=False))
         return
@@ -182,8 +194,17 @@ def run_experiment(experiment: Experiment) -> None:
 
 @contextlib.contextmanager
 def _told_in_words():
+    def showwarning(message, category, *where, **kwargs):
+        if category is UserWarning:  # ours, for the user
+            _say(f"jaxgpt: {message}")
+        else:
+            usual(message, category, *where, **kwargs)
+
+    usual = warnings.showwarning
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = showwarning
+            yield
     except UserError as e:
         _say(f"jaxgpt: {e}")
         raise SystemExit(2) from None

@@ -8,18 +8,20 @@ import json
 import math
 import platform
 import subprocess
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Dataset, Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
-from jaxgpt.data.tokenizer import Tokenizer, load_tokenizer, start_token
+from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.model import GPT
@@ -27,10 +29,16 @@ from jaxgpt.parallel.device import compute_options, device_kind
 from jaxgpt.parallel.single import jit_eval_step
 from jaxgpt.paths import find_run, write_whole
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import generate
+from jaxgpt.sample.generate import stream
+from jaxgpt.sample.score import score
+from jaxgpt.sample.speculative import speculate
+from jaxgpt.sample.text import TextStream, pieces
+from jaxgpt.sample.texts import CacheType
+from jaxgpt.sample.weights import Weights, for_decoding
 from jaxgpt.train import eval_step
 
 FORMAT = 1  # of experiment.json; raised when an older reader would misunderstand it
+STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,36 +53,126 @@ class Run:
     step: int  # optimiser steps that made these parameters
     val_loss: float | None  # nats per token at that step, if it was measured
 
-    def sample(
-        self,
-        prompt: str | list[str],
-        *,
-        max_new_tokens: int = 200,
-        seed: int = 0,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        greedy: bool = False,
-    ) -> str | list[str]:
+    def sample(self, prompt: str | list[str], *, max_new_tokens: int = 200, **options: Any) -> str | list[str]:
         """What the model writes after `prompt` (without it); a list of prompts gives a list of texts.
 
-        An empty prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has.
-        temperature: None takes the experiment's `train.sample_temperature`. The same seed gives the same text.
+        An empty prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has. A text
+        ends after max_new_tokens, at the end-of-text token, or before a stop string, and past the context it goes on
+        as `generate` says. The same seed gives a prompt the same text, on every call and in every batch.
+
+        seed: 0. stop: strings. cache_dtype: see `generate`.
+        temperature (None: the experiment's `train.sample_temperature`), top_k, top_p, min_p, repetition_penalty,
+            greedy: see `Sampling`.
+        draft: a Run with the same tokenizer, smaller and faster, that guesses ahead: see `speculate`. With it, a seed
+            gives another text of the same distribution.
         """
-        prompts = [prompt] if isinstance(prompt, str) else prompt
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        stop = options.get("stop", ())
+        if options.get("draft") is not None:
+            texts = ["".join(self.stream(p, max_new_tokens=max_new_tokens, **options)) for p in prompts]
+            return texts[0] if isinstance(prompt, str) else texts
+        how = self._how(max_new_tokens=max_new_tokens, **options)
+        del how["draft"]
+        streams = [TextStream(self.tokenizer, stop) for _ in prompts]
+        texts = [""] * len(prompts)
+        # Stop strings are looked for every so often; without any the program need not come back before the end.
+        every = STOP_STRINGS_EVERY if stop else max(max_new_tokens - 1, 1)
+        for news in stream(*self._decoder, [self._ids(p) for p in prompts], **how, every=every):
+            texts = [text + s.push(new) for text, s, new in zip(texts, streams, news, strict=True)]
+            if all(s.stopped for s in streams):
+                break
+        texts = [text + s.rest() for text, s in zip(texts, streams, strict=True)]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(self, prompt: str, *, max_new_tokens: int = 200, every: int = 8, **options: Any) -> Iterator[str]:
+        """The text that `sample` returns, in pieces as it is written: the first token at once, then some at a time.
+
+        every: tokens between looks. The other options are those of `sample`.
+        """
+        how = self._how(max_new_tokens=max_new_tokens, **options)
+        draft, ids = how.pop("draft"), self._ids(prompt)
+        if draft is None:
+            news = (rows[0] for rows in stream(*self._decoder, [ids], **how, every=every))
+        else:
+            (model, params), (small, small_params) = self._decoder, draft._decoder
+            news = speculate(model, params, small, small_params, ids, **how, every=every)
+        yield from pieces(self.tokenizer, news, options.get("stop", ()))
+
+    def score(self, texts: list[str]) -> list[Score]:
+        """How well the model foresees each text."""
+        ids = [self.tokenizer.encode(text).tolist() for text in texts]
+        return [
+            Score(
+                logprobs=logprobs.tolist(),
+                bits=-float(np.nansum(logprobs.astype(np.float64))) / math.log(2),
+                tokens=max(len(row) - 1, 0),
+                characters=max(len(text) - len(self.tokenizer.decode(row[:1])), 0),
+            )
+            for text, row, logprobs in zip(texts, ids, score(*self._decoder, ids), strict=True)
+        ]
+
+    def packed(self, weights: Weights | None = None) -> Run:
+        """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".
+
+        For sampling and evaluation in less memory: see `for_decoding`. Without it `sample` keeps a copy of its own.
+        """
+        model, params = for_decoding(self.model, self.params, weights)
+        return dataclasses.replace(self, model=model, params=params)
+
+    @functools.cached_property
+    def _decoder(self) -> tuple[GPT, dict]:
+        return for_decoding(self.model, self.params)
+
+    def _ids(self, prompt: str) -> list[int]:
+        return self.tokenizer.encode(prompt).tolist() or [start_token(self.tokenizer)[0]]
+
+    def _how(
+        self,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        cache_dtype: CacheType | None = None,
+        draft: Run | None = None,
+        temperature: float | None = None,
+        **filters: Any,
+    ) -> dict[str, Any]:
+        """Options of `sample` as those of `generate`, checked."""
+        TextStream(self.tokenizer, stop)
+        if draft is not None and fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
+            raise UserError(
+                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
+            )
         if temperature is None:
             temperature = self.experiment.train.sample_temperature
-        out = generate(
-            self.model,
-            self.params,
-            [self.tokenizer.encode(p).tolist() or [start_token(self.tokenizer)[0]] for p in prompts],
-            key=jax.random.key(seed),
-            max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy),
-            vocab_size=self.tokenizer.vocab_size,
-        )
-        texts = [self.tokenizer.decode(tokens) for tokens in out.tokens]
-        return texts[0] if isinstance(prompt, str) else texts
+        end = self.tokenizer.end_of_text
+        return {
+            "key": jax.random.key(seed),
+            "max_new_tokens": max_new_tokens,
+            "sampling": Sampling(temperature=temperature, **filters),
+            "stop_tokens": [] if end is None else [end],
+            "vocab_size": self.tokenizer.vocab_size,
+            "cache_dtype": cache_dtype,
+            "draft": draft,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a text costs. The first token, which has nothing before it, is not counted."""
+
+    logprobs: list[float]  # nats, one for each token; nan for the first
+    bits: float  # of all other tokens together
+    tokens: int  # that many
+    characters: int  # that they make
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.bits / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_character(self) -> float:
+        return self.bits / self.characters if self.characters else math.nan
 
 
 def load(run: str | Path | None = None, *, which: str = "best") -> Run:
