@@ -80,6 +80,8 @@ class EvaluateOptions:
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     data: str | None = None  # a UTF-8 text file; None: the run's validation split
+    # of the matrices, to see what fewer bits cost; None: as trained
+    weights: Literal["float32", "bfloat16", "int8"] | None = None
     json: bool = False  # print JSON instead of text
 
 
@@ -159,7 +161,8 @@ def evaluate(argv: list[str]) -> None:
     _prepare_jax()
     from jaxgpt.run import evaluate_run, load
 
-    found = evaluate_run(load(options.run), options.data)
+    run = load(options.run)
+    found = evaluate_run(run if options.weights is None else run.packed(options.weights), options.data)
     if options.json:
         print(json.dumps(found))
         return

@@ -1,11 +1,19 @@
 """The command line in a subprocess: what is printed where, and how mistakes are told."""
 
+import contextlib
 import itertools
 import json
+import os
+import pty
 import shlex
+import shutil
+import subprocess
+import sys
+import threading
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
 SMALL = """
@@ -24,6 +32,12 @@ def trained(tmp_path_factory, text_file):
     directory = tmp_path_factory.mktemp("cli")
     done = jaxgpt("train", *SMALL.split(), text_file, cwd=directory)
     assert done.returncode == 0, done.stderr
+    # A run with another tokenizer, which is older, so that it is not the one taken by default.
+    other = directory / "runs/other"
+    shutil.copytree(directory / "runs/quickstart", other)
+    (other / "tokenizer.json").write_text('{"jaxgpt": "char", "characters": "abcdefgh"}')
+    for path in (other, *other.rglob("*")):
+        os.utime(path, (0, 0))
     return directory, done
 
 
@@ -54,6 +68,51 @@ def test_sample_json_and_options(trained):
     texts = json.loads(one.stdout)
     assert [len(x["text"]) for x in texts] == [6, 6] and texts[0]["prompt"] == "lance"
     assert one.stdout == two.stdout
+
+
+def test_every_sampling_option(trained):
+    directory, _ = trained
+    options = "--prompt lance --max-new-tokens 6 --min-p 0.05 --repetition-penalty 1.2 --stop xyz --stop qq --json"
+    bits = "--weights int8 --cache-dtype int8 --draft runs/quickstart"
+    for line in (options, f"{options} {bits}"):
+        done = jaxgpt("sample", *line.split(), cwd=directory)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)[0]["text"]) == 6
+
+
+def test_a_long_prompt_is_read_from_its_end_and_it_is_said(trained):
+    directory, _ = trained
+    done = jaxgpt("sample", "--prompt", "keep a lance", "--max-new-tokens", 3, cwd=directory)
+    assert done.returncode == 0 and done.stdout.startswith("keep a lance")
+    assert done.stderr.strip() == "jaxgpt: prompt 0 has 12 tokens, block_size=8: only its last 8 are read"
+
+
+def test_a_terminal_sees_the_text_as_it_is_written(trained):
+    """The same text as into a file, and in more than one piece."""
+    directory, _ = trained
+    line = ["sample", "--prompt", "lance", "--max-new-tokens", "40"]
+    master, slave = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "jaxgpt", *line],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(slave)
+    deadline = threading.Timer(240, child.kill)
+    deadline.start()
+    pieces = []
+    with contextlib.suppress(OSError):  # the terminal is gone when the child is
+        while piece := os.read(master, 4096):
+            pieces.append(piece)
+    assert child.wait() == 0
+    deadline.cancel()
+    os.close(master)
+    shown = b"".join(pieces).replace(b"\r\n", b"\n").decode()
+    assert shown == jaxgpt(*line, cwd=directory).stdout
+    assert len(pieces) > 3 and pieces[0] == b"lance"
 
 
 def test_an_empty_prompt_says_where_it_starts(trained):
@@ -157,6 +216,13 @@ def test_mistakes_are_told_in_a_line_or_two(bad_place, line, said):
         ("sample --prompt a --max-new-tokens 0", "--max-new-tokens 0: needs at least 1"),
         ("sample --prompt a --temperature -1", "temperature=-1.0"),
         ("sample --prompt a --top-p 0", "top_p=0.0"),
+        ("sample --prompt a --top-p 1.5", "top_p=1.5"),
+        ("sample --prompt a --min-p 2", "min_p=2.0"),
+        ("sample --prompt a --repetition-penalty 0", "repetition_penalty=0.0"),
+        ("sample --prompt a --stop=", "a stop string is empty"),
+        ("sample --prompt a --draft nowhere", "nowhere is not a run directory"),
+        ("sample --prompt a --draft runs/other", "the tokenizer of the draft runs/other is not that of"),
+        ("sample --prompt a --num-samples 0", "--num-samples 0: needs at least 1"),
         ("train --run-dir runs/quickstart --train.seed 7", "train.seed 0 -> 7"),
         ("train --run-dir runs", "exists and is not a run directory"),
     ],

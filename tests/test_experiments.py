@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxgpt.loop import fit
 from jaxgpt.model import GPT
 from jaxgpt.presets import EXPERIMENTS
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import TINY, run_command
 
 FILES = sorted((REPOSITORY / "experiments").glob("*.py"))
 
@@ -39,6 +40,20 @@ def test_full_size_by_shape(name):
     logits, variables = jax.eval_shape(GPT(config).init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (1, config.block_size, config.vocab_size)
     assert count_parameters(variables["params"]) > 100_000
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
+    path = REPOSITORY / "experiments/benchmarks/sampling.py"
+    spec = importlib.util.spec_from_file_location("sampling", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr("jaxgpt.presets.gpt2", lambda: dataclasses.replace(TINY, vocab_size=50257))
+    for name, value in (("PROMPT", 4), ("NEW", 3), ("BATCHES", (1, 2))):
+        monkeypatch.setattr(benchmark, name, value)
+    found = benchmark.measure(weights)
+    assert all(found[batch][what] > 0 for batch in (1, 2) for what in ("total", "first"))
+    assert found["megabytes"] > 0.4 * (4 if weights == "float32" else 1) and found["ceiling"] > 0
 
 
 @every_experiment

@@ -76,9 +76,43 @@ def test_a_run_samples_and_evaluates(run):
     assert isinstance(text, str) and len(text) == 9
     assert run.sample("lance", max_new_tokens=9, seed=1) == text
     assert len(run.sample(["a", ""], max_new_tokens=3, top_k=2, top_p=0.9)) == 2
+    with pytest.raises(UserError, match="no prompts"):
+        run.sample([])
     found = evaluate_run(run)
     assert found["loss"] == pytest.approx(run.val_loss, rel=1e-6)
     assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
+
+
+def test_stop_strings_streaming_and_a_draft(run):
+    text = run.sample("lance", max_new_tokens=40, seed=3)
+    stop = text[6:8]
+    before = text[: text.find(stop)]
+    assert run.sample("lance", max_new_tokens=40, seed=3, stop=[stop]) == before
+    assert "".join(run.stream("lance", max_new_tokens=40, seed=3)) == text
+    assert "".join(run.stream("lance", max_new_tokens=40, seed=3, stop=[stop])) == before
+    both = run.sample(["a", "lance"], max_new_tokens=40, seed=3, stop=[stop])
+    assert both[1] == before and stop not in both[0]
+    greedy = run.sample("lance", max_new_tokens=12, greedy=True)
+    assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
+    with pytest.raises(UserError, match="a stop string is empty"):
+        run.sample("lance", stop=[""])
+
+
+def test_scores_are_the_evaluations(run, tmp_path):
+    """Within one window: bits by the loss; the first token is not counted."""
+    text = "of La M"
+    (score,) = run.score([text])
+    path = tmp_path / "t.txt"
+    path.write_text(text)
+    loss = evaluate_run(run, str(path))["loss"]
+    assert score.tokens == score.characters == len(text) - 1 and np.isnan(score.logprobs[0])
+    assert score.bits_per_character == score.bits_per_token == pytest.approx(loss / np.log(2), rel=1e-5)
+
+
+def test_fewer_bits_hardly_change_the_loss(run):
+    exact = evaluate_run(run)["loss"]
+    for weights in ("float32", "bfloat16", "int8"):
+        assert evaluate_run(run.packed(weights))["loss"] == pytest.approx(exact, abs=0.02)
 
 
 def test_evaluate_takes_any_text(run, tmp_path):

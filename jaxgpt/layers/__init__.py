@@ -7,8 +7,9 @@ The letters that end every array's name, and that every einsum uses:
     D width (n_embd)  F MLP hidden      L layers
 """
 
-from jaxgpt.layers.attention import CausalSelfAttention, attend
+from jaxgpt.layers.attention import CausalSelfAttention, attend, attend_cached
 from jaxgpt.layers.block import Block
+from jaxgpt.layers.cache import KVCache, LayerCache, Place
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxgpt.layers.position import rope, sinusoidal
@@ -18,9 +19,13 @@ __all__ = [
     "MLP",
     "Block",
     "CausalSelfAttention",
+    "KVCache",
+    "LayerCache",
     "LayerNorm",
+    "Place",
     "RMSNorm",
     "attend",
+    "attend_cached",
     "layer_norm",
     "rms_norm",
     "rope",

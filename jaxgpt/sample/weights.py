@@ -26,6 +26,12 @@ def for_decoding(model: GPT, params: dict, weights: Weights | None = None) -> tu
     """
     if weights is not None and weights not in WEIGHTS:
         raise UserError(f"weights={weights!r}: needs one of {', '.join(WEIGHTS)}")
+    packed = params["wte"].get("packed")
+    if packed is not None:
+        held = packed.values_FD.dtype.name
+        if weights not in (None, held):
+            raise UserError(f"weights={weights!r}: these are packed in {held} already; start from the trained ones")
+        return model, params
     model, params = unrolled(model, params)
     return model, _pack(params, weights or jnp.dtype(model.dtype).name)
 

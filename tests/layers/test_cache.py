@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.layers import attend
-from jaxgpt.layers.attention import attend_cached
+from jaxgpt.layers import attend, attend_cached
 from jaxgpt.layers.cache import EMPTY, KVCache, Place
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED

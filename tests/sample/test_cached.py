@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.errors import UserError
 from jaxgpt.sample.texts import begin, read
 from jaxgpt.sample.weights import for_decoding
 from tests.helpers import TINY, apply, make_model, stack_layers
@@ -76,8 +77,9 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
         np.testing.assert_allclose(got, wanted, **CACHED)
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
-    again = for_decoding(*packed)
-    assert jax.tree.structure(again[1]) == jax.tree.structure(packed[1])
+    assert for_decoding(*packed)[1] is packed[1]
+    with pytest.raises(UserError, match="packed in float32 already"):
+        for_decoding(*packed, "int8")
 
 
 def test_fewer_bits_take_less_memory_and_stay_near():

@@ -11,7 +11,7 @@ from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
-from tests.helpers import TINY, apply, make_model
+from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)
 C = TINY.block_size
@@ -205,3 +205,24 @@ def test_misuse_is_told(prompts, kwargs, said):
 def test_unknown_weights_are_told():
     with pytest.raises(UserError, match="weights='int4'"):
         for_decoding(*make_model(TINY), "int4")
+
+
+def test_parameters_sharded_over_a_mesh_write_the_same(tmp_path):
+    """Two devices, each with half of every matrix."""
+    code = """
+import jax, dataclasses
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxgpt.sample import Sampling, for_decoding, generate
+from tests.helpers import TINY, make_model
+model, params = make_model(dataclasses.replace(TINY, position="rope"))
+mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "tensor") if x.ndim == 2 else P()))
+texts = []
+for p in (params, jax.tree.map(place, params)):
+    for q in ((model, p), for_decoding(model, p)):
+        texts.append(generate(*q, [[1, 2, 3], [4]], key=jax.random.key(0), max_new_tokens=6, sampling=Sampling(greedy=True)).tokens)
+assert len(jax.tree.leaves(q[1])[0].sharding.device_set) == 2
+assert texts[0] == texts[1] == texts[2] == texts[3], texts
+"""
+    done = run_command("-c", code, cwd=tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert done.returncode == 0, done.stderr

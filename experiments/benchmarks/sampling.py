@@ -1,0 +1,143 @@
+"""How fast is sampling? GPT-2 124M, random weights, greedy, against transformers' `generate` with its cache.
+
+Question:  tokens per second at batch 1, 8 and 32, 64 prompt tokens and 64 new ones, prefill included.
+Command:   python experiments/benchmarks/sampling.py            (wants pip install ".[bench]")
+           --weights int8 --weights bfloat16: ours in fewer bits as well; --peer-python PYTHON: transformers elsewhere
+Method:    each system in a process of its own, one warm-up call for each batch, then the median of three; systems
+           take turns, round by round, and the table has the median round. The ceiling at batch 1 is what memory
+           allows: all weights are read for each token, at the speed at which a sum over them runs here.
+Result:    see LOG.md.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
+
+
+def measure(system: str) -> dict:
+    """{batch: {total: tokens/s, decode: tokens/s after the first token}}, in this process."""
+    generate, extra = transformers_generate() if system == "transformers" else jaxgpt_generate(system)
+    found = {}
+    for batch in BATCHES:
+        generate(batch, NEW)  # compiles
+        whole = statistics.median(seconds(generate, batch, NEW) for _ in range(3))
+        first = statistics.median(seconds(generate, batch, 1) for _ in range(3))
+        found[batch] = {"total": batch * NEW / whole, "decode": batch * (NEW - 1) / (whole - first), "first": first}
+    return found | extra
+
+
+def seconds(generate, *args) -> float:
+    began = time.perf_counter()
+    generate(*args)
+    return time.perf_counter() - began
+
+
+def jaxgpt_generate(weights: str):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxgpt
+    from jaxgpt.parallel.device import keep_freed_memory
+    from jaxgpt.presets import gpt2
+
+    keep_freed_memory()
+    model = jaxgpt.GPT(gpt2())
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    model, params = jaxgpt.for_decoding(model, params, weights)
+    prompts = np.random.default_rng(0).integers(0, 50257, (max(BATCHES), PROMPT)).tolist()
+
+    def generate(batch: int, new: int) -> None:
+        out = jaxgpt.generate(
+            model,
+            params,
+            prompts[:batch],
+            key=jax.random.key(0),
+            max_new_tokens=new,
+            sampling=jaxgpt.Sampling(greedy=True),
+            bucket=PROMPT,
+        )
+        assert [len(row) for row in out.tokens] == [new] * batch
+
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    numbers = jnp.ones(2**27)  # 512 MiB, as many as the weights in float32
+    add = jax.jit(jnp.sum)
+    add(numbers).block_until_ready()
+    bandwidth = numbers.nbytes / min(seconds(lambda: add(numbers).block_until_ready()) for _ in range(5))
+    return generate, {"megabytes": size / 1e6, "gigabytes_per_second": bandwidth / 1e9, "ceiling": bandwidth / size}
+
+
+def transformers_generate():
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
+    prompts = torch.randint(0, 50257, (max(BATCHES), PROMPT))
+
+    def generate(batch: int, new: int) -> None:
+        ids = prompts[:batch]
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                min_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        assert out.shape == (batch, PROMPT + new)
+
+    return generate, {"megabytes": sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", action="append", default=[], choices=("bfloat16", "int8"), help="besides float32")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has transformers and torch")
+    parser.add_argument("--system", help="measure this one here, and print JSON; each round does")
+    options = parser.parse_args()
+    if options.system:
+        print(json.dumps(measure(options.system)))
+        return
+    systems = ["transformers", "float32", *options.weights]
+    runs = {name: [] for name in systems}
+    for _ in range(options.rounds):
+        for name in systems:
+            python = options.peer_python if name == "transformers" else sys.executable
+            done = subprocess.run(
+                [python, __file__, "--system", name], stdout=subprocess.PIPE, text=True, check=True, timeout=1200
+            )
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+
+    def median(name: str, batch: int, what: str) -> float:
+        return statistics.median(run[str(batch)][what] for run in runs[name])
+
+    print("| system | MB | batch | tokens/s (rounds) | ratio | decoding alone | ratio | prefill and first token, ms |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in systems:
+        for batch in BATCHES:
+            each = ", ".join(f"{run[str(batch)]['total']:.1f}" for run in runs[name])
+            total, decode = (
+                median(name, batch, what) / median("transformers", batch, what) for what in ("total", "decode")
+            )
+            print(
+                f"| {name if name == 'transformers' else 'jaxgpt, ' + name} | {runs[name][0]['megabytes']:.0f} | {batch} "
+                f"| {median(name, batch, 'total'):.1f} ({each}) | {total:.2f} | {median(name, batch, 'decode'):.1f} "
+                f"| {decode:.2f} | {median(name, batch, 'first') * 1e3:.0f} |"
+            )
+    for name in systems[1:]:
+        ceiling = statistics.median(run["ceiling"] for run in runs[name])
+        bandwidth = statistics.median(run["gigabytes_per_second"] for run in runs[name])
+        share = median(name, 1, "decode") / ceiling
+        print(f"{name}: memory at {bandwidth:.1f} GB/s allows {ceiling:.1f} tokens/s at batch 1; reached {share:.0%}")
+
+
+if __name__ == "__main__":
+    main()
