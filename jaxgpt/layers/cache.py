@@ -49,7 +49,7 @@ class LayerCache(flax.struct.PyTreeNode):
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Of the whole model: `model.features(tokens_BT, cache=cache, place=place)` returns the next one."""
+    """Of the whole model: `GPT.extend(tokens_BT, cache, place)` returns the next one."""
 
     layers: tuple[LayerCache, ...]
     positions_BS: jax.Array  # int32, which token of the text each slot holds; EMPTY: none
