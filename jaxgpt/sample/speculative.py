@@ -17,7 +17,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import CacheType, Texts, begin, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.texts import BUCKET, CacheType, Texts, begin, full_B, read, read_all, restarted, slides
 from jaxgpt.sample.weights import unrolled
 
 
@@ -34,7 +34,7 @@ def speculate(
     stop_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
     cache_dtype: CacheType | None = None,
-    bucket: int = 256,
+    bucket: int = BUCKET,
     guesses: int = 4,
     every: int = 8,
 ) -> Iterator[list[int]]:

@@ -24,6 +24,8 @@ from jaxgpt.model import GPT
 
 CHUNK = 64  # columns that prefill reads at a time; fewer waste less on padding, more use the hardware better
 
+BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, four times ... as many
+
 CacheType = Literal["float32", "bfloat16", "int8"]
 
 

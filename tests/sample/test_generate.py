@@ -154,7 +154,8 @@ def test_lengths_within_a_bucket_and_numbers_share_one_compilation():
     advance.clear_cache()
     for number, length in enumerate(np.linspace(1, 200, 20).astype(int)):
         sampling = Sampling(temperature=0.5 + 0.01 * number, top_p=0.9)
-        run(model, params, [[1] * length], new=3 + number, sampling=sampling, stop_tokens=[5] * (number % 3))
+        stop_tokens = [5] * (number % 3)
+        run(model, params, [[1] * length], new=3 + number, sampling=sampling, stop_tokens=stop_tokens, bucket=256)
     assert advance._cache_size() == 1
 
 
