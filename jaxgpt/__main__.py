@@ -19,11 +19,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jaxgpt.config import Experiment
+from jaxgpt.config import Experiment, Precision
 from jaxgpt.errors import UserError
 from jaxgpt.paths import find_run, is_run
 from jaxgpt.presets import EXPERIMENTS
@@ -68,8 +68,8 @@ class SampleOptions:
     seed: int = 0  # the same seed, the same text
     draft: str | None = None  # run directory of a smaller model with the same tokenizer, to guess ahead
     # of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
-    weights: Literal["float32", "bfloat16", "int8"] | None = None
-    cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None  # of keys and values; None: the model's
+    weights: Precision | None = None
+    cache_dtype: Precision | None = None  # of keys and values; None: the model's
     stream: bool = True  # on a terminal, show the text as it is written
     json: bool = False  # print JSON instead of text
 
@@ -81,7 +81,7 @@ class EvaluateOptions:
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     data: str | None = None  # a UTF-8 text file; None: the run's validation split
     # of the matrices, to see what fewer bits cost; None: as trained
-    weights: Literal["float32", "bfloat16", "int8"] | None = None
+    weights: Precision | None = None
     json: bool = False  # print JSON instead of text
 
 

@@ -16,6 +16,8 @@ from jaxgpt.errors import UserError
 
 T = TypeVar("T")
 
+Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
+from jaxgpt.config import Experiment, GPTConfig, Precision, from_dict, to_dict
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Dataset, Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
@@ -33,8 +33,7 @@ from jaxgpt.sample.generate import stream
 from jaxgpt.sample.score import score
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.sample.text import TextStream, pieces
-from jaxgpt.sample.texts import CacheType
-from jaxgpt.sample.weights import Weights, for_decoding
+from jaxgpt.sample.weights import for_decoding
 from jaxgpt.train import eval_step
 
 FORMAT = 1  # of experiment.json; raised when an older reader would misunderstand it
@@ -111,7 +110,7 @@ class Run:
             for text, row, logprobs in zip(texts, ids, score(*self._decoder, ids), strict=True)
         ]
 
-    def packed(self, weights: Weights | None = None) -> Run:
+    def packed(self, weights: Precision | None = None) -> Run:
         """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".
 
         For sampling and evaluation in less memory: see `for_decoding`. Without it `sample` keeps a copy of its own.
@@ -132,7 +131,7 @@ class Run:
         max_new_tokens: int,
         seed: int = 0,
         stop: Sequence[str] = (),
-        cache_dtype: CacheType | None = None,
+        cache_dtype: Precision | None = None,
         draft: Run | None = None,
         temperature: float | None = None,
         **filters: Any,

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config import Precision
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import score
-from jaxgpt.sample.texts import BUCKET, CacheType, Texts, begin, doubled, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.texts import BUCKET, Texts, begin, doubled, full_B, read, read_all, restarted, slides
 from jaxgpt.sample.weights import unrolled
 
 
@@ -47,7 +48,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     logprobs: bool = False,
     vocab_size: int | None = None,
-    cache_dtype: CacheType | None = None,
+    cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
@@ -71,21 +72,19 @@ def generate(
     Raises `UserError` for no prompts, an empty prompt, max_new_tokens below 1, and ids the model does not have; of
     a prompt longer than block_size the end is read, with a warning.
     """
-    sampling = sampling or Sampling()
-    texts = begin(
+    ((first, texts),) = _written(
         model,
         params,
         prompts,
-        key=key,
-        max_new_tokens=max_new_tokens,
-        seen=sampling.repetition_penalty is not None,
+        key,
+        [max_new_tokens],
+        sampling=sampling,
+        stop_tokens=stop_tokens,
         logprobs=logprobs,
+        vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
     )
-    first = int(texts.written)
-    vocab_size = vocab_size or model.config.vocab_size
-    texts = advance(model, params, texts, sampling, padded_stops(stop_tokens), first + max_new_tokens, vocab_size)
     lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
     rows = [slice(first, first + int(length)) for length in lengths]
     out = Generated(tokens=[row[kept].tolist() for row, kept in zip(tokens_BX, rows, strict=True)])
@@ -110,7 +109,7 @@ def stream(
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
-    cache_dtype: CacheType | None = None,
+    cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
     every: int = 8,
 ) -> Iterator[list[list[int]]]:
@@ -118,26 +117,46 @@ def stream(
 
     Joined, they are what `generate` returns, by the same program. Arguments are checked at the first `next`.
     """
+    told = np.zeros(len(prompts), int)
+    for first, texts in _written(
+        model,
+        params,
+        prompts,
+        key,
+        [*range(1, max_new_tokens, every), max_new_tokens],
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+    ):
+        lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
+        yield [row[first + a : first + b].tolist() for row, a, b in zip(tokens_BX, told, lengths, strict=True)]
+        told = lengths
+
+
+def _written(
+    model, params, prompts, key, stages, *, sampling, stop_tokens, vocab_size, cache_dtype, bucket, logprobs=False
+) -> Iterator[tuple[int, Texts]]:
+    """(the column of the first new token, the texts) with each number of new tokens in turn, until all have stopped."""
     sampling = sampling or Sampling()
     texts = begin(
         model,
         params,
         prompts,
         key=key,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=stages[-1],
         seen=sampling.repetition_penalty is not None,
+        logprobs=logprobs,
         cache_dtype=cache_dtype,
         bucket=bucket,
     )
-    stops, vocab_size = padded_stops(stop_tokens), vocab_size or model.config.vocab_size
-    first, told, upto = int(texts.written), np.zeros(len(prompts), int), 1
-    while True:
-        texts = advance(model, params, texts, sampling, stops, first + upto, vocab_size)
-        lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
-        yield [row[first + a : first + b].tolist() for row, a, b in zip(tokens_BX, told, lengths, strict=True)]
-        if upto == max_new_tokens or np.asarray(texts.stopped_B).all():
+    first, stops = int(texts.written), padded_stops(stop_tokens)
+    for new in stages:
+        texts = advance(model, params, texts, sampling, stops, first + new, vocab_size or model.config.vocab_size)
+        yield first, texts
+        if np.asarray(texts.stopped_B).all():
             return
-        told, upto = lengths, min(upto + every, max_new_tokens)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)

@@ -24,14 +24,12 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     overlap by half, so that every token after the first window sees at least block_size // 2 before it.
     Raises `UserError` for ids that the model does not have.
     """
-    limit, window = model.config.vocab_size, model.config.block_size
-    assert limit is not None, "a model with parameters has one"
+    window = model.config.block_size
     stride = max(window // 2, 1)
     out = [np.full(len(text), np.nan, np.float32) for text in texts]
     work: list[tuple[int, int, int]] = []  # text, first input of a window, first input whose target is scored
     for number, text in enumerate(texts):
-        if len(text) and (min(text) < 0 or max(text) >= limit):
-            raise UserError(f"text {number} has ids from {min(text)} to {max(text)}, the model knows 0 to {limit - 1}")
+        check_ids(model, text, f"text {number}")
         done = 0
         while done < len(text) - 1:
             first = max(0, done - (window - stride)) if done else 0
@@ -51,6 +49,14 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
             last = min(first + T, len(texts[number]) - 1)
             out[number][done + 1 : last + 1] = logprobs_BT[row, done - first : last - first]
     return out
+
+
+def check_ids(model: GPT, ids: Sequence[int], what: str) -> None:
+    """Raises `UserError` unless the model has all ids: beyond the last, embeddings are silently nan."""
+    known = model.config.vocab_size
+    assert known is not None, "a model with parameters has one"
+    if len(ids) and not (min(ids) >= 0 and max(ids) < known):
+        raise UserError(f"{what} has ids from {min(ids)} to {max(ids)}, the model knows 0 to {known - 1}")
 
 
 @functools.partial(jax.jit, static_argnums=0)

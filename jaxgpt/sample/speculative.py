@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import BUCKET, CacheType, Texts, begin, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.texts import BUCKET, Texts, begin, full_B, read, read_all, restarted, slides
 from jaxgpt.sample.weights import unrolled
 
 
@@ -33,7 +34,7 @@ def speculate(
     sampling: Sampling | None = None,
     stop_tokens: Sequence[int] = (),
     vocab_size: int | None = None,
-    cache_dtype: CacheType | None = None,
+    cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
     guesses: int = 4,
     every: int = 8,

@@ -11,22 +11,22 @@ import functools
 import warnings
 import zlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import EMPTY, KVCache, Place
 from jaxgpt.model import GPT
+from jaxgpt.sample.score import check_ids
 
 CHUNK = 64  # columns that prefill reads at a time; fewer waste less on padding, more use the hardware better
 
 BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, four times ... as many
-
-CacheType = Literal["float32", "bfloat16", "int8"]
 
 
 class Texts(flax.struct.PyTreeNode):
@@ -53,7 +53,7 @@ def begin(
     max_new_tokens: int,
     seen: bool = False,
     logprobs: bool = False,
-    cache_dtype: CacheType | None = None,
+    cache_dtype: Precision | None = None,
     bucket: int,
     extra_slots: int = 0,
 ) -> Texts:
@@ -65,8 +65,8 @@ def begin(
     prompts = _checked(model, prompts, max_new_tokens)
     if bucket < 1:
         raise UserError(f"bucket={bucket}: needs at least 1")
-    if cache_dtype not in (None, "float32", "bfloat16", "int8"):
-        raise UserError(f"cache_dtype={cache_dtype!r}: needs float32, bfloat16 or int8")
+    if cache_dtype not in (None, *get_args(Precision)):
+        raise UserError(f"cache_dtype={cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
     longest, chunk = max(len(prompt) for prompt in prompts), chunk_of(c.block_size)
     columns = min(doubled(bucket, longest), c.block_size)
     columns = -(-columns // chunk) * chunk
@@ -91,8 +91,7 @@ def begin(
 
 def _checked(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """The last block_size ids of each prompt, with a warning where that is not all; raises as `generate` says."""
-    limit, window = model.config.vocab_size, model.config.block_size
-    assert limit is not None, "a model with parameters has one"
+    window = model.config.block_size
     if not len(prompts):
         raise UserError("no prompts: give at least one list of token ids")
     if max_new_tokens < 1:
@@ -100,10 +99,7 @@ def _checked(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) 
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {number} is empty: start it from a token, such as the end-of-text or a newline")
-        if min(prompt) < 0 or max(prompt) >= limit:
-            raise UserError(
-                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}, the model knows 0 to {limit - 1}"
-            )
+        check_ids(model, prompt, f"prompt {number}")
         if len(prompt) > window:
             said = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
             warnings.warn(said, stacklevel=4)

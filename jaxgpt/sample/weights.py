@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
+from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.layers.linear import Packed
 from jaxgpt.model import GPT
 
-Weights = Literal["float32", "bfloat16", "int8"]
-WEIGHTS = ("float32", "bfloat16", "int8")
 
-
-def for_decoding(model: GPT, params: dict, weights: Weights | None = None) -> tuple[GPT, dict]:
+def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> tuple[GPT, dict]:
     """The same model in the form in which it writes fastest: (model, params) for `generate` and `score`.
 
     It keeps a second copy of the matrices, so drop the trained `params` where memory counts. Not for training.
     weights: "float32"; "bfloat16", half the memory; "int8", a quarter: one scale for each output, and inputs rounded
         to 8 bits as well; None: the model's dtype. Norms, biases and learned positions stay in float32.
     """
-    if weights is not None and weights not in WEIGHTS:
-        raise UserError(f"weights={weights!r}: needs one of {', '.join(WEIGHTS)}")
+    if weights not in (None, *get_args(Precision)):
+        raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
     packed = params["wte"].get("packed")
     if packed is not None:
         held = packed.values_FD.dtype.name
