@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.block import INIT_STD, Block, make_norm
+from jaxgpt.layers.axes import named
+from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
 from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import sinusoidal
@@ -23,8 +24,8 @@ class GPT(nn.Module):
     divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
 
     dtype: of activations and matrix products; norms, softmax and logits are float32 whatever it is.
-    attention: the kernel, see `layers.attend`. Both are the hardware's business, hence not in `config`;
-    `parallel.device.compute_options` chooses them.
+    attention: the kernel, see `layers.attend`. spread: where arrays lie on a mesh.
+    All three are the hardware's business, hence not in `config`: `parallel` chooses them.
 
     Example:
         >>> model = GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=6, n_head=6, n_embd=384))
@@ -35,15 +36,33 @@ class GPT(nn.Module):
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     attention: str = "plain"
+    spread: Spread = ON_ONE_DEVICE
+
+    @nn.nowrap
+    def init(self, *args, **kwargs):
+        """linen's `init`, with plain arrays in place of boxes that name their axes: see `axes` for the names."""
+        return nn.unbox(super().init(*args, **kwargs))
+
+    @nn.nowrap
+    def axes(self) -> dict:
+        """The logical axes of each parameter, as a PartitionSpec: of `h_0/mlp/c_fc/kernel` ("embed", "mlp")."""
+        tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        boxed = jax.eval_shape(super().init, jax.random.key(0), tokens_BT)
+        return nn.get_partition_spec(boxed)["params"]
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The names of the parameters that `unembed` reads."""
+        return ("wte",) if self.config.tie_embeddings else ("lm_head",)
 
     def setup(self) -> None:
         c = self.config
         if c.vocab_size is None:
             raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
         init = nn.initializers.normal(INIT_STD)
-        self.wte = Embedding(c.vocab_size, c.n_embd, init)
+        self.wte = Embedding(c.vocab_size, c.n_embd, init, self.spread.lookup)
         if c.position == "learned":
-            self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
+            self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=named(init, None, "embed"))
         self.drop = nn.Dropout(c.dropout)
         block = (
             Block
@@ -57,14 +76,15 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(nn.broadcast, nn.broadcast),
                 length=c.n_layer,
+                metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            self.h: Any = scanned(c, self.attention, self.dtype)
+            self.h: Any = scanned(c, self.attention, self.dtype, self.spread)
         else:
-            self.h: Any = [block(c, self.attention, self.dtype) for _ in range(c.n_layer)]
+            self.h: Any = [block(c, self.attention, self.dtype, self.spread) for _ in range(c.n_layer)]
         if c.norm_position == "pre":  # post-norm blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
-            self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
+            self.lm_head = self.param("lm_head", named(init, "embed", "vocab"), (c.n_embd, c.vocab_size), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
         """Logits of each next token. T is at most block_size; `train=True` drops, with `rngs={"dropout": key}`."""
@@ -101,7 +121,7 @@ class GPT(nn.Module):
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
-        x_BTD = self.drop(x_BTD.astype(self.dtype), deterministic=not train)
+        x_BTD = self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
         extended = []
         if c.scan_layers:
             x_BTD, _ = self.h(x_BTD, positions_BT, train)
@@ -139,9 +159,11 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
         config: GPTConfig
         attention: str
         dtype: DTypeLike
+        spread: Spread
 
         @nn.compact
         def __call__(self, x_BTD, positions_BT, train):
-            return block(self.config, self.attention, self.dtype, name="block")(x_BTD, positions_BT, train)
+            one = block(self.config, self.attention, self.dtype, self.spread, name="block")
+            return one(x_BTD, positions_BT, train)
 
     return Layer

@@ -1,5 +1,8 @@
 """Causal self-attention: project, place, attend, merge."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -9,6 +12,7 @@ from jaxgpt.layers.cache import LayerCache, Place
 from jaxgpt.layers.linear import dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import rope
+from jaxgpt.layers.splash import splash
 
 
 def attend(
@@ -23,10 +27,12 @@ def attend(
     """Causal softmax(q k / sqrt(H)) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
     Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245. T and S are equal.
-    kernel: "plain" (the reference, and the fastest on CPU), or an implementation of `jax.nn.dot_product_attention`:
-        "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
+    kernel: "plain" (the reference, and the fastest on CPU), "splash" (TPU), or an implementation of
+        `jax.nn.dot_product_attention`: "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
     dropout: share of the attention weights dropped, by `key`. Only "plain" can; the others fall back to it.
     """
+    if kernel == "splash" and key is None:
+        return splash(q_BTNH, k_BSKH, v_BSKH)
     if kernel != "plain" and key is None:
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=kernel)  # type: ignore[arg-type]
 
@@ -91,6 +97,7 @@ class CausalSelfAttention(nn.Module):
     kernel_init: nn.initializers.Initializer
     residual_init: nn.initializers.Initializer  # of c_proj, which writes into the residual stream
     kernel: str = "plain"
+    spread: Callable[[Callable], Callable] | None = None  # wraps `attend`, see `Spread`
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -105,9 +112,10 @@ class CausalSelfAttention(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         B, T, D = x_BTD.shape
         H = D // self.n_head
+        linear = functools.partial(dense, use_bias=self.use_bias, dtype=self.dtype)
 
         def heads(n: int, name: str) -> jax.Array:
-            projection = dense(n * H, use_bias=self.use_bias, kernel_init=self.kernel_init, dtype=self.dtype, name=name)
+            projection = linear(n * H, axes=("embed", "heads"), kernel_init=self.kernel_init, name=name)
             return projection(x_BTD).reshape(B, T, n, H)
 
         q_BTNH, k_BTKH, v_BTKH = (
@@ -116,8 +124,8 @@ class CausalSelfAttention(nn.Module):
             heads(self.n_kv_head, "v"),
         )
         if self.qk_norm:
-            q_BTNH = RMSNorm(self.norm_eps, name="q_norm")(q_BTNH)
-            k_BTKH = RMSNorm(self.norm_eps, name="k_norm")(k_BTKH)
+            q_BTNH = RMSNorm(self.norm_eps, axis=None, name="q_norm")(q_BTNH)
+            k_BTKH = RMSNorm(self.norm_eps, axis=None, name="k_norm")(k_BTKH)
         if self.rope_theta is not None:
             q_BTNH = rope(q_BTNH, positions_BT, self.rope_theta)
             k_BTKH = rope(k_BTKH, positions_BT, self.rope_theta)
@@ -128,8 +136,8 @@ class CausalSelfAttention(nn.Module):
             out_BTNH = attend_cached(q_BTNH, cache, place.visible_BTS)
         else:
             key = self.make_rng("dropout") if train and self.dropout else None
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, kernel=self.kernel, dropout=self.dropout, key=key)
-        out_BTD = dense(D, use_bias=self.use_bias, kernel_init=self.residual_init, dtype=self.dtype, name="c_proj")(
-            out_BTNH.reshape(B, T, D)
-        )
+            whole = functools.partial(attend, kernel=self.kernel, dropout=self.dropout)
+            out_BTNH = (whole if self.spread is None else self.spread(whole))(q_BTNH, k_BTKH, v_BTKH, key=key)
+        project = linear(D, axes=("heads", "embed"), kernel_init=self.residual_init, name="c_proj")
+        out_BTD = project(out_BTNH.reshape(B, T, D))
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train), cache

@@ -1,6 +1,8 @@
 """One Transformer block: attention, then MLP, each added to the residual stream."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.attention import CausalSelfAttention
 from jaxgpt.layers.cache import LayerCache, Place
+from jaxgpt.layers.linear import take_rows
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 
@@ -33,12 +36,26 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     return nn.initializers.normal(INIT_STD / math.sqrt(2 * config.n_layer))
 
 
+class Spread(NamedTuple):
+    """How a model's arrays lie on several devices: functions that the layers apply and do not look into."""
+
+    rows: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD  # the same array, each row where its tokens are
+    attend: Callable[[Callable], Callable] | None = None  # `attend`, run where its rows and heads are
+    lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
+    # a function (head, *arrays by rows) -> sums over the rows, added up where the rows are
+    sums: Callable[[Callable], Callable] = lambda function: function
+
+
+ON_ONE_DEVICE = Spread()
+
+
 class Block(nn.Module):
     """x_BTD -> (x_BTD, cache). Pre-norm keeps the stream untouched from end to end; post-norm is 2017's Add & Norm."""
 
     config: GPTConfig
     attention: str = "plain"
     dtype: DTypeLike = jnp.float32
+    spread: Spread = ON_ONE_DEVICE
 
     @nn.compact
     def __call__(
@@ -64,6 +81,7 @@ class Block(nn.Module):
             norm_eps=c.norm_eps,
             rope_theta=c.rope_theta if c.position == "rope" else None,
             kernel=self.attention,
+            spread=self.spread.attend,
             name="attn",
             **shared,
         )
@@ -74,6 +92,8 @@ class Block(nn.Module):
         out_BTD, cache = attn(norm_1(x_BTD) if pre else x_BTD, positions_BT, train=train, cache=cache, place=place)
         if pre:
             x_BTD = x_BTD + out_BTD
-            return x_BTD + mlp(norm_2(x_BTD), train=train), cache
-        x_BTD = norm_1(x_BTD + out_BTD)
-        return norm_2(x_BTD + mlp(x_BTD, train=train)), cache
+            x_BTD = x_BTD + mlp(norm_2(x_BTD), train=train)
+        else:
+            x_BTD = norm_1(x_BTD + out_BTD)
+            x_BTD = norm_2(x_BTD + mlp(x_BTD, train=train))
+        return self.spread.rows(x_BTD), cache

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
+
+from jaxgpt.layers.axes import named
 
 
 class Packed(flax.struct.PyTreeNode):
@@ -69,22 +73,28 @@ class Dense(nn.Dense):
         return y_NF.astype(self.dtype).reshape(*x_BTD.shape[:-1], self.features)
 
 
+def take_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, tokens_BT, axis=0)
+
+
 class Embedding(nn.Module):
     """tokens -> vectors by rows of `embedding` [V, D], in float32; and vectors -> logits by the same rows."""
 
     vocab_size: int
     width: int
     embedding_init: nn.initializers.Initializer
+    lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
 
     def setup(self) -> None:
         if self.has_variable("params", "packed"):
             self.packed = self.get_variable("params", "packed")
         else:
             self.packed = None
-            self.embedding = self.param("embedding", self.embedding_init, (self.vocab_size, self.width), jnp.float32)
+            init = named(self.embedding_init, "vocab", "embed")
+            self.embedding = self.param("embedding", init, (self.vocab_size, self.width), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding, tokens_BT, axis=0) if self.packed is None else self.packed.rows(tokens_BT)
+        return self.lookup(self.embedding, tokens_BT) if self.packed is None else self.packed.rows(tokens_BT)
 
     def logits(self, x_ND: jax.Array) -> jax.Array:
         """In float32 [N, V], whatever x's type: bfloat16 inputs, float32 sums."""
@@ -94,13 +104,23 @@ class Embedding(nn.Module):
 
 
 def dense(
-    features: int, *, use_bias: bool, kernel_init: nn.initializers.Initializer, dtype: DTypeLike, name: str
+    features: int,
+    *,
+    axes: tuple[str, str],
+    use_bias: bool,
+    kernel_init: nn.initializers.Initializer,
+    dtype: DTypeLike,
+    name: str,
 ) -> Dense:
-    """x_BTD -> x_BTF. Parameters `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`."""
+    """x_BTD -> x_BTF. Parameters `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`.
+
+    axes: the kernel's logical axes, which `parallel.sharding` maps to those of a mesh.
+    """
     return Dense(
         features,
         use_bias=use_bias,
-        kernel_init=kernel_init,
+        kernel_init=named(kernel_init, *axes),
+        bias_init=named(nn.initializers.zeros, axes[1] if axes[1] == "embed" else f"{axes[1]}_bias"),
         dtype=dtype,
         param_dtype=jnp.float32,
         dot_general=_folded_dot_general,

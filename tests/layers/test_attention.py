@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxgpt.layers import CausalSelfAttention, attend
 from tests.conftest import SIZES
@@ -82,7 +83,7 @@ def make_attention(**kwargs):
     )
     layer = CausalSelfAttention(**options | kwargs, kernel_init=init, residual_init=init)
     x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
-    return layer, layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None]), x_BTD
+    return layer, nn.unbox(layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"qk_norm": True}, {"rope_theta": 100.0}, {"n_kv_head": 6, "use_bias": False}])

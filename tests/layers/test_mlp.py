@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from jaxgpt.layers import ACTIVATIONS, MLP
 from tests.conftest import SIZES
@@ -12,7 +13,7 @@ def make_mlp(hidden, width, **kwargs):
     init = jax.nn.initializers.normal(0.1)
     options = dict(activation="gelu", use_bias=True, dropout=0.0)
     mlp = MLP(hidden=hidden, **options | kwargs, kernel_init=init, residual_init=init)
-    return mlp, mlp.init(jax.random.key(0), jnp.ones((1, 1, width)))
+    return mlp, nn.unbox(mlp.init(jax.random.key(0), jnp.ones((1, 1, width))))
 
 
 def test_shapes_of_the_lesson():
