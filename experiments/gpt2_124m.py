@@ -11,19 +11,20 @@ Expected    3.28 on FineWeb (llm.c's figure), 2.85 on OpenWebText after 300 bill
 import dataclasses
 
 import jaxgpt
-from jaxgpt import DataConfig, Experiment, OptimConfig, TrainConfig
+from jaxgpt import DataConfig, Experiment, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.presets import gpt2
 
 experiment = Experiment(
     name="gpt2-124m",
     # No dropout, as in nanoGPT's pretraining; 50,304 is 50,257 padded to whole tiles of 64.
-    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False),
+    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False, scan_layers=True),
     data=DataConfig(path="data/openwebtext", tokenizer="ids"),
     optim=OptimConfig(learning_rate=6e-4, warmup_steps=2000, beta2=0.95, min_lr_ratio=0.1, weight_decay=0.1),
+    # At most 12 sequences at once on a device, 128 tokens of each through the vocabulary: 480 takes 40 turns on one.
+    parallel=ParallelConfig(micro_batch_size=12, loss_chunk=128),
     train=TrainConfig(
         steps=600_000,
         batch_size=480,
-        accumulation=40,
         eval_every=1000,
         eval_tokens=2_000_000,
         checkpoint_every=1000,

@@ -147,11 +147,11 @@ class TrainConfig:
 
     steps: int = 1000  # optimiser steps
     batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
-    accumulation: int = 1  # micro-batches per optimiser step
     seed: int = 0  # of initialisation, data order and dropout
     # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention: Literal["auto", "plain", "xla", "cudnn"] = "auto"  # kernel; auto: cudnn where it can, else plain
+    # kernel; auto: splash on TPU, cudnn on Nvidia's, where shape and dropout allow, else plain
+    attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 250  # steps between validations; one more at the end
     eval_tokens: int | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
@@ -162,25 +162,45 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _at_least(self, 1, "steps", "batch_size", "accumulation", "log_every", "eval_every", "eval_tokens")
-        _at_least(self, 1, "checkpoint_every")
+        _at_least(self, 1, "steps", "batch_size", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
         _at_least(self, 0, "sample_tokens", "sample_temperature")
         _in_range(self, "seed", 0, 2**32)
-        if self.batch_size % self.accumulation:
-            raise UserError(
-                f"batch_size={self.batch_size} is not divisible by accumulation={self.accumulation}: each micro-batch must be whole"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The hardware: an argument of the run, never part of the experiment's identity."""
+    """The hardware and how the run fits on it: arguments of a run, never part of the experiment's identity."""
 
-    # single: one device; auto: the same, until there is more to choose from
-    strategy: Literal["auto", "single"] = "auto"
+    # auto: one device plainly, several by pmap; single: one device; pmap: a copy of the model on each device;
+    # mesh: data x fsdp x tensor devices, of which fsdp and tensor split the model
+    strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
+    data: int = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
+    fsdp: int = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
+    tensor: int = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # sequences at once on a device, at most; what is left of its share follows as accumulation. None: the whole share
+    micro_batch_size: int | None = None
+    loss_chunk: int | None = None  # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    coordinator: str | None = None  # HOST:PORT of process 0, where JAX cannot find it by itself
+    processes: int | None = None  # with a coordinator: how many
+    process_id: int | None = None  # with a coordinator: which one this is, from 0
+    connect_timeout: int = 300  # seconds to wait for the other processes
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout")
+        _at_least(self, 0, "process_id")
+        sizes = (self.data, self.fsdp, self.tensor)
+        if any(n < 1 and n != -1 for n in sizes) or sizes.count(-1) > 1:
+            raise UserError(
+                f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
+            )
+        given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
+        if any(given) and not all(given):
+            raise UserError(
+                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster tells them"
+            )
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

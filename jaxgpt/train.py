@@ -1,5 +1,7 @@
 """One training step, as pure functions. Transformations (jit, donation, devices) are applied in `parallel`."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import optax
 from flax import struct
 
 from jaxgpt.data.pipeline import Batch
-from jaxgpt.loss import next_token_loss
+from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 
 
@@ -36,36 +38,39 @@ def train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulation: int = 1,
+    loss_chunk: int | None = None,
+    mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One optimiser step on one batch -> (state, {"loss", "grad_norm", "learning_rate"}: float32 scalars).
 
     key: the run's; dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted
     one would. accumulation: micro-batches, run one after the other; gradients are summed, then divided by the
-    number of targets, so the result is that of one big batch.
+    number of targets, so the result is that of one big batch. loss_chunk: see `batch_loss`.
+    mean: over the devices that hold the other parts of the batch, where each runs this function by itself.
     """
     step_key = jax.random.fold_in(key, state.step)
 
-    def loss_sum(params, micro: Batch, micro_key):
-        logits_BTV: Any = model.apply({"params": params}, micro.inputs_BT, train=True, rngs={"dropout": micro_key})
-        return next_token_loss(logits_BTV, micro.targets_BT, micro.mask_BT)
-
     def gradients(micro: Batch, index) -> tuple:
-        micro_key = jax.random.fold_in(step_key, index)
-        (nats, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(state.params, micro, micro_key)
+        loss = functools.partial(
+            batch_loss, micro=micro, key=jax.random.fold_in(step_key, index), model=model, loss_chunk=loss_chunk
+        )
+        (nats, count), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return nats, count, grads
 
     if accumulation == 1:
-        nats, count, grads = gradients(batch, 0)
+        sums = gradients(batch, 0)
     else:
-        micros = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
+        # Every accumulation-th row: where the rows lie on different devices, each keeps its own.
+        micros = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
         zero = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        (nats, count, grads), _ = jax.lax.scan(
+        sums, _ = jax.lax.scan(
             lambda total, x: (jax.tree.map(jnp.add, total, gradients(*x)), None),
             zero,
             (micros, jnp.arange(accumulation)),
         )
 
-    count = jnp.maximum(count, 1.0)  # a batch whose every target is masked teaches nothing, and is no NaN
+    nats, count, grads = mean(sums)
+    count = jnp.where(count > 0, count, 1.0)  # a batch whose every target is masked teaches nothing, and is no NaN
     grads = jax.tree.map(lambda g: g / count, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -77,7 +82,28 @@ def train_step(
     return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
-def eval_step(params: Any, batch: Batch, *, model: GPT) -> tuple[jax.Array, jax.Array]:
+def batch_loss(
+    params: Any, micro: Batch, key: jax.Array | None, *, model: GPT, loss_chunk: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(summed nats, number of targets) of one batch; key: of dropout, None for none.
+
+    loss_chunk: tokens of each sequence whose logits are in memory at once, a divisor of T; None: all.
+    """
+    how: Any = {"train": key is not None, "rngs": None if key is None else {"dropout": key}}
+    if loss_chunk is None or loss_chunk >= micro.targets_BT.shape[1]:
+        logits_BTV: Any = model.apply({"params": params}, micro.inputs_BT, **how)
+        return next_token_loss(logits_BTV, micro.targets_BT, micro.mask_BT)
+    x_BTD: Any = model.apply({"params": params}, micro.inputs_BT, method="features", **how)
+
+    def unembed(head: Any, x_BTD: jax.Array) -> jax.Array:
+        logits_BTV: Any = model.apply({"params": head}, x_BTD, method="unembed")
+        return logits_BTV
+
+    head = {name: params[name] for name in model.head}
+    sums = model.spread.sums(functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk))
+    return sums(head, x_BTD, micro.targets_BT, micro.mask_BT)
+
+
+def eval_step(params: Any, batch: Batch, *, model: GPT, loss_chunk: int | None = None) -> tuple[jax.Array, jax.Array]:
     """(summed nats, number of targets) of one batch, without dropout."""
-    logits_BTV: Any = model.apply({"params": params}, batch.inputs_BT)
-    return next_token_loss(logits_BTV, batch.targets_BT, batch.mask_BT)
+    return batch_loss(params, batch, None, model=model, loss_chunk=loss_chunk)

@@ -13,6 +13,7 @@ from jaxgpt.config import (
     Experiment,
     GPTConfig,
     OptimConfig,
+    ParallelConfig,
     TrainConfig,
     differences,
     from_dict,
@@ -47,8 +48,8 @@ from jaxgpt.presets import EXPERIMENTS, gpt2
         (lambda: OptimConfig(decay_fraction=0.0), "decay_fraction=0.0"),
         (lambda: TrainConfig(batch_size=0), "batch_size=0"),
         (
-            lambda: TrainConfig(batch_size=6, accumulation=4),
-            "batch_size=6 is not divisible by accumulation=4",
+            lambda: ParallelConfig(data=-1, fsdp=-1),
+            "data=-1, fsdp=-1, tensor=1: needs counts of devices, at most one of them -1",
         ),
         (lambda: TrainConfig(seed=-1), "seed=-1"),
         (lambda: TrainConfig(seed=2**32), "seed=4294967296"),

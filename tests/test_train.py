@@ -14,7 +14,7 @@ from jaxgpt.config import OptimConfig
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.single import jit_eval_step, jit_train_step
+from jaxgpt.parallel.single import single
 from jaxgpt.train import eval_step, init_state, train_step
 from tests.helpers import TINY, tokens_BT
 
@@ -145,7 +145,8 @@ def test_one_compilation_and_donated_state():
     step, _, state = make_step()
     state = jax.tree.map(jnp.copy, state)
     chex.clear_trace_counter()
-    compiled = jit_train_step(chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1))
+    traced = chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1)
+    compiled = single(GPT(CONFIG), make_optimizer(OPTIM, STEPS)).step(traced)
     for seed in range(3):
         before = state
         state, _ = compiled(state, make_batch(), jax.random.key(seed))
@@ -163,7 +164,7 @@ GOLDEN = [2.3897225856781006, 2.3612446784973145, 2.32462477684021]
 
 def test_eval_step_counts_only_masked_targets():
     _, _, state = make_step()
-    evaluate = jit_eval_step(functools.partial(eval_step, model=GPT(CONFIG)))
+    evaluate = jax.jit(functools.partial(eval_step, model=GPT(CONFIG)))
     mask = jnp.ones((4, CONFIG.block_size), bool).at[:, 4:].set(False)
     nats, count = evaluate(state.params, make_batch(mask))
     assert float(count) == 16
