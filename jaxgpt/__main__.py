@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -36,6 +37,7 @@ usage: jaxgpt VERB [OPTIONS]
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per character on held-out text
+  plan [EXPERIMENT]    memory, exchanges and speed of a training step, here or on a TPU slice, without running it
 
 `jaxgpt VERB --help` lists the options. RUN is a run directory; without one, the newest under runs/.
 """
@@ -85,9 +87,17 @@ class EvaluateOptions:
     json: bool = False  # print JSON instead of text
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Compile a training step, without running it: memory, exchanges, and how fast it could be."""
+
+    topology: str | None = None  # a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
+    json: bool = False  # print JSON instead of a table
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]  # whose fields are options too
+
+
 def train(argv: list[str]) -> None:
-    named = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    experiment = _load_experiment(named) if named else _default_experiment(argv)
+    experiment = _named_experiment(argv) or _default_experiment(argv)
     options = _parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
     _train(options)
 
@@ -95,13 +105,20 @@ def train(argv: list[str]) -> None:
 def _train(options: TrainOptions) -> None:
     _prepare_jax()
     from jaxgpt.loop import Diverged, Interrupted, fit
+    from jaxgpt.parallel.multihost import ProcessLost, is_leader
 
     began = time.monotonic()
     try:
         run = fit(options.experiment, options.run_dir, fresh=options.fresh)
     except (Interrupted, Diverged) as e:
-        _say(str(e))
+        if is_leader():
+            _say(str(e))
         raise SystemExit(1) from None
+    except ProcessLost as e:
+        _say(str(e))
+        os._exit(1)  # a usual exit would wait for the others
+    if not is_leader():
+        return
     t = options.experiment.train
     _say(
         f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * run.model.config.block_size:,} tokens"
@@ -171,7 +188,20 @@ def evaluate(argv: list[str]) -> None:
         print(f"{found['bits_per_character']:.4f} bits per character")
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "evaluate": evaluate}
+def plan(argv: list[str]) -> None:
+    experiment = _named_experiment(argv) or EXPERIMENTS["quickstart"]()
+    options = _parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
+    if options.topology is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
+    _prepare_jax()
+    from jaxgpt.plan import plan, table
+    from jaxgpt.run import vocabulary
+
+    found = plan(options.experiment, vocabulary(options.experiment), topology=options.topology, say=_say)
+    print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "evaluate": evaluate, "plan": plan}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,6 +269,11 @@ def _one_line(framed: str, prog: str) -> str:
     text = re.sub(r"Perhaps you meant: (--[\w.-]+).*", r"Did you mean \1?", text)
     text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
     return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"
+
+
+def _named_experiment(argv: list[str]) -> Experiment | None:
+    """The experiment that the first argument names, if it does, taken off the arguments."""
+    return _load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
 
 
 def _load_experiment(named: str) -> Experiment:

@@ -1,24 +1,8 @@
-"""Counts from first principles: parameters, FLOPs, and the peaks of known devices."""
+"""Counts from first principles: parameters and FLOPs."""
 
 import jax
 
 from jaxgpt.config import GPTConfig
-
-# Peak dense bfloat16 FLOP/s of one device, by what JAX calls it. From the vendors' data sheets (without
-# sparsity). A device that is not here has no peak, and its MFU is null: unknown, not wrong.
-PEAK_BF16_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-}
 
 
 def count_parameters(params) -> int:
@@ -37,7 +21,6 @@ def train_flops_per_token(config: GPTConfig, n_params: int) -> float:
     return 6.0 * (n_params - looked_up) + 12.0 * config.n_layer * config.n_embd * config.block_size
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a device, or None if it is not known. The longest matching name counts."""
-    matches = [name for name in PEAK_BF16_FLOPS if device_kind.startswith(name)]
-    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+def attention_flops(config: GPTConfig) -> float:
+    """Of one of attention's products over all layers, per token, the masked half included: 2 L N H T."""
+    return 2.0 * config.n_layer * config.n_head * config.head_size * config.block_size

@@ -20,16 +20,19 @@ from jaxgpt.data.dataset import Dataset, prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
-from jaxgpt.flops import count_parameters, peak_flops, train_flops_per_token
+from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.choose import choose_strategy
 from jaxgpt.parallel.device import compute_options, device_kind, keep_freed_memory
-from jaxgpt.parallel.single import jit_eval_step, jit_init, jit_train_step
+from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.strategy import share
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.progress import Display
 from jaxgpt.run import Run, load, read_record, resolve_vocab, write_record
-from jaxgpt.train import eval_step, init_state, train_step
+from jaxgpt.train import eval_step, train_step
 from jaxgpt.viz.curves import plot_losses
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -55,9 +58,10 @@ def fit(
     anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
-    train, model_config = experiment.train, experiment.model
+    train, parallel, model_config = experiment.train, experiment.parallel, experiment.model
 
     # Setup: nothing is written until all of it has worked.
+    multihost.initialize(parallel)
     existing = _existing_run(directory, fresh)
     if existing:
         _refuse_other_configuration(directory, experiment)
@@ -68,56 +72,66 @@ def fit(
     options = compute_options(model_config, train)
     model = GPT(model_config, **options.for_model())
     optimizer = make_optimizer(experiment.optim, train.steps)
-    if directory.exists() and fresh:
-        _move_aside(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"cannot make {directory}: {e.strerror}. Name another place with --run-dir.") from None
-    if not existing:
-        write_record(directory, experiment, dataset, model_config.vocab_size)
+    strategy = choose_strategy(parallel, model, optimizer)
+    shares = share(train.batch_size, strategy.shards, parallel)
+    model = model.clone(spread=strategy.spread)
+    multihost.meet("everything is checked")
+    leader = multihost.is_leader()
+    if leader:
+        _make_directory(directory, fresh)
+        if not existing:
+            write_record(directory, experiment, dataset, model_config.vocab_size)
+    multihost.meet("the directory is made")
 
     # State: made, or restored.
     keep_freed_memory()
     init_key, dropout_key = jax.random.split(jax.random.key(train.seed))
-    state = jit_init(functools.partial(init_state, model, optimizer))(init_key)
     checkpoints = Checkpoints(directory / "checkpoints")
     start = checkpoints.last() or 0
-    if start:
-        state = checkpoints.restore(start, state)
-    kept = rewind_metrics(directory / "metrics.jsonl", start)
+    state = strategy.from_checkpoint(checkpoints.restore(start, strategy.state)) if start else strategy.init(init_key)
+    if leader:
+        rewind_metrics(directory / "metrics.jsonl", start)
+    multihost.meet("metrics are those of the checkpoint")
+    kept = read_metrics(directory / "metrics.jsonl")
     seconds_before = max((line.get("seconds") or 0.0 for line in kept), default=0.0)
 
-    step_fn = jit_train_step(
+    step_fn = strategy.step(
         functools.partial(
             train_step,
             model=model,
             optimizer=optimizer,
             schedule=learning_rate(experiment.optim, train.steps),
-            accumulation=train.accumulation,
+            accumulation=shares.accumulation,
+            loss_chunk=parallel.loss_chunk,
         )
     )
-    evaluate = functools.partial(mean_loss, jit_eval_step(functools.partial(eval_step, model=model)))
-    n_params = count_parameters(state.params)
+    eval_fn = strategy.evaluate(functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk))
+    n_params = count_parameters(strategy.state.params)
     tokens_per_step = train.batch_size * model_config.block_size
-    peak = peak_flops(device_kind())
+    limits = peaks(device_kind())  # None: unknown, and so is the MFU
     flops_per_token = train_flops_per_token(model_config, n_params)
 
-    display = Display(train.steps, start, show=progress)
-    display.say(f"{experiment.name}: {n_params:,} parameters, {options.reason}")
+    display = Display(train.steps, start, show=progress and leader)
+    display.say(f"{experiment.name}: {n_params:,} parameters, {len(strategy.devices)} x {options.reason}")
+    if shares.shards * shares.accumulation > 1:
+        display.say(
+            f"{strategy.name}: {train.batch_size} sequences per step are {shares.shards} parts of "
+            f"{shares.accumulation} micro-batch{'es' * (shares.accumulation > 1)} of {shares.micro}"
+        )
     display.say(
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {model_config.vocab_size}; {tokens_per_step:,} tokens per step; run in {directory}"
     )
     if start:
         display.say(f"continuing at step {start} of {train.steps}")
-    metrics_file = MetricsFile(directory / "metrics.jsonl")
+    metrics_file = MetricsFile(directory / "metrics.jsonl" if leader else None)
     batches = training_batches(
         dataset.train,
         block_size=model_config.block_size,
         batch_size=train.batch_size,
         seed=train.seed,
         start_step=start,
+        rows=strategy.rows(train.batch_size),
     )
 
     pending: deque = deque()  # (step, its metrics, still on the device)
@@ -148,7 +162,9 @@ def fit(
                 grad_norm=float(on_device["grad_norm"]),
                 learning_rate=float(on_device["learning_rate"]),
                 tokens_per_second=rate,
-                mfu=None if peak is None or rate is None else rate * flops_per_token / (peak * jax.device_count()),
+                mfu=None
+                if limits is None or rate is None
+                else rate * flops_per_token / (limits.flops * len(strategy.devices)),
                 seconds=clock.total(),
             )
             display.update(step, loss=loss, rate=rate)
@@ -157,21 +173,23 @@ def fit(
         windows = validation_batches(
             dataset.val,
             block_size=model_config.block_size,
-            batch_size=train.batch_size // train.accumulation,
+            batch_size=shares.rows,
             max_tokens=train.eval_tokens,
+            rows=strategy.rows(shares.rows),
         )
         with clock.paused():
-            val_loss, _ = evaluate(state.params, windows)
+            val_loss, _ = mean_loss(eval_fn, state.params, map(strategy.place, windows))
         metrics_file.write(step=step, val_loss=val_loss)
         display.update(step, val_loss=val_loss)
         return val_loss
 
     best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
+    lost = False
     try:
         with _signals() as caught:
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
-                state, on_device = step_fn(state, next(batches), dropout_key)
+                state, on_device = step_fn(state, strategy.place(next(batches)), dropout_key)
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
@@ -181,7 +199,7 @@ def fit(
                     )
                 settle(IN_FLIGHT)
 
-                stop = bool(caught)
+                stop = bool(caught) or multihost.stop_requested(step)
                 val_loss = None
                 if step % train.eval_every == 0 or step == train.steps:
                     settle(0)
@@ -190,20 +208,30 @@ def fit(
                 if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
                     settle(0)  # a step whose loss is not finite is never saved
                     with clock.paused():
-                        checkpoints.save(state, step, val_loss)
+                        checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best
                 if stop:
                     checkpoints.wait()
                     raise Interrupted(
-                        f"{caught[0].name}: saved step {step} of {train.steps}. "
+                        f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. "
                         f"To continue: jaxgpt train --run-dir {directory}"
                     )
+    except jax.errors.JaxRuntimeError as e:
+        if multihost.several():
+            lost = True
+            raise multihost.ProcessLost(
+                f"process {jax.process_index()} of {jax.process_count()} ends, since another one failed: {str(e).splitlines()[0]}. "
+                f"The last checkpoint is step {checkpoints.last() or 'none'}."
+            ) from None
+        raise
     finally:
         display.close()
         batches.close()
         metrics_file.close()
-        checkpoints.close()
-        plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)
+        if not lost:  # else this would wait for the others
+            checkpoints.close()
+        if leader:
+            plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)
 
     return load(directory)
 
@@ -219,11 +247,11 @@ def _existing_run(directory: Path, fresh: bool) -> bool:
 
 
 def _refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
-    """A run continues only as what it was. Hardware may change, and so may the place of the same data."""
+    """A run continues only as what it was. Hardware may change, what fits on it, and the place of the same data."""
     changed = {
         name: values
         for name, values in differences(read_record(directory).experiment, experiment).items()
-        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus")
+        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus", "model.remat")
     }
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
@@ -245,18 +273,25 @@ def _refuse_other_data(directory: Path, dataset: Dataset) -> None:
         )
 
 
-def _move_aside(directory: Path) -> None:
-    number = 1
-    while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
-        number += 1
-    directory.rename(aside)
+def _make_directory(directory: Path, fresh: bool) -> None:
+    """An empty one, or the one that is there; with `fresh` what is there is moved aside."""
+    if directory.exists() and fresh:
+        number = 1
+        while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+            number += 1
+        directory.rename(aside)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make {directory}: {e.strerror}. Name another place with --run-dir.") from None
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
     """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course at once."""
     caught: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+    # Python handles signals only in the main thread; with several processes JAX does, and tells all of them.
+    if threading.current_thread() is not threading.main_thread() or multihost.several():
         yield caught
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

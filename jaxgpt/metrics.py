@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from jaxgpt.paths import write_whole
 
 
 class MetricsFile:
-    """Appends lines; what is not a finite number is null, because JSON has no NaN."""
+    """Appends lines; what is not a finite number is null, because JSON has no NaN. path: None: writes nothing."""
 
-    def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path | None):
+        self._file = (path or Path(os.devnull)).open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in values.items()}

@@ -26,7 +26,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options, device_kind
-from jaxgpt.parallel.single import jit_eval_step
+from jaxgpt.parallel.multihost import one_copy, whole_everywhere
+from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run, write_whole
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
@@ -193,7 +194,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         step = checkpoints.best() if which == "best" else checkpoints.last()
         assert step is not None
         shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))["params"]
-        params = checkpoints.restore_params(step, shapes)
+        params = one_copy(checkpoints.restore_params(step, placed(shapes, whole_everywhere())))
         val_loss = checkpoints.val_loss(step)
     finally:
         checkpoints.close()
@@ -226,7 +227,7 @@ def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
         tokens, characters = Tokens([ids]), len(text)
     windows = validation_batches(tokens, block_size=config.block_size, batch_size=run.experiment.train.batch_size)
-    loss, count = mean_loss(jit_eval_step(functools.partial(eval_step, model=run.model)), run.params, windows)
+    loss, count = mean_loss(jax.jit(functools.partial(eval_step, model=run.model)), run.params, windows)
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
@@ -246,6 +247,16 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
             f"take {tokenizer.vocab_size} or more, or leave it out"
         )
     return model
+
+
+def vocabulary(experiment: Experiment) -> int:
+    """The size of the vocabulary with which an experiment would train; reads its text only if it must."""
+    model = experiment.model
+    if model.vocab_size is not None:
+        return model.vocab_size
+    vocab_size = resolve_vocab(model, prepare(experiment.data, block_size=model.block_size).tokenizer).vocab_size
+    assert vocab_size is not None
+    return vocab_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ def chosen(monkeypatch, platform, capability=None, model=None, **train):
 
 def test_by_device(monkeypatch):
     assert chosen(monkeypatch, "cpu") == ("float32", "plain")
-    assert chosen(monkeypatch, "tpu") == ("bfloat16", "plain")
+    assert chosen(monkeypatch, "tpu") == ("bfloat16", "splash")
+    assert chosen(monkeypatch, "tpu", model=GPTConfig(block_size=64)) == ("bfloat16", "plain")
     assert chosen(monkeypatch, "gpu", "9.0") == ("bfloat16", "cudnn")
     assert chosen(monkeypatch, "gpu", "7.5") == ("bfloat16", "plain")
 
@@ -32,6 +33,14 @@ def test_by_shape_and_dtype(monkeypatch):
     assert chosen(monkeypatch, "gpu", "8.0", wide) == ("bfloat16", "plain")
     assert chosen(monkeypatch, "gpu", "9.0", GPTConfig(n_embd=12, n_head=1)) == ("bfloat16", "plain")
     assert chosen(monkeypatch, "gpu", "9.0", dtype="float32") == ("float32", "plain")
+
+
+def test_kernels_without_dropout_say_so(monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", device_kind="a tpu")
+    options = compute_options(GPTConfig(dropout=0.1), TrainConfig(), device)
+    assert options.reason.endswith("splash attention (plain in training: it cannot drop weights)")
+    options = compute_options(GPTConfig(block_size=64), TrainConfig(), device)
+    assert options.reason.endswith("plain attention (splash: 64 tokens are fewer than its smallest block, 128)")
 
 
 def test_what_is_named_is_taken_or_refused(monkeypatch):

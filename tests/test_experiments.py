@@ -66,9 +66,8 @@ def test_two_shrunken_steps(name, text_file, tmp_path):
         model=model,
         data=dataclasses.replace(e.data, path=str(text_file), tokenizer="char"),
         optim=dataclasses.replace(e.optim, warmup_steps=1),
-        train=dataclasses.replace(
-            e.train, steps=2, batch_size=2 * min(2, e.train.accumulation), accumulation=min(2, e.train.accumulation)
-        ),
+        train=dataclasses.replace(e.train, steps=2, batch_size=2),
+        parallel=dataclasses.replace(e.parallel, micro_batch_size=e.parallel.micro_batch_size and 1),
     )
     run = fit(small, tmp_path / "run", progress=False)
     assert run.step == 2 and run.val_loss is not None

@@ -11,7 +11,7 @@ import pytest
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.flops import count_parameters, peak_flops, train_flops_per_token
+from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.model import GPT
 from jaxgpt.presets import gpt2
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
@@ -184,9 +184,6 @@ def test_flops_per_token():
     """GPT-2 124M at 1024 tokens: 6 x (124.4M - 0.8M of positions) + 12 x 12 x 768 x 1024."""
     config = gpt2()
     assert train_flops_per_token(config, 124_439_808) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("cpu") is None
 
 
 def test_misuse_is_told():

@@ -14,7 +14,7 @@ TEST = 'python -m pip install -e ".[test]" && python -m pytest'
 
 SMALL = """
     --model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --optim.warmup-steps 1 --train.steps 2
-    --train.batch-size 2 --train.accumulation 1 --train.eval-every 2 --train.eval-tokens 64 --train.sample-tokens 5
+    --train.batch-size 2 --train.eval-every 2 --train.eval-tokens 64 --train.sample-tokens 5
 """
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxgpt.data.dataset import Tokens
+
+MOST_STEPS = 2**40  # what an endless run takes
 
 
 class Batch(NamedTuple):
@@ -20,27 +22,36 @@ class Batch(NamedTuple):
 
 
 def training_batches(
-    tokens: Tokens, *, block_size: int, batch_size: int, seed: int, start_step: int = 0, prefetch: int = 16
+    tokens: Tokens,
+    *,
+    block_size: int,
+    batch_size: int,
+    seed: int,
+    start_step: int = 0,
+    rows: Sequence[int] | np.ndarray | None = None,
+    prefetch: int = 16,
 ) -> Generator[Batch, None, None]:
     """Endless batches from `start_step` on: batch t depends on (tokens, seed, t) alone, so resuming needs no state.
 
     Each epoch cuts the text into windows that touch but do not overlap, and visits each once, in an order of its
     own. Where the first window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the
     fewer than 2 block_size tokens left over at the two ends are skipped in that epoch.
-    prefetch: batches made ahead, by threads.
+    rows: those of each batch to read, where other processes read the others; None: all. prefetch: batches made
+    ahead, by threads.
     """
     import grain  # 1.5 s to import: only for those who train
 
     windows = windows_per_epoch(len(tokens), block_size)
-    dataset = (
-        grain.MapDataset.range(windows)
-        .shuffle(seed=seed)
-        .repeat()  # a new shuffle each epoch
-        .map_with_index(functools.partial(_window, tokens, block_size, windows, seed))
-        .batch(batch_size)
-    )
+    order: Any = grain.MapDataset.range(windows).shuffle(seed=seed).repeat()  # a new shuffle each epoch
+    mine = range(batch_size) if rows is None else rows
+
+    def batch(step: int) -> np.ndarray:
+        numbers = (step * batch_size + int(row) for row in mine)
+        return np.stack([_window(tokens, block_size, windows, seed, n, order[n]) for n in numbers])
+
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
-    for window_BT1 in dataset[start_step:].to_iter_dataset(options):
+    steps = grain.MapDataset.range(start_step, MOST_STEPS).map(batch)
+    for window_BT1 in steps.to_iter_dataset(options):
         yield Batch(inputs_BT=window_BT1[:, :-1], targets_BT=window_BT1[:, 1:])
 
 
@@ -62,21 +73,31 @@ def _offset(largest: int, seed: int, epoch: int) -> int:
 
 
 def validation_batches(
-    tokens: Tokens, *, block_size: int, batch_size: int, max_tokens: int | None = None
+    tokens: Tokens,
+    *,
+    block_size: int,
+    batch_size: int,
+    max_tokens: int | None = None,
+    rows: Sequence[int] | np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """The split, every target once, in batches of one shape (the last padded and masked).
 
     max_tokens: about so many targets instead of all, in windows spread evenly; the same ones on every call.
+    rows: those of each batch to read, as for training.
     """
+    mine = np.arange(batch_size) if rows is None else np.asarray(rows)
     targets = len(tokens) - 1
     starts = np.arange(0, targets, block_size)
     if max_tokens is not None and max_tokens < targets:
         keep = max(1, max_tokens // block_size)
         starts = starts[np.linspace(0, len(starts) - 1, keep).astype(int)]
     for first in range(0, len(starts), batch_size):
-        shape = (batch_size, block_size)
+        shape = (len(mine), block_size)
         inputs, outputs, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-        for row, start in enumerate(starts[first : first + batch_size]):
+        for row, number in enumerate(first + mine):
+            if number >= len(starts):
+                continue
+            start = starts[number]
             length = min(block_size, targets - int(start))
             window = tokens.read(int(start), length + 1)
             inputs[row, :length], outputs[row, :length], mask[row, :length] = window[:-1], window[1:], True

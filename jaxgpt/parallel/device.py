@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.layers.splash import why_not_splash
+from jaxgpt.parallel.peaks import peaks
 from jaxgpt.paths import cache_directory
 
 
@@ -31,40 +33,67 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
-def compute_options(model: GPTConfig, train: TrainConfig) -> ComputeOptions:
-    """float32 and the plain kernel on CPU, bfloat16 elsewhere, cuDNN's attention on Nvidia GPUs that have it.
+def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | None = None) -> ComputeOptions:
+    """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
-    Raises `UserError` if a named kernel cannot do what is asked.
+    device: None: the first one. Raises `UserError` if a named kernel cannot do what is asked.
     """
-    device = jax.devices()[0]
-    on_gpu = device.platform in ("gpu", "cuda")
+    device = jax.devices()[0] if device is None else device
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
 
-    capability = float(getattr(device, "compute_capability", 0) or 0)
-    largest_head = 256 if capability >= 9.0 else 128
-    why_not = None
-    if not on_gpu:
-        why_not = f"the device is {device.device_kind}"
-    elif capability < 8.0:
-        why_not = f"compute capability {capability} is below 8.0"
-    elif dtype != "bfloat16":
-        why_not = f"it needs 16-bit numbers and dtype is {dtype}"
-    elif model.head_size % 8 or model.head_size > largest_head:
-        why_not = f"head size {model.head_size} is not a multiple of 8 up to {largest_head}"
-
+    fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
+    why_not = {
+        "plain": None,
+        "xla": None,
+        "cudnn": _why_not_cudnn(device, dtype, model),
+        "splash": why_not_splash(model.block_size, model.head_size, dtype)
+        if device.platform == "tpu"
+        else f"the device is {device.device_kind}",
+    }
     attention = train.attention
-    if attention == "cudnn" and why_not:
-        raise UserError(f"train.attention=cudnn is not to be had here: {why_not}. Take auto, plain or xla.")
+    if attention != "auto" and why_not[attention]:
+        raise UserError(f"train.attention={attention} is not to be had here: {why_not[attention]}. Take auto or plain.")
     if attention == "auto":
-        attention = "plain" if why_not else "cudnn"
+        attention = "plain" if fused is None or why_not[fused] else fused
+    said = f"{attention} attention"
+    if attention not in ("plain", "xla") and model.dropout:
+        said += " (plain in training: it cannot drop weights)"
+    elif fused and attention == "plain" and why_not[fused]:
+        said += f" ({fused}: {why_not[fused]})"
     return ComputeOptions(
         dtype=jnp.dtype(dtype),
         attention=attention,
-        reason=f"{jax.device_count()} x {device.device_kind}, {dtype}, {attention} attention",
+        reason=f"{device.device_kind}, {dtype}, {said}",
     )
+
+
+def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
+    capability = float(getattr(device, "compute_capability", 0) or 0)
+    largest_head = 256 if capability >= 9.0 else 128
+    if device.platform not in ("gpu", "cuda"):
+        return f"the device is {device.device_kind}"
+    if capability < 8.0:
+        return f"compute capability {capability} is below 8.0"
+    if dtype != "bfloat16":
+        return f"it needs 16-bit numbers and dtype is {dtype}"
+    if model.head_size % 8 or model.head_size > largest_head:
+        return f"head size {model.head_size} is not a multiple of 8 up to {largest_head}"
+    return None
+
+
+def memory_of(device: jax.Device) -> int | None:
+    """Bytes that programs on this device may use: a CPU's share of the machine's, else as the device or its table says."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    limits = peaks(device.device_kind)
+    stated = None if limits is None else limits.memory
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit", stated)
+    except jax.errors.JaxRuntimeError:  # a device of a topology, which is not there
+        return stated
 
 
 def keep_freed_memory() -> None:

@@ -1,20 +1,29 @@
 """One device: jit, with the state's memory handed from step to step."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from jaxgpt.model import GPT
+from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 
 
-def jit_train_step(step: Callable) -> Callable:
-    """`step(state, batch, key)`, compiled; the old state is donated, so one copy of it is ever alive."""
-    return jax.jit(step, donate_argnums=0)
-
-
-def jit_eval_step(step: Callable) -> Callable:
-    """`step(params, batch)`, compiled."""
-    return jax.jit(step)
-
-
-def jit_init(init: Callable) -> Callable:
-    """`init(key)`, compiled: a state is made on the device in one program, not array by array."""
-    return jax.jit(init)
+def single(
+    model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
+) -> Strategy:
+    """On the first device."""
+    device = (devices or jax.local_devices())[0]
+    place = SingleDeviceSharding(device)
+    init, shapes = initial(model, optimizer)
+    return Strategy(
+        name="one device",
+        devices=(device,),
+        shards=1,
+        init=jax.jit(init, out_shardings=place),
+        state=placed(shapes, place),
+        step=lambda step: jax.jit(step, donate_argnums=0),
+        evaluate=jax.jit,
+        batch=lambda B, T: abstract_batch((B, T), place),
+    )

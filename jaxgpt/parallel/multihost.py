@@ -1,0 +1,133 @@
+"""Several processes, one run: found by JAX itself, or named by a coordinator."""
+
+import importlib.util
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxgpt.config import ParallelConfig
+from jaxgpt.errors import UserError
+
+HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
+SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
+
+
+class ProcessLost(RuntimeError):
+    """Another process has failed, or cannot be reached: what this one computed since the last checkpoint is lost."""
+
+
+def initialize(config: ParallelConfig) -> None:
+    """Join the other processes, if there are any; before JAX has been asked for a device.
+
+    They are found where JAX finds them: Cloud TPU, GKE, SLURM, Open MPI; or by `config.coordinator`.
+    Raises `UserError` if they do not meet within `config.connect_timeout` seconds.
+    """
+    if jax.distributed.is_initialized() or (config.coordinator is None and cluster() is None):
+        return
+    if config.coordinator is not None and config.process_id:
+        _wait_for(config.coordinator, config.connect_timeout)
+    where = config.coordinator or f"the coordinator that {cluster()} names"
+    alone = threading.Timer(config.connect_timeout, _give_up, [where, config.connect_timeout])
+    alone.start()
+    try:
+        jax.distributed.initialize(
+            coordinator_address=config.coordinator,
+            num_processes=config.processes,
+            process_id=config.process_id,
+            cluster_detection_method=None if config.coordinator is None else "deactivate",
+            initialization_timeout=config.connect_timeout
+            + 60,  # after it JAX would abort with a dump: `alone` is first
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=SHUTDOWN,
+        )
+    except Exception as e:  # whatever the cluster's own library raises
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise UserError(f"the processes could not meet at {where}: {reason}") from None
+    finally:
+        alone.cancel()
+
+
+def _give_up(where: str, seconds: float) -> None:
+    """Ends the process: the call that waits for the others cannot be interrupted."""
+    sys.stderr.write(
+        f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
+        "is each of them started, with the same --parallel.processes, and can each reach that address?\n"
+    )
+    sys.stderr.flush()
+    os._exit(2)
+
+
+def cluster() -> str | None:
+    """What started this process together with others, told from the environment; None: it is alone."""
+    env = os.environ
+    if "OMPI_MCA_orte_hnp_uri" in env and int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return "Open MPI"
+    # A step's variables, which srun sets: sbatch alone, or an interactive shell, has a job and one process.
+    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        return "SLURM"
+    if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
+        return "GKE"
+    chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
+        return "Cloud TPU"  # a slice of one host or of many: its metadata server knows
+    return None
+
+
+def _wait_for(address: str, seconds: float) -> None:
+    """Until something answers at HOST:PORT: JAX's own client ends the process when nothing does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as e:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the coordinator {address} did not answer within {seconds:.0f} s ({e.strerror or e}): "
+                    "is process 0 running there, and is the port open?"
+                ) from None
+            time.sleep(0.2)
+
+
+def several() -> bool:
+    return jax.process_count() > 1
+
+
+def is_leader() -> bool:
+    """The process that prints and writes: the first."""
+    return jax.process_index() == 0
+
+
+def meet(where: str) -> None:
+    """Wait here for the other processes."""
+    if several():
+        multihost_utils.sync_global_devices(where)
+
+
+def stop_requested(step: int) -> bool:
+    """Whether SIGTERM reached one of several processes: all learn it at the same step."""
+    return several() and multihost_utils.reached_preemption_sync_point(step)
+
+
+def whole_everywhere() -> jax.sharding.Sharding:
+    """Where an array is to be read into, for each process to have all of it."""
+    if several():
+        return NamedSharding(Mesh(np.asarray(jax.devices()), "devices"), PartitionSpec())
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def one_copy(tree: Any) -> Any:
+    """Of arrays that lie whole on devices of this process: the first copy, without moving it."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)

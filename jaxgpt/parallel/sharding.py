@@ -1,0 +1,97 @@
+"""Where each parameter lies on a mesh: one table from the logical axes that `layers` name to the mesh's."""
+
+from typing import Any
+
+import jax
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.errors import UserError
+from jaxgpt.train import TrainState
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH = PartitionSpec(("data", "fsdp"))  # the rows of a batch; every device of a tensor group reads the same ones
+
+# fsdp cuts each matrix along the model's width, to be gathered when its layer runs (ZeRO, arXiv:1910.02054).
+# tensor cuts the work: each device has some heads, some hidden units and some of the vocabulary, and only the sums
+# over them are exchanged (Megatron, arXiv:1909.08053).
+RULES = [
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("mlp", "tensor"),
+    ("vocab", "tensor"),
+    ("heads_bias", ("tensor", "fsdp")),
+    ("mlp_bias", ("tensor", "fsdp")),
+    ("layers", None),  # one block at a time is wanted whole
+]
+
+
+def state_shardings(state: TrainState, axes: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A NamedSharding for every array of a state: the optimiser's lie as the parameters that they belong to.
+
+    state: shapes. axes: the parameters' logical axes, `GPT.axes()`.
+    """
+    params = nn.logical_to_mesh_sharding(axes, mesh, RULES)
+    whole = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree.map_params(
+        optimizer.init,
+        lambda x, place: x if isinstance(x, optax.MaskedNode) else place,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: whole,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # where Muon and AdamW leave parameters to each other
+    )
+    return TrainState(step=whole, params=params, opt_state=opt_state)  # type: ignore[arg-type]
+
+
+def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
+    """Raise `UserError` unless every logical axis divides over its devices: an array left whole would hide there."""
+    axes = {
+        "model.n_embd": (config.n_embd, "fsdp"),
+        "model.n_head": (config.n_head, "tensor"),
+        "model.n_kv_head": (config.kv_heads, "tensor"),
+        "model.mlp_dim": (config.mlp_hidden, "tensor"),
+        "model.vocab_size": (config.vocab_size or 0, "tensor"),
+    }
+    for field, (size, axis) in axes.items():
+        n = mesh.shape[axis]
+        if size % n:
+            below = size // n * n
+            near = " or ".join(str(x) for x in (below, below + n) if x)
+            counts = [d for d in range(1, n + 1) if size % d == 0]
+            raise UserError(
+                f"{field}={size} does not divide over parallel.{axis}={n}: take {field}={near}, or {axis} from {counts}"
+            )
+    both = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    biases = {"n_head x head size": config.n_embd, "n_kv_head x head size": config.kv_heads * config.head_size}
+    for field, size in (biases | {"mlp_dim": config.mlp_hidden} if config.bias else {}).items():
+        if size % both:
+            raise UserError(
+                f"a bias of {field} = {size} numbers does not divide over parallel.fsdp x tensor = {both}: "
+                "take other sizes, or --no-model.bias"
+            )
+
+
+def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+    """The three sizes with -1 replaced by what is left; raises `UserError` unless they multiply to the devices."""
+    sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
+    given = " x ".join(f"{name}={n}" for name, n in sizes.items())
+    known = data * fsdp * tensor
+    if known < 0:  # one of them is -1
+        known = -known
+        if devices % known == 0:
+            return {name: devices // known if n == -1 else n for name, n in sizes.items()}
+    if known != devices:
+        divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+        raise UserError(
+            f"parallel {given} does not make the {devices} devices there are: each size divides {devices} ({divisors}), and at most one is -1, the rest"
+        )
+    return sizes
+
+
+def make_mesh(devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
+    # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)

@@ -1,0 +1,174 @@
+"""Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import ParallelConfig
+from jaxgpt.errors import UserError
+from jaxgpt.metrics import read_metrics
+from jaxgpt.parallel import multihost
+from jaxgpt.run import load
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+from tests.parallel.test_strategies import CURVES_EQUAL
+
+OPTIONS = [
+    "--model.n-layer",
+    "1",
+    "--model.n-head",
+    "4",
+    "--model.n-embd",
+    "16",
+    "--model.block-size",
+    "16",
+    "--model.vocab-size",
+    "48",
+    "--optim.warmup-steps",
+    "2",
+    "--train.batch-size",
+    "16",
+    "--train.log-every",
+    "1",
+    "--train.eval-every",
+    "10",
+    "--train.sample-tokens",
+    "5",
+]
+DEADLINE = 240  # seconds, after which a process is killed
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path, text_file):
+    """Starts the processes of one run; whatever is left of them at the end is killed."""
+    started = []
+
+    def start(processes, devices, *options):
+        port = free_port()
+        for i in range(processes):
+            who = ["--parallel.coordinator", f"127.0.0.1:{port}", "--parallel.processes", str(processes)]
+            who += ["--parallel.process-id", str(i), "--run-dir", "run"]
+            env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(REPOSITORY)}
+            argv = [sys.executable, "-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
+            with (tmp_path / f"{i}.err").open("w") as err:
+                started.append(
+                    subprocess.Popen(argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+                )
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait(processes, tmp_path):
+    """Exit codes and what each said."""
+    deadline = time.monotonic() + DEADLINE
+    codes = [p.wait(max(1, deadline - time.monotonic())) for p in processes]
+    return codes, [(tmp_path / f"{i}.err").read_text() for i in range(len(processes))]
+
+
+def curve(directory):
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [x["loss"] for x in lines if "loss" in x], [x["val_loss"] for x in lines if "val_loss" in x]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, text_file):
+    directory = tmp_path_factory.mktemp("alone")
+    done = run_command(
+        *["-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, "--train.steps", "20", "--run-dir", "run"],
+        cwd=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["--parallel.strategy", "pmap"],
+        ["--parallel.strategy", "mesh", "--parallel.fsdp", "4", "--parallel.tensor", "2"],
+    ],
+)
+def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strategy):
+    codes, said = wait(start(2, 4, "--train.steps", "20", *strategy), tmp_path)
+    assert codes == [0, 0], said
+    for expected, found in zip(curve(alone), curve(tmp_path / "run"), strict=True):
+        np.testing.assert_allclose(found, expected, **CURVES_EQUAL)
+    assert "next: jaxgpt sample run" in said[0]
+    assert not any(word in said[1] for word in ("parameters", "val", "done in", "next:"))  # only the first one speaks
+    ours, theirs = (load(d).params["h_0"]["mlp"]["c_fc"]["kernel"] for d in (tmp_path / "run", alone))
+    np.testing.assert_allclose(ours, theirs, **CURVES_EQUAL)
+
+
+def steps_done(directory):
+    return len(read_metrics(directory / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_goes_takes_the_others_with_it(start, tmp_path, number):
+    """Killed: the other one says so and ends. Asked to end: both save the same step first."""
+    processes = start(2, 1, "--train.steps", "100000", "--train.eval-every", "100000")
+    deadline = time.monotonic() + DEADLINE
+    while steps_done(tmp_path / "run") < 5:
+        assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
+        time.sleep(0.2)
+    processes[1].send_signal(number)
+    began = time.monotonic()
+    codes, said = wait(processes, tmp_path)
+    assert time.monotonic() - began < multihost.HEARTBEAT + 30
+    if number == signal.SIGKILL:
+        assert codes == [1, -signal.SIGKILL]
+        assert "process 0 of 2 ends, since another one failed" in said[0]
+    else:
+        assert codes == [1, 1]
+        assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
+
+
+@pytest.mark.parametrize(("who", "message"), [(0, "did not all meet at"), (1, "did not answer within 2 s")])
+def test_nobody_there(tmp_path, who, message):
+    address = f"127.0.0.1:{free_port()}"
+    told = f"--parallel.coordinator {address} --parallel.processes 2 --parallel.process-id {who}".split()
+    done = run_command("-m", "jaxgpt", "train", *told, "--parallel.connect-timeout", "2", cwd=tmp_path, deadline=60)
+    assert done.returncode == 2
+    assert message in done.stderr and address in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_an_address_without_a_port():
+    with pytest.raises(UserError, match="needs HOST:PORT"):
+        multihost.initialize(ParallelConfig(coordinator="nowhere", processes=2, process_id=1))
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, None),  # a job's shell, before srun
+        ({"SLURM_STEP_NODELIST": "a[0-7]", "SLURM_NTASKS": "8"}, "SLURM"),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1"}, None),
+        ({"OMPI_MCA_orte_hnp_uri": "1;tcp://", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "GKE"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ],
+)
+def test_what_started_us(monkeypatch, env, expected):
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert multihost.cluster() == expected

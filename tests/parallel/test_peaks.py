@@ -1,0 +1,71 @@
+"""What devices can do, and how long communication takes at least."""
+
+import types
+
+import pytest
+
+from jaxgpt.parallel.peaks import PEAKS, collective_seconds, peaks, ring_bandwidth
+
+
+def devices(kind: str, *shape: int, process_index: int = 0):
+    """A whole slice, the first coordinate running fastest, as libtpu counts."""
+    x, y, z = (*shape, 1, 1, 1)[:3]
+    return [
+        types.SimpleNamespace(device_kind=kind, coords=[i, j, k], process_index=process_index)
+        for k in range(z)
+        for j in range(y)
+        for i in range(x)
+    ]
+
+
+def test_the_longest_name_counts():
+    assert peaks("TPU v5 lite") is PEAKS["TPU v5 lite"]
+    assert peaks("TPU v5") is PEAKS["TPU v5p"]
+    assert peaks("NVIDIA A100-SXM4-80GB").memory == 80 * 10**9
+    assert peaks("NVIDIA H100 80GB HBM3").flops == 989e12
+    assert peaks("NVIDIA H100 PCIe").flops == 756e12
+
+
+def test_an_unknown_device_has_no_peaks():
+    assert peaks("cpu") is None
+    assert ring_bandwidth(devices("cpu", 2), (0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "group", "links"),
+    [
+        ("TPU v5 lite", (4, 4), (0, 1, 2, 3), 1),  # a row: a line of links
+        ("TPU v5 lite", (4, 4), (0, 4, 8, 12), 1),  # a column
+        ("TPU v5 lite", (4, 4), range(16), 2),  # both
+        ("TPU v6 lite", (16, 16), range(16), 2),  # a ring
+        ("TPU v6 lite", (16, 16), range(8), 1),  # half of it
+        ("TPU v6 lite", (16, 16), range(256), 4),
+        ("TPU v6 lite", (8, 16), range(128), 3),
+        ("TPU v4", (2, 2, 4), range(16), 3),  # within a cube nothing closes
+        ("TPU v5", (4, 4, 4), range(64), 6),
+        ("TPU v5", (4, 4, 4), (0, 16, 32, 48), 2),
+    ],
+)
+def test_links_add_up(kind, shape, group, links):
+    assert ring_bandwidth(devices(kind, *shape), tuple(group)) == links * peaks(kind).link_bandwidth
+
+
+def test_one_chip_needs_no_links():
+    assert ring_bandwidth(devices("TPU v4", 2, 2, 1), (0,)) is None
+
+
+def test_nvlink_ends_at_the_host():
+    h200 = devices("NVIDIA H200", 8) + devices("NVIDIA H200", 8, process_index=1)
+    assert ring_bandwidth(h200, range(8)) == 450e9
+    assert ring_bandwidth(h200, range(16)) is None
+
+
+def test_seconds():
+    gather = collective_seconds("all-gather", 8_000_000, 4, 1e9)
+    assert gather == pytest.approx(6e-3)
+    assert collective_seconds("reduce-scatter", 8_000_000, 4, 1e9) == gather
+    assert collective_seconds("all-reduce", 8_000_000, 4, 1e9) == 2 * gather
+    assert collective_seconds("all-to-all", 8_000_000, 16, 1e9) == pytest.approx(32e-3)
+    assert collective_seconds("all-to-all", 8_000_000, 16, 1e9, switched=True) == pytest.approx(7.5e-3)
+    assert collective_seconds("collective-permute", 8_000_000, 4, 1e9) == pytest.approx(8e-3)
+    assert collective_seconds("all-reduce", 8_000_000, 1, 1e9) == 0.0

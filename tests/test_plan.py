@@ -1,0 +1,139 @@
+"""What `jaxgpt plan` says of this machine, and how it searches; TPU slices are in test_slices.py."""
+
+import dataclasses
+import json
+
+import pytest
+
+import jaxgpt.plan
+from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
+from jaxgpt.errors import UserError
+from jaxgpt.flops import train_flops_per_token
+from jaxgpt.hlo import Collective
+from jaxgpt.parallel.peaks import peaks
+from jaxgpt.plan import DoesNotFit, plan, table
+from tests.helpers import TINY, run_command
+
+EXPERIMENT = Experiment(
+    name="planned", model=dataclasses.replace(TINY, n_layer=1), train=TrainConfig(batch_size=8, steps=200)
+)
+
+
+@pytest.fixture(scope="module")
+def here():
+    return plan(EXPERIMENT, 11)
+
+
+def test_this_machine(here):
+    assert here.devices == 1 and here.device == "cpu" and here.fits
+    assert here.parameters == 8 * (11 + 8) + 12 * 64 + 13 * 8 + 2 * 8  # embeddings, matrices, biases and norms, ln_f
+    assert here.state_memory == 4 * (3 * here.parameters) + 4 * 3  # parameters and two moments; three counters
+    assert here.state_memory < here.memory < here.available
+    assert here.total_tokens == 200 * 8 * TINY.block_size
+    # The last layers' products of a tiny model are not all matrix products in the text: XLA may write them otherwise.
+    model = train_flops_per_token(dataclasses.replace(TINY, n_layer=1), here.parameters)
+    assert here.flops_per_token == model
+    assert 0.5 < here.executed_flops_per_token / model < 1.5
+
+
+def test_what_is_unknown_is_unknown(here):
+    """There is no table of CPUs: neither a time nor a rate is guessed."""
+    assert peaks("cpu") is None
+    unknown = ("compute_seconds", "memory_seconds", "interconnect_seconds", "step_seconds", "binds", "mfu", "hours")
+    assert all(getattr(here, name) is None for name in unknown)
+    assert table(here).count("unknown") == 7
+
+
+def test_the_roofline(monkeypatch):
+    """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
+    limits = dataclasses.replace(
+        peaks("NVIDIA H100"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
+    )
+    monkeypatch.setattr(jaxgpt.plan, "peaks", lambda kind: limits)
+    monkeypatch.setattr("jaxgpt.parallel.peaks.peaks", lambda kind: limits)
+    found = plan(EXPERIMENT, 11)
+    tokens = 8 * TINY.block_size
+    assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e12)
+    assert found.binds == "memory" and found.step_seconds == found.memory_seconds > found.compute_seconds
+    assert found.interconnect_seconds == 0
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+    assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
+    assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
+    assert "memory binds" in table(found)
+
+
+def test_exchanges_add_up(monkeypatch):
+    monkeypatch.setattr(jaxgpt.plan, "ring_bandwidth", lambda devices, group: 1e9)
+    monkeypatch.setattr(jaxgpt.plan, "peaks", lambda kind: peaks("TPU v4"))
+    one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
+    other = dataclasses.replace(one, bytes=500, times=2)
+    gather = dataclasses.replace(one, kind="all-gather", times=1)
+    found = jaxgpt.plan._exchanges((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
+    assert [(e.kind, e.devices, e.count, e.bytes) for e in found] == [
+        ("all-gather", 2, 1, 1000),
+        ("all-reduce", 2, 5, 4000),
+    ]
+    assert [e.seconds for e in found] == pytest.approx([0.5e-6, 4e-6])  # half of it; twice half of it
+
+
+def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
+    """A device that only holds a micro-batch of 2 with remat full, or of 1 with dots; full is the faster one."""
+    said, tried = [], []
+
+    def compiled(experiment, devices, topology):
+        remat, micro = experiment.model.remat, experiment.parallel.micro_batch_size
+        tried.append((remat, micro))
+        if (micro or 8) > {"none": 0, "dots": 1, "full": 2}[remat]:
+            raise DoesNotFit(3 * 2**30)
+        return dataclasses.replace(here, remat=remat, micro_batch_size=micro, step_seconds=1.0 / micro)
+
+    monkeypatch.setattr(jaxgpt.plan, "_compiled", compiled)
+    found = plan(EXPERIMENT, 11, say=said.append)
+    assert (found.remat, found.micro_batch_size) == ("full", 2)
+    assert tried == [
+        ("none", None),
+        *[("none", n) for n in (8, 4, 2, 1)],
+        *[("dots", n) for n in (8, 4, 2, 1)],
+        *[("full", n) for n in (8, 4, 2)],
+    ]
+    assert said[0].startswith("as it is: needs 3.00 GiB of")
+    assert said[-1] == "remat full, auto, micro-batch 2: fits"
+
+
+def test_nothing_fits(monkeypatch):
+    monkeypatch.setattr(jaxgpt.plan, "memory_of", lambda device: 1000)
+    with pytest.raises(UserError, match="planned does not fit on 1 x cpu, whatever the micro-batch, remat and fsdp"):
+        plan(dataclasses.replace(EXPERIMENT, train=TrainConfig(batch_size=1, steps=200)), 11)
+
+
+def test_the_search_splits_the_state_over_more_and_more_devices():
+    experiment = dataclasses.replace(EXPERIMENT, model=GPTConfig(n_embd=96, n_head=2, remat="dots"))
+    variants = [(v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in jaxgpt.plan._variants(experiment, 8)]
+    assert variants == [
+        *[(remat, "auto", 1) for remat in ("dots", "full")],
+        *[(remat, "mesh", n) for n in (2, 4, 8) for remat in ("dots", "full")],
+    ]
+    tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
+    assert len(list(jaxgpt.plan._variants(tensor, 8))) == 2  # how it is split is the user's choice already
+
+
+def test_the_command(tmp_path, text_file):
+    shape = [
+        "--model.n-layer",
+        "1",
+        "--model.n-head",
+        "1",
+        "--model.n-embd",
+        "8",
+        "--model.block-size",
+        "8",
+        "--train.batch-size",
+        "2",
+    ]
+    command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file))
+    done = run_command(*command, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "quickstart"
+    done = run_command(*command, "--topology", "v5e:3x3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "v5e has no slice 3x3. It has 1x1, 2x2, 2x4" in done.stderr
