@@ -218,6 +218,13 @@ class Experiment:
         _check_types(self)
         if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
             raise UserError(f"name={self.name!r}: it names a directory, so letters, digits, '-' and '_' only")
+        chunk, context = self.parallel.loss_chunk, self.model.block_size
+        if chunk is not None and chunk < context and context % chunk:
+            near = [n for n in range(1, context) if context % n == 0]
+            below, above = max(n for n in near if n < chunk), min([n for n in near if n > chunk], default=context)
+            raise UserError(
+                f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {below} or {above}"
+            )
         if self.optim.warmup_steps > self.train.steps:
             raise UserError(
                 f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"

@@ -1,9 +1,18 @@
+"""The loss: against its definition, masked, and in chunks."""
+
+import dataclasses
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.loss import next_token_loss
+from jaxgpt.data.pipeline import Batch
+from jaxgpt.loss import chunked_next_token_loss, next_token_loss
+from jaxgpt.train import batch_loss
+from tests.helpers import TINY, make_model, tokens_BT
 
 
 def test_against_the_definition():
@@ -34,3 +43,46 @@ def test_logits_are_summed_in_float32():
     high, _ = next_token_loss(logits.astype(jnp.float32), targets)
     assert low.dtype == jnp.float32
     assert float(low) == float(high)
+
+
+# The logits of each chunk by a product of its own, and the head's gradient summed chunk by chunk.
+CHUNKED = dict(rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("chunk", [1, 2, 8])
+def test_in_chunks_it_is_the_same_loss_and_the_same_gradient(chunk, tie):
+    config = dataclasses.replace(TINY, n_layer=1, tie_embeddings=tie, logit_softcap=5.0)
+    model, params = make_model(config)
+    text = tokens_BT(dataclasses.replace(config, block_size=9))
+    mask = jnp.ones((2, 8), bool).at[0, 3:].set(False)
+    batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask)
+
+    def loss(params, loss_chunk):
+        nats, count = batch_loss(params, batch, None, model=model, loss_chunk=loss_chunk)
+        return 3.0 * nats / count, count  # scaled, as by a mean
+
+    graded = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (expected, count), expected_grads = graded(params, None)
+    (found, found_count), grads = graded(params, chunk)
+    assert float(count) == float(found_count) == 11
+    np.testing.assert_allclose(found, expected, **CHUNKED)
+    chex.assert_trees_all_close(grads, expected_grads, **CHUNKED)
+
+
+def test_in_chunks_the_logits_are_never_whole():
+    """Peak memory of the gradient: without chunks it holds [B, T, V] in float32, with them a sixteenth."""
+    B, T, D, V = 4, 64, 8, 4096
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((V, D), "float32"), ((B, T, D), "float32"), ((B, T), "int32"))]
+
+    def unembed(head_VD, x_BTD):
+        return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD)
+
+    def temporaries(loss):
+        grad = jax.jit(jax.grad(lambda *args: loss(*args)[0], argnums=(0, 1)))
+        return grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    whole = temporaries(lambda head, x, targets: next_token_loss(unembed(head, x), targets))
+    chunked = temporaries(functools.partial(chunked_next_token_loss, unembed, chunk=4))
+    assert whole > 4 * B * T * V
+    assert chunked < whole / 8

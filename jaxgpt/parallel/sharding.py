@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 from flax import linen as nn
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig
@@ -94,4 +95,6 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int
 def make_mesh(devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
     # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    # Split: tensor=4 on an 8x8x8 torus is half of one of its rings.
+    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(sizes), axis_types=types)

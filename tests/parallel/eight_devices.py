@@ -1,5 +1,6 @@
 """Run in a process with JAX_NUM_CPU_DEVICES=8: prints, as JSON, what each strategy did. See test_strategies.py."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -130,8 +131,28 @@ def crossings(directory: str) -> dict:
     return found
 
 
+def places() -> dict:
+    """What of it is about memory and keys: see the tests that read it."""
+    bytes_made = {}
+    for name in ("single", "fsdp"):
+        strategy = Trainer(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64)).strategy
+        analysis = strategy.init.lower(jax.random.key(0)).compile().memory_analysis()
+        bytes_made[name] = [analysis.output_size_in_bytes, analysis.temp_size_in_bytes]
+
+    dropping = dataclasses.replace(CONFIG, dropout=0.5)
+    row = np.arange(T + 1, dtype=np.int32)[None] % 16
+    losses = {}
+    for name, devices, rows in (("pmap", 8, 16), ("pmap", 1, 2), ("all", 8, 16)):
+        trainer = Trainer(name, "adamw", devices, dropping)
+        text = np.repeat(row, rows, axis=0)
+        batch = trainer.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+        state = trainer.strategy.init(jax.random.key(0))
+        losses[f"{name} on {devices}"] = float(trainer.step(state, batch, jax.random.key(1))[1]["loss"])
+    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses}
+
+
 if __name__ == "__main__":
     assert jax.device_count() == 8
     what, *arguments = sys.argv[1:]
-    work = {"curves": curves, "programs": programs, "whole": whole_arrays, "crossings": crossings}[what]
+    work = {"curves": curves, "programs": programs, "places": places, "crossings": crossings}[what]
     print(json.dumps(work(*arguments)))

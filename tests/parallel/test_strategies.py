@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig, OptimConfig, ParallelConfig
+from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.hlo import read_hlo
 from jaxgpt.model import GPT
@@ -92,13 +92,31 @@ def test_tensor_parallelism_gathers_no_parameter(programs):
             assert c.bytes < 4 * CONFIG.n_embd * 4 * CONFIG.n_embd, c
 
 
-def test_nothing_stays_whole_that_is_to_be_split(tmp_path_factory):
-    whole = on_eight_devices("whole", tmp_path_factory)
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    return on_eight_devices("places", tmp_path_factory)
+
+
+def test_nothing_stays_whole_that_is_to_be_split(places):
+    whole = places["whole"]
     # QK-norm's scale has the head's size: 4 numbers, which every head needs. Muon keeps the coefficients of a polynomial.
     for name in ("fsdp", "all"):
         assert [x for x in whole[name] if "_norm" not in x and "ns_coeffs" not in x] == []
     # Tensor parallelism splits heads, hidden units and vocabulary, not the vectors of the residual stream.
     assert [x for x in whole["tensor"] if "kernel" in x or "wte" in x] == []
+
+
+def test_a_state_is_made_in_parts(places):
+    """What a device holds when it is made, and on the way there, is an eighth of the model."""
+    for whole, part in zip(places["bytes"]["single"], places["bytes"]["fsdp"], strict=True):
+        assert part < whole / 8 * 1.1
+
+
+def test_each_device_drops_its_own(places):
+    """All rows are the same text: with one key for all devices, 8 of them would lose what one does."""
+    losses = places["dropout"]
+    assert abs(losses["pmap on 8"] - losses["pmap on 1"]) > 1e-3
+    assert abs(losses["all on 8"] - losses["pmap on 1"]) > 1e-3  # and a mesh with dropout runs
 
 
 # Bad input, on the one device of this process: sizes are checked before anything is compiled.
@@ -125,6 +143,8 @@ def mesh(config, **sizes):
         (lambda: share(12, 8, ParallelConfig()), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
         (lambda: share(4, 8, ParallelConfig()), "batch_size=4 does not divide over 8 devices: .* 8,"),
         (lambda: ParallelConfig(strategy="ddp"), "strategy='ddp': needs one of auto, single, pmap, mesh"),
+        (lambda: in_chunks(48), "loss_chunk=48 does not divide model.block_size=1024: take 32 or 64"),
+        (lambda: in_chunks(600), "loss_chunk=600 .* take 512 or 1024"),
         (lambda: ParallelConfig(tensor=0), "tensor=0: needs counts of devices"),
         (lambda: ParallelConfig(coordinator="a:1"), "give all three"),
         (lambda: ParallelConfig(coordinator="a:1", processes=2, process_id=2), "process_id=2: needs less than"),
@@ -135,6 +155,10 @@ def mesh(config, **sizes):
 def test_bad_sizes_are_told(call, message):
     with pytest.raises(UserError, match=message):
         call()
+
+
+def in_chunks(n):
+    return Experiment(name="chunks", parallel=ParallelConfig(loss_chunk=n))
 
 
 def choose(config):
