@@ -17,7 +17,7 @@ from jaxgpt.presets import gpt2
 experiment = Experiment(
     name="gpt2-124m",
     # No dropout, as in nanoGPT's pretraining; 50,304 is 50,257 padded to whole tiles of 64.
-    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False, scan_layers=True),
+    model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False, scan_layers=True, remat="dots"),
     data=DataConfig(path="data/openwebtext", tokenizer="ids"),
     optim=OptimConfig(learning_rate=6e-4, warmup_steps=2000, beta2=0.95, min_lr_ratio=0.1, weight_decay=0.1),
     # At most 12 sequences at once on a device, 128 tokens of each through the vocabulary: 480 takes 40 turns on one.

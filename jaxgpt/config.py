@@ -48,7 +48,7 @@ class GPTConfig:
     # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
     residual_init: Literal["scaled", "zero"] = "scaled"
     scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
-    # recompute in the backward pass: nothing, all but matrix products, all
+    # recompute in the backward pass: nothing; all but dense layers and attention kernels; all
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:

@@ -232,6 +232,10 @@ def _traffic(program: dict[str, _Computation], computation: _Computation, x: _In
     """Bytes of main memory that one instruction outside fusions reads and writes."""
     if x.op in _FREE or x.op.endswith(("-done", "-update")) or any(f'"{name}"' in x.text for name in _BOOKKEEPING):
         return 0.0
+    if x.op.removesuffix("-start") in ("slice", "dynamic-slice") and x.op.endswith("-start"):
+        # A TPU fetches parts of an array ahead of time: what it returns begins with the array, whole.
+        source, part = list(_ARRAY.finditer(x.shape))[:2]
+        return sum(_bytes(part) for a in (source, part) if not (on_tpu and "S(" in (a[3] or "")))
     callee = program[_CALLED.findall(x.text)[0]] if x.op == "fusion" else None
     outputs = list(_ARRAY.finditer(x.shape))
     held = [on_tpu and "S(" in (a[3] or "") for a in outputs]

@@ -216,8 +216,8 @@ def fit(
                         f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. "
                         f"To continue: jaxgpt train --run-dir {directory}"
                     )
-    except jax.errors.JaxRuntimeError as e:
-        if multihost.several():
+    except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
+        if multihost.several() and not isinstance(e, UserError):
             lost = True
             raise multihost.ProcessLost(
                 f"process {jax.process_index()} of {jax.process_count()} ends, since another one failed: {str(e).splitlines()[0]}. "

@@ -15,6 +15,7 @@ from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_nor
 from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import sinusoidal
+from jaxgpt.layers.splash import KEPT
 
 
 class GPT(nn.Module):
@@ -148,8 +149,13 @@ class GPT(nn.Module):
 
 
 def _remat_policy(remat: str):
-    """What the forward pass keeps: with "dots" the results of matrix products, with "full" nothing."""
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    """What the forward pass keeps: with "dots" the results of dense layers and of attention kernels, with "full" nothing."""
+    if remat == "full":
+        return None
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KEPT)
+    )
 
 
 def _scan_body(block: type[nn.Module]) -> type[nn.Module]:

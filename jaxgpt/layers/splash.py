@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+KEPT = "attention"  # the name by which a remat policy may keep what the backward pass wants of the forward one
 LANES = 128  # of a TPU's vector register: the kernel cuts T and S into multiples of this
 
 
@@ -38,7 +39,12 @@ def splash(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, interpret
     padding = -T % LANES
     mask = masks.MultiHeadMask([masks.CausalMask((T + padding, T + padding))] * N)
     # Not kept from call to call: made inside a trace, its arrays belong to that trace.
-    kernel = kernels.make_splash_mha_single_device(mask, block_sizes=_block_sizes(T + padding, H), interpret=interpret)
+    kernel = kernels.make_splash_mha_single_device(
+        mask,
+        block_sizes=_block_sizes(T + padding, H),
+        interpret=interpret,
+        residual_checkpoint_name=KEPT,
+    )
 
     def heads_first(x):
         # Padded keys come after every real query, so that the mask hides them; padded queries are cut off below.
