@@ -270,6 +270,9 @@ class Record:
 
 def write_record(directory: Path, experiment: Experiment, dataset: Dataset, vocab_size: int | None) -> None:
     """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun."""
+    # Where the other processes were is nobody's business later: the run may go on alone.
+    here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
+    experiment = dataclasses.replace(experiment, parallel=here)
     record = {
         "format": FORMAT,
         "experiment": to_dict(experiment),

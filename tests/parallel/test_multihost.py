@@ -14,7 +14,7 @@ from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.metrics import read_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.run import load
+from jaxgpt.run import load, read_record
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 from tests.parallel.test_strategies import CURVES_EQUAL
@@ -110,6 +110,7 @@ def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strat
     for expected, found in zip(curve(alone), curve(tmp_path / "run"), strict=True):
         np.testing.assert_allclose(found, expected, **CURVES_EQUAL)
     assert "next: jaxgpt sample run" in said[0]
+    assert read_record(tmp_path / "run").experiment.parallel.coordinator is None  # it may go on alone
     assert not any(word in said[1] for word in ("parameters", "val", "done in", "next:"))  # only the first one speaks
     ours, theirs = (load(d).params["h_0"]["mlp"]["c_fc"]["kernel"] for d in (tmp_path / "run", alone))
     np.testing.assert_allclose(ours, theirs, **CURVES_EQUAL)
