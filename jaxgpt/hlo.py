@@ -216,7 +216,9 @@ def _flops(computation: _Computation, x: _Instruction) -> float:
     lhs, rhs, out = (_dims(shape) for shape in (*(computation[o].shape for o in x.operands[:2]), x.shape))
     total = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
     for d in range(len(lhs) - 2):  # a TPU writes batched products so, with windows that mostly meet padding or holes
-        n, taps, outs = (s[labels.index(str(d))] for s, labels in ((lhs, lhs_labels), (rhs, rhs_labels), (out, out_labels)))  # fmt: skip
+        n, taps, outs = (
+            s[labels.index(str(d))] for s, labels in ((lhs, lhs_labels), (rhs, rhs_labels), (out, out_labels))
+        )
         stride, dilate, rhs_dilate = (_window(x, name, d, 1) for name in ("stride", "lhs_dilate", "rhs_dilate"))
         at = np.arange(outs)[:, None] * stride + np.arange(taps) * rhs_dilate - _window(x, "pad", d, 0)
         total *= np.count_nonzero((at >= 0) & (at <= (n - 1) * dilate) & (at % dilate == 0))

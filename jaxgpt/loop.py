@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import math
 import signal
 import threading
@@ -22,17 +22,13 @@ from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.choose import choose_strategy
-from jaxgpt.parallel.device import compute_options, device_kind, keep_freed_memory
+from jaxgpt.parallel.device import device_kind, keep_freed_memory
 from jaxgpt.parallel.peaks import peaks
-from jaxgpt.parallel.strategy import share
+from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.progress import Display
 from jaxgpt.run import Run, load, read_record, resolve_vocab, write_record
-from jaxgpt.train import eval_step, train_step
 from jaxgpt.viz.curves import plot_losses
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -58,10 +54,10 @@ def fit(
     anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
-    train, parallel, model_config = experiment.train, experiment.parallel, experiment.model
+    train, model_config = experiment.train, experiment.model
 
     # Setup: nothing is written until all of it has worked.
-    multihost.initialize(parallel)
+    multihost.initialize(experiment.parallel)
     existing = _existing_run(directory, fresh)
     if existing:
         _refuse_other_configuration(directory, experiment)
@@ -69,12 +65,8 @@ def fit(
     if existing:
         _refuse_other_data(directory, dataset)
     model_config = resolve_vocab(model_config, dataset.tokenizer)
-    options = compute_options(model_config, train)
-    model = GPT(model_config, **options.for_model())
-    optimizer = make_optimizer(experiment.optim, train.steps)
-    strategy = choose_strategy(parallel, model, optimizer)
-    shares = share(train.batch_size, strategy.shards, parallel)
-    model = model.clone(spread=strategy.spread)
+    trainer = make_trainer(dataclasses.replace(experiment, model=model_config))
+    strategy, shares = trainer.strategy, trainer.shares
     multihost.meet("everything is checked")
     leader = multihost.is_leader()
     if leader:
@@ -95,24 +87,14 @@ def fit(
     kept = read_metrics(directory / "metrics.jsonl")
     seconds_before = max((line.get("seconds") or 0.0 for line in kept), default=0.0)
 
-    step_fn = strategy.step(
-        functools.partial(
-            train_step,
-            model=model,
-            optimizer=optimizer,
-            schedule=learning_rate(experiment.optim, train.steps),
-            accumulation=shares.accumulation,
-            loss_chunk=parallel.loss_chunk,
-        )
-    )
-    eval_fn = strategy.evaluate(functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk))
     n_params = count_parameters(strategy.state.params)
     tokens_per_step = train.batch_size * model_config.block_size
     limits = peaks(device_kind())  # None: unknown, and so is the MFU
     flops_per_token = train_flops_per_token(model_config, n_params)
 
     display = Display(train.steps, start, show=progress and leader)
-    display.say(f"{experiment.name}: {n_params:,} parameters, {len(strategy.devices)} x {options.reason}")
+    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
+    display.say(f"{experiment.name}: {n_params:,} parameters, {hardware}")
     if shares.shards * shares.accumulation > 1:
         display.say(
             f"{strategy.name}: {train.batch_size} sequences per step are {shares.shards} parts of "
@@ -178,7 +160,7 @@ def fit(
             rows=strategy.rows(shares.rows),
         )
         with clock.paused():
-            val_loss, _ = mean_loss(eval_fn, state.params, map(strategy.place, windows))
+            val_loss, _ = mean_loss(trainer.evaluate, state.params, map(strategy.place, windows))
         metrics_file.write(step=step, val_loss=val_loss)
         display.update(step, val_loss=val_loss)
         return val_loss
@@ -189,7 +171,7 @@ def fit(
         with _signals() as caught:
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
-                state, on_device = step_fn(state, strategy.place(next(batches)), dropout_key)
+                state, on_device = trainer.step(state, strategy.place(next(batches)), dropout_key)
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)

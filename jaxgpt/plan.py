@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections import defaultdict
@@ -15,14 +14,11 @@ from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.flops import attention_flops, count_parameters, train_flops_per_token
 from jaxgpt.hlo import Collective, Program, read_hlo
-from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.choose import choose_strategy
-from jaxgpt.parallel.device import compute_options, memory_of
+from jaxgpt.parallel.device import memory_of
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
-from jaxgpt.parallel.strategy import Share, Strategy, share
+from jaxgpt.parallel.strategy import share
 from jaxgpt.parallel.topology import tpu_devices
-from jaxgpt.train import train_step
+from jaxgpt.parallel.trainer import Trainer, make_trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,27 +89,27 @@ def plan(
     devices = jax.devices() if topology is None else tpu_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
     experiment = dataclasses.replace(experiment, model=model)
-    try:
-        return _compiled(experiment, devices, topology)
-    except DoesNotFit as e:
-        available = memory_of(devices[0])
-        say(f"as it is: needs {_gib(e.needed)} of {_gib(available)}")
     found: list[Plan] = []
-    for variant in _variants(experiment, len(devices)):
+    for number, variant in enumerate(_variants(experiment, len(devices))):
         told = f"remat {variant.model.remat}, {_strategy(variant)}"
         try:
             attempts = list(_smaller(variant, devices))
         except UserError as e:  # a width, or a batch, that does not divide over so many
+            if not number:
+                raise
             say(f"{told}: {e}")
             continue
         for smaller in attempts:
             micro = smaller.parallel.micro_batch_size
             try:
-                found.append(_compiled(smaller, devices, topology))
+                fitting = _compiled(smaller, devices, topology)
             except DoesNotFit as e:
-                say(f"{told}, micro-batch {micro}: needs {_gib(e.needed)} of {_gib(available)}")
+                say(f"{told}, micro-batch {micro}: needs {_gib(e.needed)} of {_gib(memory_of(devices[0]))}")
                 continue
+            if not number and smaller is attempts[0]:  # as it is
+                return fitting
             say(f"{told}, micro-batch {micro}: fits")
+            found.append(fitting)
             break
         if found and variant.model.remat == "full":  # all three remat policies of one sharding have been compared
             break
@@ -146,14 +142,14 @@ def _variants(experiment: Experiment, devices: int) -> Iterator[Experiment]:
 
 def _smaller(experiment: Experiment, devices: list[jax.Device]) -> Iterator[Experiment]:
     """With the micro-batches that the configuration gives, then with halves of them, down to one sequence."""
-    micro = None
-    while micro is None or micro > 1:
-        parallel = dataclasses.replace(
-            experiment.parallel, micro_batch_size=experiment.parallel.micro_batch_size if micro is None else micro // 2
-        )
-        strategy = _strategy_of(dataclasses.replace(experiment, parallel=parallel), devices)[0]
-        micro = share(experiment.train.batch_size, strategy.shards, parallel).micro
-        yield dataclasses.replace(experiment, parallel=dataclasses.replace(parallel, micro_batch_size=micro))
+    shares = make_trainer(experiment, devices).shares
+    while True:
+        parallel = dataclasses.replace(experiment.parallel, micro_batch_size=shares.micro)
+        yield dataclasses.replace(experiment, parallel=parallel)
+        if shares.micro == 1:
+            return
+        half = dataclasses.replace(parallel, micro_batch_size=shares.micro // 2)
+        shares = share(experiment.train.batch_size, shares.shards, half)
 
 
 def _strategy(experiment: Experiment) -> str:
@@ -161,28 +157,11 @@ def _strategy(experiment: Experiment) -> str:
     return p.strategy if p.strategy != "mesh" else f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}"
 
 
-def _strategy_of(experiment: Experiment, devices: list[jax.Device]) -> tuple[Strategy, GPT, str]:
-    options = compute_options(experiment.model, experiment.train, devices[0])
-    model = GPT(experiment.model, **options.for_model())
-    optimizer = make_optimizer(experiment.optim, experiment.train.steps)
-    strategy = choose_strategy(experiment.parallel, model, optimizer, devices)
-    return strategy, model, options.reason.split(", ", 1)[1]
-
-
 def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
-    train, config = experiment.train, experiment.model
-    strategy, model, compute = _strategy_of(experiment, devices)
-    shares = share(train.batch_size, strategy.shards, experiment.parallel)
-    step = functools.partial(
-        train_step,
-        model=model.clone(spread=strategy.spread),
-        optimizer=make_optimizer(experiment.optim, train.steps),
-        schedule=learning_rate(experiment.optim, train.steps),
-        accumulation=shares.accumulation,
-        loss_chunk=experiment.parallel.loss_chunk,
-    )
+    trainer = make_trainer(experiment, devices)
+    batch = trainer.strategy.batch(experiment.train.batch_size, experiment.model.block_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = strategy.step(step).lower(strategy.state, strategy.batch(train.batch_size, config.block_size), key)
+    lowered = trainer.step.lower(trainer.strategy.state, batch, key)
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
@@ -202,26 +181,27 @@ def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str |
     available = memory_of(devices[0])
     if available is not None and memory > available:
         raise DoesNotFit(memory)
-    program = read_hlo(executable.as_text())
-    return _read(experiment, topology, strategy, shares, compute, model, memory, program)
+    return _read(experiment, topology, trainer, memory, available, read_hlo(executable.as_text()))
 
 
 def _read(
     experiment: Experiment,
     topology: str | None,
-    strategy: Strategy,
-    shares: Share,
-    compute: str,
-    model: GPT,
+    trainer: Trainer,
     memory: int,
+    available: int | None,
     program: Program,
 ) -> Plan:
-    train, config = experiment.train, experiment.model
+    train, config, strategy = experiment.train, experiment.model, trainer.strategy
     used = strategy.devices
     parameters = count_parameters(strategy.state.params)
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters)
-    flops = program.flops + program.custom_flops + _kernel_flops(config, model.attention, tokens / len(used), program)
+    flops = (
+        program.flops
+        + program.custom_flops
+        + _kernel_flops(config, trainer.options.attention, tokens / len(used), program)
+    )
     limits = peaks(used[0].device_kind)
     exchanges = _exchanges(program.collectives, used)
     seconds: dict[str, float | None] = {"compute": None, "memory": None, "interconnect": None}
@@ -243,18 +223,18 @@ def _read(
         devices=len(used),
         device=used[0].device_kind,
         strategy=strategy.name,
-        compute=compute,
+        compute=trainer.options.reason,
         remat=config.remat,
-        micro_batch_size=shares.micro,
-        accumulation=shares.accumulation,
+        micro_batch_size=trainer.shares.micro,
+        accumulation=trainer.shares.accumulation,
         parameters=parameters,
         tokens_per_step=tokens,
         flops_per_token=flops_per_token,
         executed_flops_per_token=flops * len(used) / tokens,
         memory=memory,
         state_memory=state_bytes,
-        available=memory_of(used[0]),
-        fits=None if memory_of(used[0]) is None else True,
+        available=available,
+        fits=None if available is None else True,
         exchanges=exchanges,
         compute_seconds=seconds["compute"],
         memory_seconds=seconds["memory"],

@@ -174,7 +174,12 @@ def test_no_groups_are_all_replicas():
             192,
         ),
         ("f32[6,4]{1,0} all-reduce-start(%x), replica_groups=[4,2]<=[8], to_apply=%add", "all-reduce", "f32[6,4]", 96),
-        ("f32[3,4]{1,0} reduce-scatter(%x), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add", "reduce-scatter", "f32[6,4]", 96),
+        (
+            "f32[3,4]{1,0} reduce-scatter(%x), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add",
+            "reduce-scatter",
+            "f32[6,4]",
+            96,
+        ),
         ("f32[6,4]{1,0} all-to-all(%x), replica_groups=[4,2]<=[8], dimensions={0}", "all-to-all", "f32[6,4]", 96),
         (
             "(f32[6,4]{1,0:T(8,128)}, f32[6,4]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,2}}",
@@ -183,7 +188,7 @@ def test_no_groups_are_all_replicas():
             96,
         ),
     ],
-)  # fmt: skip
+)
 def test_kinds(line, kind, shape, size):
     assert one(f"%c = {line}") == [(kind, (shape,), size, (0, 1))]
 

@@ -91,12 +91,11 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
     found = plan(EXPERIMENT, 11, say=said.append)
     assert (found.remat, found.micro_batch_size) == ("full", 2)
     assert tried == [
-        ("none", None),
         *[("none", n) for n in (8, 4, 2, 1)],
         *[("dots", n) for n in (8, 4, 2, 1)],
         *[("full", n) for n in (8, 4, 2)],
     ]
-    assert said[0].startswith("as it is: needs 3.00 GiB of")
+    assert said[0].startswith("remat none, auto, micro-batch 8: needs 3.00 GiB of")
     assert said[-1] == "remat full, auto, micro-batch 2: fits"
 
 

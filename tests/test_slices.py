@@ -38,14 +38,14 @@ llama_7b = Experiment(
 
 
 @pytest.mark.parametrize(
-    ("experiment", "topology", "strategy", "mfu"),
+    ("experiment", "topology", "strategy", "split"),  # over how many devices the state is cut
     [
-        (f"{REPOSITORY}/experiments/gpt2_124m.py", "v5e:2x4", "pmap over 8 devices", 0.5),
-        ("large.py:xl", "v5e:16x16", "mesh of data=4 x fsdp=64 x tensor=1", 0.5),
-        ("large.py:llama_7b", "v5p:8x8x8", "mesh of data=1 x fsdp=128 x tensor=4", 0.5),
+        (f"{REPOSITORY}/experiments/gpt2_124m.py", "v5e:2x4", "pmap over 8 devices", 1),
+        ("large.py:xl", "v5e:16x16", "mesh of data=4 x fsdp=64 x tensor=1", 64),
+        ("large.py:llama_7b", "v5p:8x8x8", "mesh of data=1 x fsdp=128 x tensor=4", 512),
     ],
 )
-def test_it_fits_and_could_be_fast(experiment, topology, strategy, mfu, tmp_path):
+def test_it_fits_and_could_be_fast(experiment, topology, strategy, split, tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     command = ("-m", "jaxgpt", "plan", experiment, "--topology", topology, "--json")
     # libtpu lets in one process at a time; here none of them has a TPU.
@@ -54,9 +54,8 @@ def test_it_fits_and_could_be_fast(experiment, topology, strategy, mfu, tmp_path
     print(done.stdout)
     found = json.loads(done.stdout)
     assert found["fits"] and found["strategy"] == strategy
-    assert found["mfu"] >= mfu
+    assert found["mfu"] >= 0.5
     # Each device holds its part of the state: 12 bytes a parameter, over the devices that share it.
-    split = {"pmap over 8 devices": 1, "mesh of data=4 x fsdp=64 x tensor=1": 64}.get(strategy, 512)
     assert found["state_memory"] == pytest.approx(12 * found["parameters"] / split, rel=0.01)
     kinds = {e["kind"] for e in found["exchanges"]}
     assert kinds == {"all-reduce"} if split == 1 else kinds >= {"all-gather"}

@@ -9,7 +9,6 @@ overhead    one step of a tiny model on one device through jit, pmap and mesh: t
 
 import argparse
 import dataclasses
-import functools
 import os
 import statistics
 import sys
@@ -21,14 +20,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 import jax
 import numpy as np
 
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.pipeline import Batch
-from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.choose import choose_strategy
+from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.plan import plan
 from jaxgpt.presets import gpt2
-from jaxgpt.train import train_step
 
 GPT2 = dataclasses.replace(gpt2(), vocab_size=50_304, dropout=0.0, bias=False)
 ROUNDS, STEPS = 5, 200
@@ -69,28 +65,19 @@ def memory() -> None:
         print(f"| {name} | {gib} | {found.executed_flops_per_token:.3g} | {found.step_seconds * 1e3:.0f} |", flush=True)
 
 
-def compiled_step(config: GPTConfig, parallel: ParallelConfig):
-    """(strategy, `train_step` jitted on it)."""
-    model, optim = GPT(config), OptimConfig()
-    optimizer = make_optimizer(optim, 1000)
-    strategy = choose_strategy(parallel, model, optimizer)
-    step = functools.partial(
-        train_step,
-        model=model.clone(spread=strategy.spread),
-        optimizer=optimizer,
-        schedule=learning_rate(optim, 1000),
-    )
-    return strategy, strategy.step(step)
+def trainer(config: GPTConfig, strategy: str) -> Trainer:
+    parallel = ParallelConfig(strategy=strategy)
+    return make_trainer(Experiment(name="benchmark", model=config, train=TrainConfig(batch_size=2), parallel=parallel))
 
 
 def depth() -> None:
     print("| layers | scan | trace, s | compile, s |\n|---|---|---|---|")
     for scan, layers in ((True, 12), (True, 48), (True, 12), (True, 48), (False, 12), (False, 48)):
         config = dataclasses.replace(GPT2, n_layer=layers, scan_layers=scan)
-        strategy, step = compiled_step(config, ParallelConfig(strategy="single"))
+        made = trainer(config, "single")
         began = time.perf_counter()
         key = jax.eval_shape(lambda: jax.random.key(0))
-        lowered = step.lower(strategy.state, strategy.batch(2, config.block_size), key)
+        lowered = made.step.lower(made.strategy.state, made.strategy.batch(2, config.block_size), key)
         traced = time.perf_counter()
         lowered.compile()
         print(f"| {layers} | {scan} | {traced - began:.1f} | {time.perf_counter() - traced:.1f} |", flush=True)
@@ -99,26 +86,27 @@ def depth() -> None:
 def overhead() -> None:
     config = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=1, n_embd=8)
     tokens = np.zeros((2, 8), np.int32)
-    running = {}
-    for name in ("single", "pmap", "mesh"):
-        strategy, step = compiled_step(config, ParallelConfig(strategy=name))
-        state, key = strategy.init(jax.random.key(0)), jax.random.key(1)
-        state, _ = step(state, strategy.place(Batch(tokens, tokens)), key)
-        running[name] = (strategy, step, state, key)
-    times = {name: [] for name in running}
-    for _ in range(ROUNDS):  # in turns, since the machine's speed wanders
-        for name, (strategy, step, state, key) in running.items():
-            began = time.perf_counter()
+    made = {name: trainer(config, name) for name in ("single", "pmap", "mesh")}
+    states, key = {name: m.strategy.init(jax.random.key(0)) for name, m in made.items()}, jax.random.key(1)
+    times, placing = ({name: [] for name in made} for _ in range(2))
+    for number in range(1 + ROUNDS):  # in turns, since the machine's speed wanders; the first compiles
+        for name, m in made.items():
+            began, placed = time.perf_counter(), 0.0
             for _ in range(STEPS):
-                state, metrics = step(state, strategy.place(Batch(tokens, tokens)), key)
+                before = time.perf_counter()
+                batch = m.strategy.place(Batch(tokens, tokens))
+                placed += time.perf_counter() - before
+                states[name], metrics = m.step(states[name], batch, key)
                 jax.block_until_ready(metrics)
-            times[name].append((time.perf_counter() - began) / STEPS * 1e6)
-            running[name] = (strategy, step, state, key)
-    print(f"| strategy | µs per step, median of {ROUNDS} | least | most | over jit |\n|---|---|---|---|---|")
+            if number:
+                times[name].append((time.perf_counter() - began) / STEPS * 1e6)
+                placing[name].append(placed / STEPS * 1e6)
+    print(f"| strategy | µs per step, median of {ROUNDS} | least | most | over jit | placing the batch |")
+    print("|---|---|---|---|---|---|")
     plain = statistics.median(times["single"])
     for name, values in times.items():
-        middle = statistics.median(values)
-        print(f"| {name} | {middle:.0f} | {min(values):.0f} | {max(values):.0f} | {middle - plain:+.0f} |")
+        middle, spread = statistics.median(values), f"{min(values):.0f} | {max(values):.0f}"
+        print(f"| {name} | {middle:.0f} | {spread} | {middle - plain:+.0f} | {statistics.median(placing[name]):.0f} |")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class ComputeOptions:
 
     dtype: DTypeLike
     attention: str
-    reason: str  # in words, for the first line a run prints
+    reason: str  # both in words, and why
 
     def for_model(self) -> dict:
         return {"dtype": self.dtype, "attention": self.attention}
@@ -63,11 +63,7 @@ def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | N
         said += " (plain in training: it cannot drop weights)"
     elif fused and attention == "plain" and why_not[fused]:
         said += f" ({fused}: {why_not[fused]})"
-    return ComputeOptions(
-        dtype=jnp.dtype(dtype),
-        attention=attention,
-        reason=f"{device.device_kind}, {dtype}, {said}",
-    )
+    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=f"{dtype}, {said}")
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:

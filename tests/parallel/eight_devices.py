@@ -1,7 +1,6 @@
 """Run in a process with JAX_NUM_CPU_DEVICES=8: prints, as JSON, what each strategy did. See test_strategies.py."""
 
 import dataclasses
-import functools
 import json
 import sys
 from pathlib import Path
@@ -10,13 +9,9 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.config import GPTConfig, OptimConfig, ParallelConfig
+from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.pipeline import Batch
-from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.choose import choose_strategy
-from jaxgpt.parallel.strategy import share
-from jaxgpt.train import eval_step, train_step
+from jaxgpt.parallel.trainer import make_trainer
 
 STEPS, BATCH, T = 20, 16, 16
 # Every axis divides over 8; dropout would draw other numbers on other devices.
@@ -41,22 +36,17 @@ def tokens(step: int) -> np.ndarray:
     return ((start + (stride % 3) * np.arange(T + 1)) % 16).astype(np.int32)
 
 
-class Trainer:
+class Run:
     def __init__(self, name: str, optimizer: str, devices: int = 8, model: GPTConfig = CONFIG):
-        optim = OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2)
-        plain, self.optimizer = GPT(model), make_optimizer(optim, STEPS)
-        parallel = STRATEGIES[name]
-        self.strategy = choose_strategy(parallel, plain, self.optimizer, jax.devices()[:devices])
-        self.model = plain.clone(spread=self.strategy.spread)
-        step = functools.partial(
-            train_step,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=learning_rate(optim, STEPS),
-            accumulation=share(BATCH, self.strategy.shards, parallel).accumulation,
-            loss_chunk=parallel.loss_chunk,
+        experiment = Experiment(
+            name="eight",
+            model=model,
+            optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2),
+            train=TrainConfig(steps=STEPS, batch_size=BATCH),
+            parallel=STRATEGIES[name],
         )
-        self.step = self.strategy.step(step)
+        trainer = make_trainer(experiment, jax.devices()[:devices])
+        self.strategy, self.step, self.evaluate = trainer.strategy, trainer.step, trainer.evaluate
         self.state = None
 
     def batch(self, step: int) -> Batch:
@@ -73,12 +63,11 @@ class Trainer:
         return losses
 
     def validation(self) -> float:
-        evaluate = self.strategy.evaluate(functools.partial(eval_step, model=self.model))
         mask = np.ones((BATCH, T), bool)
         mask[3:] = False  # some devices have nothing to count
         text = tokens(99)
         batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask)
-        nats, count = evaluate(self.state.params, self.strategy.place(batch))
+        nats, count = self.evaluate(self.state.params, self.strategy.place(batch))
         assert float(count) == 3 * T
         return float(nats)
 
@@ -91,20 +80,20 @@ def curves() -> dict:
     found = {}
     for name in STRATEGIES:
         for optimizer in ("adamw", "muon"):
-            trainer = Trainer(name, optimizer)
-            found[f"{name}, {optimizer}"] = {"losses": trainer.run(), "validation": trainer.validation()}
+            run = Run(name, optimizer)
+            found[f"{name}, {optimizer}"] = {"losses": run.run(), "validation": run.validation()}
     return found
 
 
 def programs() -> dict:
-    return {name: Trainer(name, "adamw").compiled() for name in ("single", "pmap", "data", "fsdp", "tensor")}
+    return {name: Run(name, "adamw").compiled() for name in ("single", "pmap", "data", "fsdp", "tensor")}
 
 
 def whole_arrays() -> dict:
     """Of each strategy: the parameters and moments that a device holds whole, by path."""
     found = {}
     for name in ("fsdp", "tensor", "all"):
-        state = Trainer(name, "muon").strategy.state
+        state = Run(name, "muon").strategy.state
         found[name] = [
             jax.tree_util.keystr(path)
             for path, x in jax.tree.leaves_with_path((state.params, state.opt_state))
@@ -119,12 +108,12 @@ def crossings(directory: str) -> dict:
     routes = [("pmap", 8, "single", 1), ("fsdp", 8, "pmap", 4), ("all", 8, "data", 2), ("single", 1, "all", 8)]
     routes += [("pmap", 2, "fsdp", 8), ("data", 4, "pmap", 8)]
     for number, (name, devices, then, devices_then) in enumerate(routes):
-        first = Trainer(name, "adamw", devices)
+        first = Run(name, "adamw", devices)
         first.run(0, STEPS // 2)
         checkpoints = Checkpoints(Path(directory) / str(number))
         checkpoints.save(first.strategy.to_checkpoint(first.state), STEPS // 2, None)
         checkpoints.wait()
-        second = Trainer(then, "adamw", devices_then)
+        second = Run(then, "adamw", devices_then)
         second.state = second.strategy.from_checkpoint(checkpoints.restore(STEPS // 2, second.strategy.state))
         checkpoints.close()
         found[f"{name} on {devices} -> {then} on {devices_then}"] = second.run(STEPS // 2)
@@ -135,7 +124,7 @@ def places() -> dict:
     """What of it is about memory and keys: see the tests that read it."""
     bytes_made = {}
     for name in ("single", "fsdp"):
-        strategy = Trainer(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64)).strategy
+        strategy = Run(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64)).strategy
         analysis = strategy.init.lower(jax.random.key(0)).compile().memory_analysis()
         bytes_made[name] = [analysis.output_size_in_bytes, analysis.temp_size_in_bytes]
 
@@ -143,11 +132,11 @@ def places() -> dict:
     row = np.arange(T + 1, dtype=np.int32)[None] % 16
     losses = {}
     for name, devices, rows in (("pmap", 8, 16), ("pmap", 1, 2), ("all", 8, 16)):
-        trainer = Trainer(name, "adamw", devices, dropping)
+        run = Run(name, "adamw", devices, dropping)
         text = np.repeat(row, rows, axis=0)
-        batch = trainer.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
-        state = trainer.strategy.init(jax.random.key(0))
-        losses[f"{name} on {devices}"] = float(trainer.step(state, batch, jax.random.key(1))[1]["loss"])
+        batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+        state = run.strategy.init(jax.random.key(0))
+        losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
     return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses}
 
 

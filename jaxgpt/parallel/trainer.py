@@ -1,0 +1,57 @@
+"""An experiment's step on its devices, put together in one place: what `fit` runs is what `plan` compiles."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxgpt.config import Experiment
+from jaxgpt.model import GPT
+from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.parallel.choose import choose_strategy
+from jaxgpt.parallel.device import ComputeOptions, compute_options
+from jaxgpt.parallel.strategy import Share, Strategy, share
+from jaxgpt.train import eval_step, train_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    options: ComputeOptions
+    model: GPT  # with the dtype, the kernel and the spread of its devices
+    strategy: Strategy
+    shares: Share
+    step: Any  # `train_step(state, batch, key)`, compiled by the strategy
+    evaluate: Any  # `eval_step(params, batch)`, likewise
+
+
+def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> Trainer:
+    """experiment: with the size of its vocabulary. devices: as for `choose_strategy`.
+
+    Raises `UserError` for sizes that do not divide over the devices, and for what they cannot do.
+    """
+    train, parallel = experiment.train, experiment.parallel
+    options = compute_options(experiment.model, train, None if devices is None else devices[0])
+    model = GPT(experiment.model, **options.for_model())
+    optimizer = make_optimizer(experiment.optim, train.steps)
+    strategy = choose_strategy(parallel, model, optimizer, devices)
+    shares = share(train.batch_size, strategy.shards, parallel)
+    model = model.clone(spread=strategy.spread)
+    step = functools.partial(
+        train_step,
+        model=model,
+        optimizer=optimizer,
+        schedule=learning_rate(experiment.optim, train.steps),
+        accumulation=shares.accumulation,
+        loss_chunk=parallel.loss_chunk,
+    )
+    evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
+    return Trainer(
+        options=options,
+        model=model,
+        strategy=strategy,
+        shares=shares,
+        step=strategy.step(step),
+        evaluate=strategy.evaluate(evaluate),
+    )
