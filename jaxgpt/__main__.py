@@ -306,7 +306,7 @@ def _default_experiment(argv: list[str]) -> Experiment:
         if name in ("--run-dir", "--run_dir"):
             directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
             if is_run(directory):
-                from jaxgpt.run import read_record
+                from jaxgpt.record import read_record
 
                 return read_record(directory).experiment
     return EXPERIMENTS["quickstart"]()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -15,20 +13,22 @@ from pathlib import Path
 import jax
 
 from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.config import Experiment, differences
-from jaxgpt.data.dataset import Dataset, prepare
+from jaxgpt.config import Experiment
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.flops import count_parameters, train_flops_per_token
+from jaxgpt.interrupts import signals
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, keep_freed_memory
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.paths import RUNS, is_run
+from jaxgpt.paths import RUNS
 from jaxgpt.progress import Display
-from jaxgpt.run import Run, load, read_record, resolve_vocab, write_record
+from jaxgpt.record import existing_run, make_directory, refuse_other_configuration, refuse_other_data, write_record
+from jaxgpt.run import Run, load, resolve_vocab
 from jaxgpt.viz.curves import plot_losses
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -58,19 +58,19 @@ def fit(
 
     # Setup: nothing is written until all of it has worked.
     multihost.initialize(experiment.parallel)
-    existing = _existing_run(directory, fresh)
+    existing = existing_run(directory, fresh)
     if existing:
-        _refuse_other_configuration(directory, experiment)
+        refuse_other_configuration(directory, experiment)
     dataset = prepare(experiment.data, block_size=model_config.block_size, vocab_size=model_config.vocab_size)
     if existing:
-        _refuse_other_data(directory, dataset)
+        refuse_other_data(directory, dataset)
     model_config = resolve_vocab(model_config, dataset.tokenizer)
     trainer = make_trainer(dataclasses.replace(experiment, model=model_config))
     strategy, shares = trainer.strategy, trainer.shares
     multihost.meet("everything is checked")
     leader = multihost.is_leader()
     if leader:
-        _make_directory(directory, fresh)
+        make_directory(directory, fresh)
         if not existing:
             write_record(directory, experiment, dataset, model_config.vocab_size)
     multihost.meet("the directory is made")
@@ -168,7 +168,7 @@ def fit(
     best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
     lost = False
     try:
-        with _signals() as caught:
+        with signals() as caught:
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
                 state, on_device = trainer.step(state, strategy.place(next(batches)), dropout_key)
@@ -216,82 +216,6 @@ def fit(
             plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)
 
     return load(directory)
-
-
-def _existing_run(directory: Path, fresh: bool) -> bool:
-    if is_run(directory):
-        return not fresh
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(
-            f"{directory} exists and is not a run directory (no experiment.json): name another with --run-dir"
-        )
-    return False
-
-
-def _refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
-    """A run continues only as what it was. Hardware may change, what fits on it, and the place of the same data."""
-    changed = {
-        name: values
-        for name, values in differences(read_record(directory).experiment, experiment).items()
-        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus", "model.remat")
-    }
-    if changed:
-        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
-        raise UserError(
-            f"{directory} holds a run with another configuration: {listed}. "
-            "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
-        )
-
-
-def _refuse_other_data(directory: Path, dataset: Dataset) -> None:
-    before = read_record(directory).data
-    changed = [name for name, value in dataset.fingerprint.items() if before.get(name) != value]
-    if changed:
-        listed = ", ".join(
-            f"{name} {str(before.get(name))[:12]} -> {str(dataset.fingerprint[name])[:12]}" for name in changed
-        )
-        raise UserError(
-            f"{directory} was trained on other data: {listed}. Give the same text, another --run-dir, or --fresh."
-        )
-
-
-def _make_directory(directory: Path, fresh: bool) -> None:
-    """An empty one, or the one that is there; with `fresh` what is there is moved aside."""
-    if directory.exists() and fresh:
-        number = 1
-        while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
-            number += 1
-        directory.rename(aside)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"cannot make {directory}: {e.strerror}. Name another place with --run-dir.") from None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course at once."""
-    caught: list[signal.Signals] = []
-    # Python handles signals only in the main thread; with several processes JAX does, and tells all of them.
-    if threading.current_thread() is not threading.main_thread() or multihost.several():
-        yield caught
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def on_signal(number: int, frame: object) -> None:
-        caught.append(signal.Signals(number))
-        restore()
-
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield caught
-    finally:
-        restore()
 
 
 class _Clock:

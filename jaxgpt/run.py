@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import platform
-import subprocess
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +13,19 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.config import Experiment, GPTConfig, Precision, from_dict, to_dict
+from jaxgpt.config import Experiment, GPTConfig, Precision
 from jaxgpt.data.corpus import read_text, user_files
-from jaxgpt.data.dataset import Dataset, Tokens, prepare
+from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import compute_options, device_kind
+from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
-from jaxgpt.paths import find_run, write_whole
+from jaxgpt.paths import find_run
+from jaxgpt.record import read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
 from jaxgpt.sample.score import score
@@ -37,7 +34,6 @@ from jaxgpt.sample.text import TextStream, pieces
 from jaxgpt.sample.weights import for_decoding
 from jaxgpt.train import eval_step
 
-FORMAT = 1  # of experiment.json; raised when an older reader would misunderstand it
 STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
 
@@ -257,69 +253,3 @@ def vocabulary(experiment: Experiment) -> int:
     vocab_size = resolve_vocab(model, prepare(experiment.data, block_size=model.block_size).tokenizer).vocab_size
     assert vocab_size is not None
     return vocab_size
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """`experiment.json`, read."""
-
-    experiment: Experiment
-    vocab_size: int
-    data: dict[str, Any]  # the dataset's fingerprint
-
-
-def write_record(directory: Path, experiment: Experiment, dataset: Dataset, vocab_size: int | None) -> None:
-    """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun."""
-    # Where the other processes were is nobody's business later: the run may go on alone.
-    here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
-    experiment = dataclasses.replace(experiment, parallel=here)
-    record = {
-        "format": FORMAT,
-        "experiment": to_dict(experiment),
-        "vocab_size": vocab_size,
-        "data": dataset.fingerprint,
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: metadata.version(name)
-                for name in ("jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-            },
-        },
-        "device": device_kind(),
-        "git_commit": _git_commit(),
-    }
-    write_whole(directory / "tokenizer.json", dataset.tokenizer.to_json())
-    write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
-
-
-def read_record(directory: Path) -> Record:
-    path = directory / "experiment.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read: {e}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else None
-        raise UserError(f"{path} has format {found!r}, this jaxgpt reads {FORMAT}: was it written by a newer version?")
-    vocab_size, data = record.get("vocab_size"), record.get("data")
-    if not isinstance(vocab_size, int) or vocab_size < 1 or not isinstance(data, dict):
-        raise UserError(f"{path} is damaged: vocab_size={vocab_size!r}, data={data!r}")
-    return Record(
-        experiment=from_dict(Experiment, record.get("experiment"), "experiment."),
-        vocab_size=vocab_size,
-        data=data,
-    )
-
-
-def _git_commit() -> str | None:
-    """Of the checkout that jaxgpt runs from, if it is one: installed packages have none."""
-    here = Path(__file__).parent
-    if not (here.parent / ".git").exists():
-        return None
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()

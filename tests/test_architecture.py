@@ -16,6 +16,7 @@ ROWS = [
     ["__main__", "__init__"],
     ["loop", "plan"],
     ["run", "progress"],
+    ["record", "interrupts"],
     ["evaluate", "checkpoint", "sample", "parallel"],
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz"],

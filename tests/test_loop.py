@@ -18,7 +18,8 @@ from jaxgpt.config import differences
 from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.run import evaluate_run, load, read_record
+from jaxgpt.record import read_record
+from jaxgpt.run import evaluate_run, load
 from jaxgpt.train import TrainState
 from tests.helpers import tiny_experiment
 

@@ -14,7 +14,8 @@ from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.metrics import read_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.run import load, read_record
+from jaxgpt.record import read_record
+from jaxgpt.run import load
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 from tests.parallel.test_strategies import CURVES_EQUAL
