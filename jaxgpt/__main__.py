@@ -25,8 +25,8 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from jaxgpt.config import Experiment, Precision
-from jaxgpt.errors import UserError
-from jaxgpt.paths import find_run, is_run
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.paths import find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
 
 T = TypeVar("T")
@@ -104,13 +104,15 @@ def train(argv: list[str]) -> None:
 
 def _train(options: TrainOptions) -> None:
     _prepare_jax()
+    from jaxgpt.interrupts import second_leaves_at_once
     from jaxgpt.loop import Diverged, Interrupted, fit
     from jaxgpt.parallel.multihost import ProcessLost, is_leader
 
     began = time.monotonic()
     try:
-        run = fit(options.experiment, options.run_dir, fresh=options.fresh)
-    except (Interrupted, Diverged) as e:
+        with second_leaves_at_once(_say):
+            run = fit(options.experiment, options.run_dir, fresh=options.fresh)
+    except (Interrupted, Diverged, SaveFailed) as e:
         if is_leader():
             _say(str(e))
         raise SystemExit(1) from None
@@ -133,7 +135,8 @@ def _train(options: TrainOptions) -> None:
         prompt = ""
     if t.sample_tokens:
         text = prompt + str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
-        (run.directory / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # it is printed as well
+            write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
     print(f"next: jaxgpt sample {run.directory}" + (f" --prompt {_quote(prompt)}" if prompt.strip() else ""))
 

@@ -1,15 +1,29 @@
-"""Checkpoints: saved in the background by Orbax, the last and the best kept."""
+"""Checkpoints: written in the background by Orbax, sealed with a manifest, kept by policy, checked when read.
+
+checkpoints/20/state/params  rest     Orbax
+checkpoints/20/manifest.json          every file's size and SHA-256: see `manifest`
+checkpoints/40.saving                 not finished; a name that is a number alone is a finished one
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxgpt.errors import UserError
+from jaxgpt import manifest
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.manifest import Damaged
+from jaxgpt.parallel import multihost
 from jaxgpt.train import TrainState
 
 # Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
@@ -17,65 +31,199 @@ PARAMS, REST = "params", "rest"
 
 
 class Checkpoints:
-    """The checkpoints of one run, by step. Saving returns at once; `close` waits until all is on disk."""
+    """The checkpoints of one run, by step. `save` returns at once; `wait` says when it is true.
 
-    def __init__(self, directory: Path):
-        self._manager = ocp.CheckpointManager(
-            directory.absolute(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [
-                        policies.LatestN(1),
-                        policies.BestN(
-                            n=1,
-                            get_metric_fn=lambda metrics: -metrics["val_loss"],
-                            keep_checkpoints_without_metrics=False,
-                        ),
-                    ]
-                ),
-                best_fn=lambda metrics: metrics["val_loss"],  # without one Orbax does not write metrics at all
-                best_mode="min",
-                cleanup_tmp_directories=True,  # what a killed save left behind
-            ),
-        )
+    keep_last, keep_every: see `TrainConfig`; the best is always kept. In several processes all save; the first one
+    seals and removes.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
+        self._directory = directory.absolute()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._sealing: Future | None = None
+        self._about: dict[int, dict[str, Any]] = {}  # manifests that were read, by step
+
+    # Writing
+
+    def clean(self) -> None:
+        """Remove what a killed save or removal left behind. Only for who holds the run's lock."""
+        for path in self._directory.glob("*.*") if self._directory.is_dir() else ():
+            if re.fullmatch(r"\d+\.(saving|deleting)", path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
-        """val_loss: of this very step, by which the best is chosen; None if it was not measured."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{
-                    PARAMS: ocp.args.StandardSave(state.params),
-                    REST: ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
-                }
-            ),
-            metrics=None if val_loss is None else {"val_loss": val_loss},
+        """val_loss: of this very step, by which the best is chosen; None if it was not measured.
+
+        Raises `SaveFailed`, for this step or for the one before it.
+        """
+        self.wait()
+        if self._writer is None:
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            self._pool = ThreadPoolExecutor(1)
+        items = {PARAMS: state.params, REST: _rest(state)}
+        partial = self._directory / f"{step}.saving"
+        try:
+            if multihost.is_leader():
+                partial.mkdir(parents=True)
+            self._writer.save(
+                partial / "state",
+                args=ocp.args.Composite(**{name: ocp.args.StandardSave(tree) for name, tree in items.items()}),
+            )
+        except Exception as e:
+            raise self._failed(step, e) from None
+        if multihost.is_leader():
+            assert self._pool is not None
+            about = {
+                "jaxgpt": metadata.version("jaxgpt"),
+                "step": step,
+                "val_loss": None if val_loss is None or not math.isfinite(val_loss) else val_loss,
+                "arrays": {name: _describe(tree) for name, tree in items.items()},
+            }
+            self._sealing = self._pool.submit(self._seal, partial, about)
+
+    def _seal(self, partial: Path, about: dict[str, Any]) -> None:
+        """In the background: once the data is written, give it its manifest and then its name."""
+        step = about["step"]
+        try:
+            assert self._writer is not None
+            self._writer.wait_until_finished()
+            manifest.write(partial, about)
+            final = self._directory / str(step)
+            if final.exists():  # an earlier sitting saved it too
+                self._remove(final)
+            partial.rename(final)
+            manifest.sync(self._directory)
+            self._about[step] = about
+            for old in set(self.steps()) - self._kept():
+                self._remove(self._directory / str(old))
+        except Exception as e:
+            raise self._failed(step, e) from None
+
+    def _failed(self, step: int, e: Exception) -> SaveFailed:
+        shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
+        good = max(self.steps(), default="none")
+        return SaveFailed(
+            f"step {step} could not be saved in {self._directory}: {_reason(e)}. The last checkpoint is step {good}."
         )
 
+    def _kept(self) -> set[int]:
+        steps = sorted(self.steps())
+        best = self.best()
+        return {
+            *steps[-self._keep_last :],
+            *([] if best is None else [best]),
+            *(s for s in steps if self._keep_every and s % self._keep_every == 0),
+        }
+
+    def _remove(self, path: Path) -> None:
+        """By another name first, so that a half-removed one is never taken for a checkpoint."""
+        gone = path.with_name(f"{path.name}.deleting")
+        path.rename(gone)
+        shutil.rmtree(gone)
+        self._about.pop(int(path.name), None)
+
+    def measured(self, step: int, val_loss: float) -> None:
+        """The validation loss of a saved step, where a signal had come between."""
+        manifest.rewrite(self._directory / str(step), val_loss=val_loss)
+        self._about.pop(step, None)
+
+    def raise_if_failed(self) -> None:
+        """Raise `SaveFailed` if the last save has failed by now; does not wait."""
+        if self._sealing is not None and self._sealing.done():
+            self.wait()
+
     def wait(self) -> None:
-        """Until every save is on disk."""
-        self._manager.wait_until_finished()
+        """Until the last save is on disk under its name. Raises `SaveFailed`."""
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            sealing.result()
+        elif self._writer is not None and not multihost.is_leader():
+            self._writer.wait_until_finished()
 
     def close(self) -> None:
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None and self._pool is not None:
+                self._pool.shutdown()
+                self._writer.close()
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        """Those that were finished. Names that are no plain number are none of ours."""
+        if not self._directory.is_dir():
+            return []
+        names = (p.name for p in self._directory.iterdir() if p.is_dir() and not p.is_symlink())
+        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d{0,14}", name, re.ASCII))
 
     def last(self) -> int | None:
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """The step with the lowest validation loss; the last one if none was measured."""
-        losses = {step: loss for step in self._manager.all_steps() if (loss := self.val_loss(step)) is not None}
-        return min(losses, key=lambda step: (losses[step], -step)) if losses else self.last()
+        return self._best(self.steps())
+
+    def _best(self, steps: list[int]) -> int | None:
+        losses = {step: loss for step in steps if (loss := self.val_loss(step)) is not None}
+        return min(losses, key=lambda step: (losses[step], -step)) if losses else max(steps, default=None)
 
     def val_loss(self, step: int) -> float | None:
-        metrics = self._manager.metrics(step)
-        return None if metrics is None else metrics.get("val_loss")
+        if step not in self._about:
+            try:
+                self._about[step] = self._read(step, manifest.read)
+            except Damaged:  # told by whoever wants to restore it
+                return None
+        return self._about[step]["val_loss"]
+
+    def _read(self, step: int, how: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        directory = self._directory / str(step)
+        about = how(directory)
+        match about:
+            case {"step": int(saved), "val_loss": float() | None, "arrays": {"params": dict(), "rest": dict()}}:
+                if saved == step:
+                    return about
+                raise Damaged(f"{directory} is of step {saved}")
+        raise Damaged(f"{directory / manifest.NAME} is none of a checkpoint")
+
+    def good(self, which: str = "last") -> int | None:
+        """The last or the best checkpoint of which every file is as it was saved; None if there are no checkpoints.
+
+        Warns of each damaged one that it passes over. Raises `UserError` if no good one is left.
+        """
+        damaged: dict[int, str] = {}
+        while left := [step for step in self.steps() if step not in damaged]:
+            step = self._best(left) if which == "best" else max(left)
+            assert step is not None
+            try:
+                self._about[step] = self._read(step, manifest.check)
+            except (Damaged, OSError) as e:
+                damaged[step] = str(e)
+                continue
+            for bad, why in damaged.items():
+                warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {why}", UserWarning, stacklevel=2)
+            return step
+        if damaged:
+            step, why = max(damaged.items())
+            others = f" (nor are {', '.join(map(str, sorted(damaged)[:-1]))})" if len(damaged) > 1 else ""
+            raise UserError(
+                f"checkpoint {step} is damaged, and no other is good{others}: {why}. Restore it from a copy."
+            )
+        return None
+
+    def set_aside_after(self, step: int) -> None:
+        """Give damaged checkpoints after a good one another name. Only for who holds the run's lock."""
+        for later in (s for s in self.steps() if s > step):
+            aside = self._directory / f"{later}.damaged"
+            if aside.exists():
+                shutil.rmtree(aside)
+            (self._directory / str(later)).rename(aside)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The whole state; `like` gives shapes, dtypes and places."""
-        rest = {"step": like.step, "opt_state": like.opt_state}
-        restored = self._restore(step, **{PARAMS: like.params, REST: rest})
+        restored = self._restore(step, **{PARAMS: like.params, REST: _rest(like)})
         return TrainState(params=restored[PARAMS], **restored[REST])
 
     def restore_params(self, step: int, like: Any) -> Any:
@@ -83,15 +231,47 @@ class Checkpoints:
         return self._restore(step, **{PARAMS: like})[PARAMS]
 
     def _restore(self, step: int, **like: Any) -> Any:
+        directory = self._directory / str(step)
+        saved = (self._about.get(step) or self._read(step, manifest.read))["arrays"]
+        for name, tree in like.items():  # before anything is allocated
+            wanted = _describe(tree)
+            for path in sorted(saved[name].keys() ^ wanted.keys()):
+                here = "the checkpoint" if path in saved[name] else "experiment.json"
+                raise UserError(f"{directory}: only {here} has {name}{path}. Is experiment.json of another run?")
+            for path, what in wanted.items():
+                if saved[name][path] != what:
+                    raise UserError(
+                        f"{directory}: {name}{path} is {saved[name][path]}, experiment.json makes it {what}. "
+                        "Is experiment.json of another run?"
+                    )
         abstract = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
-        return self._manager.restore(step, args=args)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            return reader.restore(directory / "state", args=args)
 
 
 def open_checkpoints(run: Path) -> Checkpoints:
     """Of an existing run; raises `UserError` if it has none yet."""
-    directory = run / "checkpoints"
-    checkpoints = Checkpoints(directory) if directory.is_dir() else None
-    if checkpoints is None or checkpoints.last() is None:
+    checkpoints = Checkpoints(run / "checkpoints")
+    if not checkpoints.steps():
         raise UserError(f"{run} has no checkpoint yet: train it with `jaxgpt train --run-dir {run}`")
     return checkpoints
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "opt_state": state.opt_state}
+
+
+def _describe(tree: Any) -> dict[str, str]:
+    """{path: "float32[3,4]"} of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
+
+
+def _reason(e: Exception) -> str:
+    """In a few words: what TensorStore says takes pages."""
+    said = str(e)
+    for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
+        if known.lower() in said.lower():
+            return known
+    return (said.strip().splitlines() or [type(e).__name__])[0][:200]

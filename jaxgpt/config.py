@@ -156,6 +156,8 @@ class TrainConfig:
     eval_every: int = 250  # steps between validations; one more at the end
     eval_tokens: int | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
     checkpoint_every: int = 1000  # steps between checkpoints; the best validation and the end are kept as well
+    keep_last: int = 2  # checkpoints kept besides the best; the second is there should the first be damaged
+    keep_every: int | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
     sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
     sample_tokens: int = 400  # tokens of that sample
     sample_temperature: float = 0.8  # of that sample
@@ -163,6 +165,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _at_least(self, 1, "steps", "batch_size", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
+        _at_least(self, 1, "keep_last", "keep_every")
         _at_least(self, 0, "sample_tokens", "sample_temperature")
         _in_range(self, "seed", 0, 2**32)
 

@@ -1,4 +1,4 @@
-"""What jaxgpt raises when the input, not the code, is at fault."""
+"""What jaxgpt raises when the input or the disk, not the code, is at fault."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2; from Python it is a `ValueError`.
     """
+
+
+class SaveFailed(RuntimeError):
+    """What the run has to write could not be written: what, and why. What was written before it stands."""

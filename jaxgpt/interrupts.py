@@ -1,24 +1,27 @@
-"""Ctrl-C and SIGTERM, told to the loop between two steps."""
+"""Ctrl-C and SIGTERM: told to the loop between two steps, and the second one at once."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxgpt.parallel import multihost
+
+STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[signal.Signals]]:
-    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course at once."""
+    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course."""
     caught: list[signal.Signals] = []
     # Python handles signals only in the main thread; with several processes JAX does, and tells all of them.
     if threading.current_thread() is not threading.main_thread() or multihost.several():
         yield caught
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOP}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -34,3 +37,34 @@ def signals() -> Iterator[list[signal.Signals]]:
         yield caught
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
+    """For a command: acknowledge the first signal, and end the process on the second.
+
+    A thread does both, because Python's own handlers wait as long as the main thread is in a compilation or a step.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        seen = 0
+        while number := os.read(read, 1):
+            if number[0] not in STOP:
+                continue
+            seen += 1
+            name = signal.Signals(number[0]).name
+            if seen == 1:
+                say(f"{name}: leaving as soon as what is done is saved; a second one leaves at once")
+                continue
+            say(f"{name}: left at once, nothing more was saved. The checkpoints that were finished stand.")
+            os._exit(128 + number[0])
+
+    threading.Thread(target=watch, daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)  # which ends the thread

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
+import re
+import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
@@ -16,7 +21,19 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.paths import is_run, write_whole
 
-FORMAT = 1  # of experiment.json; raised when an older reader would misunderstand it
+FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
+OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
+LOCK = ".lock"
+CHANGEABLE = (
+    "data.path",
+    "data.corpus",
+    "model.remat",
+    "train.checkpoint_every",
+    "train.keep_last",
+    "train.keep_every",
+)
+# What is there before experiment.json is, if a run was killed in its first moment.
+BEGINNINGS = re.compile(r"\.lock|(tokenizer|experiment)\.json(\..*)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +77,11 @@ def read_record(directory: Path) -> Record:
         raise UserError(f"{path} cannot be read: {e}") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else None
-        raise UserError(f"{path} has format {found!r}, this jaxgpt reads {FORMAT}: was it written by a newer version?")
+        why = OLDER.get(found) if isinstance(found, int) else None
+        why = (
+            "was it written by a newer version?" if why is None else f"{why}. The jaxgpt that wrote it still reads it."
+        )
+        raise UserError(f"{path} has format {found!r}, this jaxgpt reads {FORMAT}: {why}")
     vocab_size, data = record.get("vocab_size"), record.get("data")
     if not isinstance(vocab_size, int) or vocab_size < 1 or not isinstance(data, dict):
         raise UserError(f"{path} is damaged: vocab_size={vocab_size!r}, data={data!r}")
@@ -88,7 +109,9 @@ def _git_commit() -> str | None:
 def existing_run(directory: Path, fresh: bool) -> bool:
     if is_run(directory):
         return not fresh
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if directory.exists() and not (
+        directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
+    ):
         raise UserError(
             f"{directory} exists and is not a run directory (no experiment.json): name another with --run-dir"
         )
@@ -96,11 +119,12 @@ def existing_run(directory: Path, fresh: bool) -> bool:
 
 
 def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
-    """A run continues only as what it was. Hardware may change, what fits on it, and the place of the same data."""
+    """A run continues only as what it was. Hardware may change, what fits on it, the place of the same data, and what
+    is kept of it."""
     changed = {
         name: values
         for name, values in differences(read_record(directory).experiment, experiment).items()
-        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus", "model.remat")
+        if not name.startswith("parallel.") and name not in CHANGEABLE
     }
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
@@ -122,14 +146,35 @@ def refuse_other_data(directory: Path, dataset: Dataset) -> None:
         )
 
 
-def make_directory(directory: Path, fresh: bool) -> None:
-    """An empty one, or the one that is there; with `fresh` what is there is moved aside."""
-    if directory.exists() and fresh:
-        number = 1
-        while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
-            number += 1
-        directory.rename(aside)
+def claim(directory: Path, fresh: bool) -> filelock.BaseFileLock:
+    """The directory, made if need be, and ours until the lock is released or this process ends, however it ends.
+
+    With `fresh` what is there is moved aside. Raises `UserError` if another process trains there.
+    """
     try:
+        if directory.exists() and fresh:
+            lock = _lock(directory)
+            number = 1
+            while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+                number += 1
+            directory.rename(aside)
+            lock.release()
         directory.mkdir(parents=True, exist_ok=True)
+        return _lock(directory)
     except OSError as e:
-        raise UserError(f"cannot make {directory}: {e.strerror}. Name another place with --run-dir.") from None
+        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another place with --run-dir.") from None
+
+
+def _lock(directory: Path) -> filelock.BaseFileLock:
+    path = directory / LOCK
+    lock = filelock.FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        who = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise UserError(
+            f"{directory} is being trained by another process ({who or 'unknown'}): "
+            "wait for it, stop it, or name another --run-dir"
+        ) from None
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+    return lock

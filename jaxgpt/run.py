@@ -187,7 +187,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
     model = GPT(config, **compute_options(config, experiment.train).for_model())
     checkpoints = open_checkpoints(directory)
     try:
-        step = checkpoints.best() if which == "best" else checkpoints.last()
+        step = checkpoints.good(which)
         assert step is not None
         shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))["params"]
         params = one_copy(checkpoints.restore_params(step, placed(shapes, whole_everywhere())))

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
+REFUSAL = 2000  # bytes of a message that one process tells the others
 SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
 
 
@@ -114,6 +116,23 @@ def meet(where: str) -> None:
     """Wait here for the other processes."""
     if several():
         multihost_utils.sync_global_devices(where)
+
+
+def by_leader(function: Callable[[], int]) -> int:
+    """What `function` returns in the first process, in all of them; if it raises `UserError` there, all raise it."""
+    number, refusal = 0, b""
+    if is_leader():
+        try:
+            number = function()
+        except UserError as e:
+            refusal = str(e).encode()[:REFUSAL]
+    if several():
+        told = np.frombuffer(refusal.ljust(REFUSAL, b"\0"), np.uint8)
+        number, told = multihost_utils.broadcast_one_to_all((np.int32(number), told))
+        number, refusal = int(number), bytes(told).rstrip(b"\0")
+    if refusal:
+        raise UserError(refusal.decode(errors="replace"))
+    return number
 
 
 def stop_requested(step: int) -> bool:

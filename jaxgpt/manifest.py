@@ -1,0 +1,128 @@
+"""The manifest of a checkpoint: size and SHA-256 of each of its files, written last.
+
+Orbax does not notice a flipped bit in an array, nor that a file belongs to another save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1  # of the manifest and of what it lists
+MOST_BYTES = 64 * 1024**2  # of a manifest: that of a million arrays
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved: which file, and how, in one line."""
+
+
+def write(directory: Path, about: dict[str, Any]) -> None:
+    """Seal a directory, which has another name until then: `about`, and what each file in it is now."""
+    paths = _files(directory)
+    with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk leave Python's lock alone
+        files = dict(zip(paths, pool.map(lambda p: _measure(directory / p, sync=True), paths), strict=True))
+    for folder in {(directory / p).parent for p in paths} | {directory}:
+        sync(folder)
+    (directory / NAME).write_text(_render({"format": FORMAT, **about, "files": files}), encoding="utf-8")
+    sync(directory / NAME)
+    sync(directory)
+
+
+def rewrite(directory: Path, **changes: Any) -> None:
+    """Change what is said about a directory, not what is in it."""
+    aside = directory.with_name(f"{directory.name}.saving")  # in the directory it would be a file too many
+    aside.write_text(_render(read(directory) | changes), encoding="utf-8")
+    sync(aside)
+    aside.replace(directory / NAME)
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """What was written about the directory. Raises `Damaged` if that is not the manifest that was written."""
+    path = directory / NAME
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path} is missing")
+        if path.stat().st_size > MOST_BYTES:
+            raise Damaged(f"{path} has {path.stat().st_size:,} bytes, more than any manifest")
+        text = path.read_text(encoding="utf-8")
+        body = json.loads(text)
+    except (OSError, ValueError, RecursionError) as e:
+        raise Damaged(f"{path} cannot be read: {str(e).splitlines()[0]}") from None
+    if not isinstance(body, dict) or _render({k: v for k, v in body.items() if k != "sha256"}) != text:
+        raise Damaged(f"{path} is not what was written: its own SHA-256 does not hold")
+    if body.get("format") != FORMAT:
+        raise Damaged(
+            f"{path} has format {body.get('format')!r} of jaxgpt {body.get('jaxgpt')}, this jaxgpt reads {FORMAT}"
+        )
+    files = body.get("files")
+    if not isinstance(files, dict) or not all(isinstance(f, list) and len(f) == 2 for f in files.values()):
+        raise Damaged(f"{path} does not list files")
+    return body
+
+
+def check(directory: Path) -> dict[str, Any]:
+    """The manifest, once every file is found to be what it says. Raises `Damaged` at the first that is not."""
+    body = read(directory)
+    stated = body["files"]
+    found = _files(directory)
+    for name in sorted(stated.keys() - set(found)):
+        raise Damaged(f"{directory / name} is missing")
+    for name in sorted(set(found) - stated.keys()):
+        raise Damaged(f"{directory / name} is not part of the checkpoint")
+    for name in found:  # sizes first: no need to read a gigabyte to find a short file
+        size = (directory / name).stat().st_size
+        if size != stated[name][0]:
+            raise Damaged(f"{directory / name} has {size:,} bytes, saved were {stated[name][0]:,}")
+    with ThreadPoolExecutor() as pool:
+        for name, measured in zip(found, pool.map(lambda n: _measure(directory / n), found), strict=True):
+            if measured != stated[name]:
+                raise Damaged(
+                    f"{directory / name} has SHA-256 {measured[1][:12]}..., saved was {stated[name][1][:12]}..."
+                )
+    return body
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _files(directory: Path) -> list[str]:
+    """Relative paths of all files but the manifest. Paths are taken from the disk, never from a manifest."""
+    return sorted(_walk(directory, directory))
+
+
+def _walk(root: Path, folder: Path) -> Iterable[str]:
+    for entry in os.scandir(folder):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(root, path)
+        elif not entry.is_file(follow_symlinks=False):
+            raise Damaged(f"{path} is no regular file")
+        elif path != root / NAME:
+            yield path.relative_to(root).as_posix()
+
+
+def _measure(path: Path, *, sync: bool = False) -> list:
+    """[bytes, SHA-256]."""
+    with path.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+        if sync:
+            os.fsync(f.fileno())
+        return [f.tell(), digest]
+
+
+def _render(body: dict[str, Any]) -> str:
+    """The one spelling of a manifest, so that every changed bit of it shows."""
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=True) + "\n"
