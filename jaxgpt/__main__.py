@@ -318,7 +318,7 @@ def _default_experiment(argv: list[str]) -> Experiment:
 def _prepare_jax() -> None:
     from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells every save in a dozen lines
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells every save in a dozen lines, a failed one in 100
     keep_freed_memory()
     enable_compilation_cache()
 

@@ -54,7 +54,7 @@ def read(directory: Path) -> dict[str, Any]:
         body = json.loads(text)
     except (OSError, ValueError, RecursionError) as e:
         raise Damaged(f"{path} cannot be read: {str(e).splitlines()[0]}") from None
-    if not isinstance(body, dict) or _render({k: v for k, v in body.items() if k != "sha256"}) != text:
+    if not isinstance(body, dict) or body.pop("sha256", None) is None or _render(body) != text:
         raise Damaged(f"{path} is not what was written: its own SHA-256 does not hold")
     if body.get("format") != FORMAT:
         raise Damaged(
@@ -103,11 +103,10 @@ def _files(directory: Path) -> list[str]:
 
 
 def _walk(root: Path, folder: Path) -> Iterable[str]:
-    for entry in os.scandir(folder):
-        path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
             yield from _walk(root, path)
-        elif not entry.is_file(follow_symlinks=False):
+        elif path.is_symlink() or not path.is_file():
             raise Damaged(f"{path} is no regular file")
         elif path != root / NAME:
             yield path.relative_to(root).as_posix()
