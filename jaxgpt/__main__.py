@@ -112,13 +112,13 @@ def _train(options: TrainOptions) -> None:
     try:
         with second_leaves_at_once(_say):
             run = fit(options.experiment, options.run_dir, fresh=options.fresh)
-    except (Interrupted, Diverged, SaveFailed) as e:
+    except (Interrupted, Diverged) as e:
         if is_leader():
             _say(str(e))
         raise SystemExit(1) from None
-    except ProcessLost as e:
+    except (ProcessLost, SaveFailed) as e:
         _say(str(e))
-        os._exit(1)  # a usual exit would wait for the others
+        os._exit(1)  # a usual exit would wait for the others, and print pages of TensorStore's about a failed write
     if not is_leader():
         return
     t = options.experiment.train
@@ -236,7 +236,13 @@ def _told_in_words():
         else:
             usual(message, category, *where, **kwargs)
 
+    def unraisablehook(unraisable):
+        # What TensorStore's threads print, dozens of times, after a write has failed and was told.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
     usual = warnings.showwarning
+    sys.unraisablehook = unraisablehook
     try:
         with warnings.catch_warnings():
             warnings.showwarning = showwarning
@@ -318,7 +324,8 @@ def _default_experiment(argv: list[str]) -> Experiment:
 def _prepare_jax() -> None:
     from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells every save in a dozen lines, a failed one in 100
+    for name in ("absl", "asyncio"):  # Orbax tells every save in a dozen lines, and a failed one in a hundred
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     keep_freed_memory()
     enable_compilation_cache()
 

@@ -7,6 +7,7 @@ checkpoints/40.saving                 not finished; a name that is a number alon
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
@@ -148,7 +149,8 @@ class Checkpoints:
         finally:
             if self._writer is not None and self._pool is not None:
                 self._pool.shutdown()
-                self._writer.close()
+                with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
+                    self._writer.close()
 
     # Reading
 
