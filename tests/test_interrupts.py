@@ -1,0 +1,113 @@
+"""Ctrl-C and SIGTERM: the first saves, the second leaves, and what was left out is made up for."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import pytest
+
+from jaxgpt import loop
+from jaxgpt.loop import Interrupted, fit
+from jaxgpt.metrics import read_metrics
+from jaxgpt.run import load
+from tests.conftest import REPOSITORY
+from tests.helpers import tiny_experiment
+
+DEADLINE = 120  # seconds, after which a process is killed
+GRACE = 10  # seconds between a signal and the end, with a step and a save of milliseconds
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    e = tiny_experiment(text_file, steps=4, eval_every=2)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
+
+
+@pytest.fixture(scope="module")
+def whole(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
+
+
+def lines(directory):
+    return [{k: x.get(k) for k in ("step", "loss", "val_loss")} for x in read_metrics(directory / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
+    directory, plain, seen = tmp_path / "r", loop.mean_loss, []
+
+    def interrupted(*arguments):
+        seen.append(at)
+        if 2 * len(seen) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "mean_loss", interrupted)
+    with pytest.raises(Interrupted, match=f"SIGTERM: saved step {at} of 4"):
+        fit(experiment, directory, progress=False)
+    assert not any(x["step"] == at and x["val_loss"] for x in lines(directory))
+    monkeypatch.undo()
+    run = fit(experiment, directory, progress=False)
+    assert lines(directory) == lines(whole.directory)
+    assert (run.step, run.val_loss) == (whole.step, whole.val_loss)
+    assert load(directory, which="last").val_loss == load(whole.directory, which="last").val_loss
+    chex.assert_trees_all_equal(run.params, whole.params)
+
+
+# A save that takes for ever, so that the second signal finds the first one's work unfinished.
+SLOW = """
+import sys, time
+from jaxgpt import loop, __main__
+loop.Checkpoints.save = lambda *arguments: time.sleep(1000)
+__main__.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "sent", "status", "last"),
+    [
+        ("usual", [signal.SIGTERM], 1, "SIGTERM: saved step "),
+        ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
+        ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: left at once"),
+        ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: left at once"),
+    ],
+)
+def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, last):
+    options = f"""train --run-dir r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
+        --model.block-size 8 --train.batch-size 2 --train.steps 1000000 --train.checkpoint-every 1000000
+        --train.eval-every 1000000 --optim.warmup-steps 1 --train.log-every 1""".split()
+    program = ["-m", "jaxgpt"] if how == "usual" else ["-c", SLOW]
+    told = tmp_path / "stderr"
+    with told.open("w") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, *program, *options],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while len(lines(tmp_path / "r")) < 3:
+            assert child.poll() is None and time.monotonic() < deadline, told.read_text()
+            time.sleep(0.05)
+        began = time.monotonic()
+        for count, number in enumerate(sent, start=1):
+            child.send_signal(number)
+            while told.read_text().count(": le") < count and count < len(sent):  # acknowledged
+                assert time.monotonic() < began + GRACE, told.read_text()
+                time.sleep(0.02)
+        assert child.wait(GRACE) == status, told.read_text()
+    finally:
+        child.kill()
+        child.wait()
+    *_, before, said = told.read_text().strip().splitlines()
+    assert said.startswith(last), told.read_text()
+    assert "a second one leaves at once" in before
+    if how == "usual":
+        assert "To continue: jaxgpt train --run-dir r" in said
+        assert load(tmp_path / "r").step == lines(tmp_path / "r")[-1]["step"]
