@@ -1,0 +1,219 @@
+"""Kill a training run again and again, and compare what comes out with a run that nobody killed.
+
+    python -m tests.faults.kills --kills 50                  at random instants
+    python -m tests.faults.kills --kills 50 --inside-saves   while a checkpoint is being written
+    python -m tests.faults.kills --kills 10 --every 60       one kill a minute: what does it cost?
+
+Options behind -- go to `jaxgpt train`. Exit status 0 if not a bit differs and nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxgpt import manifest
+from jaxgpt.checkpoint import Checkpoints
+from jaxgpt.metrics import read_metrics
+from jaxgpt.run import load
+from tests.conftest import REPOSITORY
+
+OPTIONS = """
+    --model.n-layer 2 --model.n-head 4 --model.n-embd 64 --model.block-size 32 --model.dropout 0.2 --train.batch-size 4
+    --parallel.micro-batch-size 2 --train.steps 500 --train.log-every 1 --train.eval-every 100 --train.eval-tokens 4096
+    --train.checkpoint-every 10 --train.sample-tokens 1
+"""
+DEADLINE = 900  # seconds for one sitting, after which the harness gives up
+SAVE_LASTS = 0.3  # seconds after the beginning of a save within which it is killed
+MOMENT = 0.001  # seconds between looks
+
+
+@dataclasses.dataclass
+class Report:
+    """What the kills did."""
+
+    kills: int = 0
+    inside: int = 0  # of which left an unfinished save or removal behind
+    executed: int = 0  # steps, those that had to be done again included
+    needed: int = 0  # steps of the finished runs
+    lost: int = 0  # steps that a completed checkpoint had, and that were done again
+    unreadable: int = 0  # completed checkpoints with a damaged file
+    differing: int = 0  # lines of metrics, and arrays of the last checkpoint
+    runs: int = 0
+    seconds: float = 0.0
+    alone: float = 0.0  # seconds of the run that nobody killed
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.unreadable or self.differing or self.faults)
+
+    def __str__(self) -> str:
+        share = self.needed / max(self.executed, 1)
+        return "\n".join(
+            [
+                f"kills                     {self.kills}, of which {self.inside} inside a save",
+                f"runs finished             {self.runs}",
+                f"steps lost before the last completed checkpoint   {self.lost}",
+                f"unreadable checkpoints    {self.unreadable}",
+                f"differing losses or arrays   {self.differing}",
+                f"productive steps          {self.needed:,} of {self.executed:,} executed: {share:.1%}",
+                f"seconds                   {self.seconds:.0f} with kills, {self.alone * self.runs:.0f} without",
+                *self.faults,
+            ]
+        )
+
+
+def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
+    with told.open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxgpt", "train", "--run-dir", str(directory), *options],
+            cwd=directory.parent,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+
+
+def whole_run(directory: Path, options: list[str]) -> float:
+    """Seconds of a run that nobody kills."""
+    began = time.monotonic()
+    child = start(directory, options, directory.with_suffix(".err"))
+    if child.wait(DEADLINE):
+        raise SystemExit(f"the run does not even work alone:\n{directory.with_suffix('.err').read_text()}")
+    return time.monotonic() - began
+
+
+def logged(directory: Path) -> list[tuple]:
+    """All of metrics.jsonl that does not depend on the clock."""
+    keys = ("step", "tokens", "loss", "grad_norm", "learning_rate", "val_loss")
+    return [tuple(line.get(k) for k in keys) for line in read_metrics(directory / "metrics.jsonl")]
+
+
+def differences(one: Path, other: Path) -> int:
+    """Lines of metrics and arrays of the last checkpoint that are not the same, bit for bit."""
+    a, b = logged(one), logged(other)
+    lines = sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+    arrays = 0
+    for which in ("last", "best"):
+        x, y = load(one, which=which), load(other, which=which)
+        if x.step != y.step:
+            return lines + 1
+        equal = jax.tree.map(np.array_equal, x.params, y.params)
+        arrays += sum(not e for e in jax.tree.leaves(equal))
+    return lines + arrays
+
+
+def last_step(directory: Path) -> int:
+    return max((line["step"] for line in read_metrics(directory / "metrics.jsonl")), default=0)
+
+
+def completed(directory: Path) -> list[int]:
+    return Checkpoints(directory / "checkpoints").steps()
+
+
+def unfinished(directory: Path) -> bool:
+    names = [p.name for p in (directory / "checkpoints").glob("*.*")]
+    return any(re.fullmatch(r"\d+\.(saving|deleting)", name) for name in names)
+
+
+def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, every: float, inside: bool) -> bool:
+    """Sleep until the instant; False if the run was done before."""
+    instant = time.monotonic() + rng.uniform(0, 2 * every)
+    deadline = time.monotonic() + DEADLINE
+    seen = False
+    while time.monotonic() < instant:
+        if child.poll() is not None:
+            return False
+        if inside and not seen:
+            instant = deadline
+            if seen := unfinished(directory):
+                instant = time.monotonic() + rng.uniform(0, SAVE_LASTS)
+        time.sleep(MOMENT if inside else min(0.02, every))
+    return child.poll() is None
+
+
+def harass(root: Path, options: list[str], *, kills: int, every: float, inside: bool, seed: int, say=print) -> Report:
+    """Run and kill until `kills` are done and the run that they hit has ended; compare each run that ended."""
+    rng, report = random.Random(seed), Report()
+    root.mkdir(parents=True, exist_ok=True)
+    reference = root / "alone"
+    report.alone = whole_run(reference, options)
+    began = time.monotonic()
+    while report.kills < kills:
+        directory = root / f"run-{report.runs}"
+        told, from_step = directory.with_suffix(".err"), 0
+        sittings: list[int] = []  # the step at which each went on
+        while True:
+            child = start(directory, options, told)
+            killed = report.kills < kills and wait_to_kill(child, directory, rng, every, inside)
+            if killed:
+                child.kill()
+            status = child.wait(DEADLINE)
+            went_on = re.findall(r"continuing at step (\d+)", told.read_text())
+            if len(went_on) > len(sittings):  # killed before that, it did nothing
+                sittings.append(int(went_on[-1]))
+                report.lost += max(0, from_step - sittings[-1])
+            reached = last_step(directory)
+            report.executed += max(0, reached - from_step)
+            if not killed:
+                if status:
+                    report.faults.append(f"exit status {status}: {told.read_text()[-2000:]}")
+                    return report
+                break
+            report.kills += 1
+            report.inside += unfinished(directory)
+            steps = completed(directory)
+            for step in steps:
+                try:
+                    manifest.check(directory / "checkpoints" / str(step))
+                except manifest.Damaged as e:
+                    report.unreadable += 1
+                    report.faults.append(str(e))
+            from_step = max(steps, default=0)
+            if report.kills % 10 == 0:
+                say(f"{report.kills} kills, step {reached}, last checkpoint {from_step}")
+        report.faults += [line for line in told.read_text().splitlines() if "damaged" in line or "Traceback" in line]
+        report.runs += 1
+        report.needed += last_step(directory)
+        report.differing += differences(reference, directory)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between kills, on average")
+    parser.add_argument("--inside-saves", action="store_true", help="kill while a checkpoint is being written")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", type=Path, help="where the runs go; default: a temporary directory")
+    parser.add_argument("options", nargs="*", help="of jaxgpt train, behind --")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        report = harass(
+            (given.root or Path(temporary)).absolute(),
+            [*OPTIONS.split(), *given.options],
+            kills=given.kills,
+            every=given.every,
+            inside=given.inside_saves,
+            seed=given.seed,
+        )
+        print(report)
+    raise SystemExit(0 if report.good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Many small steps with checkpoints and evaluations: does anything grow?
+
+    python -m tests.faults.soak --steps 20000
+
+Prints the slope of the resident memory after warm-up, open files, threads, and what was compiled after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.loop import fit
+from jaxgpt.metrics import MetricsFile
+from jaxgpt.parallel.device import keep_freed_memory
+
+WARM_UP = 0.25  # the first share of the steps, in which memory may grow and programs are compiled
+
+
+class Sample(NamedTuple):
+    step: int
+    kilobytes: int  # resident
+    files: int
+    threads: int
+
+
+class Found(NamedTuple):
+    slope: float  # KB per 1,000 steps, by least squares, after the warm-up
+    resident: int  # KB at the end
+    files: tuple[int, int]  # least and most that were open after the warm-up
+    threads: tuple[int, int]
+    compiled: int  # programs after the warm-up
+    seconds: float
+
+
+def soak(directory: Path, steps: int) -> Found:
+    """Train in this process, looking at it every hundredth of the steps."""
+    model = GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=16)
+    train = TrainConfig(
+        steps=steps, batch_size=4, log_every=10, eval_every=500, eval_tokens=1024, checkpoint_every=250, sample_tokens=0
+    )
+    experiment = Experiment(
+        name="soak", model=model, data=DataConfig(), optim=OptimConfig(warmup_steps=10), train=train
+    )
+    samples: list[Sample] = []
+    compiled: list[tuple[int, str]] = []
+    now = [0]
+
+    def on_event(event: str, seconds: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append((now[0], event))
+
+    write = MetricsFile.write
+
+    def watched(self: MetricsFile, **values) -> None:
+        now[0] = values["step"]
+        write(self, **values)
+        if "loss" in values and values["step"] % max(10, steps // 1000 * 10) == 0:
+            samples.append(measure(values["step"]))
+
+    keep_freed_memory()
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    MetricsFile.write = watched  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        fit(experiment, directory, progress=False)
+    finally:
+        MetricsFile.write = write  # type: ignore[method-assign]
+    warm = [s for s in samples if s.step > WARM_UP * steps]
+    slope = np.polyfit([s.step for s in warm], [s.kilobytes for s in warm], 1)[0] * 1000
+    return Found(
+        slope=float(slope),
+        resident=warm[-1].kilobytes,
+        files=(min(s.files for s in warm), max(s.files for s in warm)),
+        threads=(min(s.threads for s in warm), max(s.threads for s in warm)),
+        compiled=sum(WARM_UP * steps < step < steps for step, _ in compiled),
+        seconds=time.monotonic() - began,
+    )
+
+
+def measure(step: int) -> Sample:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Sample(
+        step=step,
+        kilobytes=pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+        files=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20_000)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        found = soak(Path(root) / "run", given.steps)
+    print(
+        f"{given.steps:,} steps in {found.seconds:.0f} s, after the first {WARM_UP:.0%}:\n"
+        f"resident memory  {found.slope:+.1f} KB per 1,000 steps, {found.resident / 1024:.0f} MB at the end\n"
+        f"open files       {found.files[0]} to {found.files[1]}\n"
+        f"threads          {found.threads[0]} to {found.threads[1]}\n"
+        f"compilations     {found.compiled}"
+    )
+
+
+if __name__ == "__main__":
+    main()
