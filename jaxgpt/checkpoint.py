@@ -46,7 +46,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 **{
                     PARAMS: ocp.args.StandardSave(state.params),
-                    REST: ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
+                    REST: ocp.args.StandardSave(_rest(state)),
                 }
             ),
             metrics=None if val_loss is None else {"val_loss": val_loss},
@@ -59,6 +59,9 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._manager.close()
+
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
 
     def last(self) -> int | None:
         return self._manager.latest_step()
@@ -74,8 +77,7 @@ class Checkpoints:
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The whole state; `like` gives shapes, dtypes and places."""
-        rest = {"step": like.step, "opt_state": like.opt_state}
-        restored = self._restore(step, **{PARAMS: like.params, REST: rest})
+        restored = self._restore(step, **{PARAMS: like.params, REST: _rest(like)})
         return TrainState(params=restored[PARAMS], **restored[REST])
 
     def restore_params(self, step: int, like: Any) -> Any:
@@ -86,6 +88,10 @@ class Checkpoints:
         abstract = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
         return self._manager.restore(step, args=args)
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "opt_state": state.opt_state, "guard": state.guard}
 
 
 def open_checkpoints(run: Path) -> Checkpoints:
