@@ -138,7 +138,9 @@ class OptimConfig:
         _at_least(self, 0, "warmup_steps", "weight_decay")
         _at_least(self, 1, "max_skipped")
         if self.skip_spikes is not None and self.skip_spikes <= 1.0:
-            raise UserError(f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median")
+            raise UserError(
+                f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
+            )
         for name in ("beta1", "beta2", "momentum"):
             _in_range(self, name, 0.0, 1.0)
         if not 0.0 <= self.min_lr_ratio <= 1.0:

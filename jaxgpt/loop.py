@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from jaxgpt.autopsy import why_skipped, write_autopsy
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import prepare
@@ -29,6 +30,7 @@ from jaxgpt.paths import RUNS
 from jaxgpt.progress import Display
 from jaxgpt.record import existing_run, make_directory, refuse_other_configuration, refuse_other_data, write_record
 from jaxgpt.run import Run, load, resolve_vocab
+from jaxgpt.train import NOT_FINITE, run_keys
 from jaxgpt.viz.curves import plot_losses
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -41,7 +43,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a finite number; the last checkpoint is from before."""
+    """Too many steps in a row could not be taken; the last checkpoint is from before them."""
 
 
 def fit(
@@ -51,7 +53,7 @@ def fit(
 
     fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
     Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
-    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite.
+    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     train, model_config = experiment.train, experiment.model
@@ -65,7 +67,8 @@ def fit(
     if existing:
         refuse_other_data(directory, dataset)
     model_config = resolve_vocab(model_config, dataset.tokenizer)
-    trainer = make_trainer(dataclasses.replace(experiment, model=model_config))
+    resolved = dataclasses.replace(experiment, model=model_config)
+    trainer = make_trainer(resolved)
     strategy, shares = trainer.strategy, trainer.shares
     multihost.meet("everything is checked")
     leader = multihost.is_leader()
@@ -77,7 +80,7 @@ def fit(
 
     # State: made, or restored.
     keep_freed_memory()
-    init_key, dropout_key = jax.random.split(jax.random.key(train.seed))
+    init_key, dropout_key = run_keys(train.seed)
     checkpoints = Checkpoints(directory / "checkpoints")
     start = checkpoints.last() or 0
     state = strategy.from_checkpoint(checkpoints.restore(start, strategy.state)) if start else strategy.init(init_key)
@@ -119,18 +122,51 @@ def fit(
     pending: deque = deque()  # (step, its metrics, still on the device)
     clock = _Clock(seconds_before)
     logged_at = (start, clock.working())
+    in_row, examined = 0, False  # steps skipped up to the last one settled; whether an autopsy was made
+
+    def skip(step: int, on_device: dict) -> None:
+        """Tell of a step that was not taken; the first that is not finite is looked into."""
+        nonlocal examined
+        why = why_skipped(on_device)
+        metrics_file.write(step=step, skipped=why)
+        if int(on_device["skipped"]) == NOT_FINITE and not examined:
+            examined = True
+            if leader:
+                with clock.paused():
+                    why = write_autopsy(
+                        directory,
+                        experiment=resolved,
+                        trainer=trainer,
+                        dataset=dataset,
+                        state=state,
+                        key=dropout_key,
+                        step=step,
+                        metrics=on_device,
+                        later=[later for _, later in pending],
+                    )
+        display.say(f"step {step} skipped: {why}")
+        if in_row >= experiment.optim.max_skipped:
+            raise Diverged(
+                diverged(f"{in_row} steps in a row were skipped, up to step {step}: {why_skipped(on_device)}")
+            )
+
+    def diverged(what: str) -> str:
+        looked = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
+        return (
+            f"{what}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps."
+            f"{looked} The last checkpoint is step {checkpoints.last() or 'none'}."
+        )
 
     def settle(limit: int) -> None:
         """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
-        nonlocal logged_at
+        nonlocal logged_at, in_row
         while len(pending) > limit:
             step, on_device = pending.popleft()
+            in_row = int(on_device["in_row"])
+            if in_row:
+                skip(step, on_device)
+                continue
             loss = float(on_device["loss"])
-            if not math.isfinite(loss):
-                raise Diverged(
-                    f"the loss is {loss} at step {step}: lower --optim.learning-rate, or raise --optim.warmup-steps. "
-                    f"The last checkpoint is step {checkpoints.last() or 'none'}."
-                )
             if step % train.log_every and step != train.steps:
                 continue
             then, at = logged_at
@@ -166,7 +202,7 @@ def fit(
         return val_loss
 
     best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
-    lost = False
+    lost = due = False
     try:
         with signals() as caught:
             for step in range(start + 1, train.steps + 1):
@@ -186,9 +222,17 @@ def fit(
                 if step % train.eval_every == 0 or step == train.steps:
                     settle(0)
                     val_loss = validate(step)
+                    if not math.isfinite(val_loss):  # never the best
+                        if step == train.steps:
+                            raise Diverged(diverged(f"the last validation loss is {val_loss}"))
+                        val_loss = None
                 is_best = val_loss is not None and val_loss < best
-                if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
-                    settle(0)  # a step whose loss is not finite is never saved
+                due = due or step % train.checkpoint_every == 0 or is_best or step == train.steps or stop
+                if due:
+                    settle(0)
+                # Parameters that may have been ruined before the steps that were skipped do not replace good ones.
+                if due and (not in_row or step == train.steps or stop):
+                    due = False
                     with clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best

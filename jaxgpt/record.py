@@ -100,7 +100,8 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     changed = {
         name: values
         for name, values in differences(read_record(directory).experiment, experiment).items()
-        if not name.startswith("parallel.") and name not in ("data.path", "data.corpus", "model.remat")
+        if not name.startswith("parallel.")
+        and name not in ("data.path", "data.corpus", "model.remat", "optim.max_skipped")
     }
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())

@@ -13,7 +13,6 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 
-
 WINDOW = 128  # gradient norms of taken steps that the guard remembers
 ENOUGH = 16  # of them, before another one can be called a spike
 TAKEN, NOT_FINITE, SPIKE = range(3)  # what became of a step: its metrics["skipped"]
@@ -52,9 +51,7 @@ def run_keys(seed: int) -> tuple[jax.Array, jax.Array]:
 def init_state(model: GPT, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state of step 0. Parameters depend on the key alone, not on any batch."""
     params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-    return TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), guard=Guard.new()
-    )
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), guard=Guard.new())
 
 
 def train_step(
