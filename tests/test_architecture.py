@@ -21,7 +21,7 @@ ROWS = [
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz"],
     ["layers"],
-    ["presets"],
+    ["presets", "options"],
     ["config", "paths"],
     ["errors"],
 ]
@@ -35,7 +35,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
     "matplotlib": ["viz.curves"],
-    "tyro": ["__main__"],
+    "tyro": ["__main__", "options"],
     "rich": ["progress"],
 }
 
