@@ -26,7 +26,7 @@ import tyro
 
 from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
-from jaxgpt.options import EvaluateOptions, PlanOptions, SampleOptions, TrainOptions
+from jaxgpt.options import EvaluateOptions, PlanOptions, ReplayOptions, SampleOptions, TrainOptions
 from jaxgpt.paths import find_run, is_run
 from jaxgpt.presets import EXPERIMENTS
 
@@ -38,6 +38,7 @@ usage: jaxgpt VERB [OPTIONS]
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per character on held-out text
+  replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   plan [EXPERIMENT]    memory, exchanges and speed of a training step, here or on a TPU slice, without running it
 
 `jaxgpt VERB --help` lists the options. RUN is a run directory; without one, the newest under runs/.
@@ -136,6 +137,17 @@ def evaluate(argv: list[str]) -> None:
         print(f"{found['bits_per_character']:.4f} bits per character")
 
 
+def replay(argv: list[str]) -> None:
+    options = _parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
+    find_run(options.run)
+    _prepare_jax()
+    from jaxgpt.autopsy import in_json
+    from jaxgpt.replay import replay, replay_table
+
+    found = replay(options.run, options.step, say=_say)
+    print(json.dumps(in_json(dataclasses.asdict(found))) if options.json else replay_table(found))
+
+
 def plan(argv: list[str]) -> None:
     experiment = _named_experiment(argv) or EXPERIMENTS["quickstart"]()
     options = _parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
@@ -149,7 +161,13 @@ def plan(argv: list[str]) -> None:
     print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "evaluate": evaluate, "plan": plan}
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "sample": sample,
+    "evaluate": evaluate,
+    "replay": replay,
+    "plan": plan,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

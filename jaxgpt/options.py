@@ -61,3 +61,12 @@ class PlanOptions:
     topology: str | None = None  # a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
     json: bool = False  # print JSON instead of a table
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]  # whose fields are options too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Take one step of a run again, from the state that entered it, writing nothing: its loss, and what went wrong."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    step: int  # the step to see again; all since the newest checkpoint before it are taken again
+    json: bool = False  # print JSON instead of text

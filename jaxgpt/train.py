@@ -28,8 +28,9 @@ class Guard:
 
     @staticmethod
     def new() -> "Guard":
-        zero = jnp.zeros((), jnp.int32)
-        return Guard(skipped=zero, in_row=zero, norms=jnp.full(WINDOW, jnp.nan))
+        # An array for each, since each is donated.
+        skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return Guard(skipped=skipped, in_row=in_row, norms=jnp.full(WINDOW, jnp.nan))
 
 
 @struct.dataclass

@@ -14,8 +14,8 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__"],
-    ["loop", "plan"],
-    ["run", "progress"],
+    ["loop", "plan", "replay"],
+    ["run", "progress", "autopsy"],
     ["record", "interrupts"],
     ["evaluate", "checkpoint", "sample", "parallel"],
     ["train"],

@@ -65,7 +65,7 @@ def test_it_learns(name):
 def test_metrics():
     _, compiled, state = make_step()
     _, metrics = compiled(state, make_batch(), jax.random.key(1))
-    assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_row"}
     chex.assert_tree_all_finite(metrics)
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
 
