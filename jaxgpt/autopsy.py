@@ -30,6 +30,7 @@ from jaxgpt.paths import write_whole
 from jaxgpt.sample.weights import unrolled
 from jaxgpt.train import SPIKE, TrainState, batch_loss, micro_batches
 
+LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step
 
 
@@ -65,6 +66,8 @@ def examine(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step: i
     bad_gradients = tuple(name for name, norm in gradient_norms.items() if not np.isfinite(norm))
     if first is None and bad_gradients:
         first = f"the backward pass, in the gradients of {', '.join(bad_gradients)}; the forward pass is finite"
+    elif first is None and (norm := math.hypot(*gradient_norms.values())) > LARGEST_NORM:
+        first = f"the gradient's norm, {norm:.1e}, whose square float32 cannot hold; the gradient is finite"
     return Findings(
         first=first,
         parameter_norms=_norms(params),

@@ -153,7 +153,8 @@ def fit(
     def diverged(what: str) -> str:
         looked = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
         return (
-            f"{what}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps."
+            f"{what}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
+            f"{'' if experiment.optim.skip_spikes is None else ' or --optim.skip-spikes'}."
             f"{looked} The last checkpoint is step {checkpoints.last() or 'none'}."
         )
 
@@ -230,8 +231,9 @@ def fit(
                 due = due or step % train.checkpoint_every == 0 or is_best or step == train.steps or stop
                 if due:
                     settle(0)
-                # Parameters that may have been ruined before the steps that were skipped do not replace good ones.
-                if due and (not in_row or step == train.steps or stop):
+                # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken
+                # step is saved instead. A finite validation loss says that they are not.
+                if due and (not in_row or val_loss is not None or stop):
                     due = False
                     with clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)

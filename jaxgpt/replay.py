@@ -25,6 +25,7 @@ from jaxgpt.train import NOT_FINITE, run_keys
 class Replayed:
     step: int
     start: int  # the step whose state it began from
+    origin: str  # of that state: the step's autopsy, a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
     skipped: str | None  # why; None: the step was taken
@@ -54,11 +55,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     strategy = trainer.strategy
 
     init_key, key = run_keys(train.seed)
-    start, state = _state_before(directory, step, trainer)
+    start, origin, state = _state_before(directory, step, trainer)
     state = strategy.init(init_key) if state is None else state
-    say(
-        f"{strategy.name}: steps {start + 1} to {step}, from " + (f"the state of step {start}" if start else "the seed")
-    )
+    say(f"{strategy.name}: steps {start + 1} to {step}, from {origin}")
     batches = training_batches(
         dataset.train,
         block_size=config.block_size,
@@ -83,6 +82,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     return Replayed(
         step=step,
         start=start,
+        origin=origin,
         loss=loss,
         grad_norm=float(metrics["grad_norm"]),
         skipped=skipped,
@@ -94,9 +94,10 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     )
 
 
-def _state_before(directory: Path, step: int, trainer: Trainer) -> tuple[int, Any]:
-    """(its step, the newest state before `step` that was kept); (0, None): there is none."""
-    for place in (state_before(directory, step), directory / "checkpoints"):
+def _state_before(directory: Path, step: int, trainer: Trainer) -> tuple[int, str, Any]:
+    """(its step, where it was, the newest state before `step`); the state is None where none was kept."""
+    places = {"the state in the autopsy": state_before(directory, step), "the checkpoint": directory / "checkpoints"}
+    for named, place in places.items():
         if not place.is_dir():
             continue
         checkpoints = Checkpoints(place)
@@ -104,10 +105,10 @@ def _state_before(directory: Path, step: int, trainer: Trainer) -> tuple[int, An
             before = [kept for kept in checkpoints.steps() if kept < step]
             if before:
                 state = checkpoints.restore(before[-1], trainer.strategy.state)
-                return before[-1], trainer.strategy.from_checkpoint(state)
+                return before[-1], f"{named}, after step {before[-1]}", trainer.strategy.from_checkpoint(state)
         finally:
             checkpoints.close()
-    return 0, None
+    return 0, "the seed", None
 
 
 def replay_table(found: Replayed) -> str:
@@ -116,7 +117,7 @@ def replay_table(found: Replayed) -> str:
     verdict = {True: "the same", False: "another value", None: ""}[found.equal]
     return "\n".join(
         [
-            f"step {found.step}, from step {found.start}: {f'skipped, {found.skipped}' if found.skipped else 'taken'}",
+            f"step {found.step}, from {found.origin}: {f'skipped, {found.skipped}' if found.skipped else 'taken'}",
             f"loss           {found.loss}",
             f"logged         {logged}" + (f" ({verdict})" if verdict else ""),
             f"gradient norm  {found.grad_norm}",
