@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import chex
 import jax
@@ -12,11 +13,15 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxgpt.data.pipeline
 import jaxgpt.loop
 import jaxgpt.parallel.strategy
+from jaxgpt.autopsy import examine
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import OptimConfig
+from jaxgpt.data.pipeline import Batch
 from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, fit
 from jaxgpt.metrics import MetricsFile, read_metrics
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.replay import replay, replay_table
 from jaxgpt.run import load
 from jaxgpt.train import init_state
@@ -109,6 +114,21 @@ def test_a_corrupt_parameter_is_found(
     assert len(row["ids"]) == 9 and len(row["text"]) == 9 and len(report["batch"]) == 4
 
 
+def test_what_is_examined_is_the_step_that_was_taken(experiment):
+    """Each micro-batch with its rows and its dropout: of a sound step, the gradient's norm is the same."""
+    model = {"vocab_size": 11, "dropout": 0.5}
+    small = changed(experiment, model=model, parallel={"strategy": "pmap", "micro_batch_size": 2})
+    trainer = make_trainer(small)
+    text = np.random.default_rng(0).integers(0, 11, (4, 9)).astype(np.int32)
+    batch, key = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]), jax.random.key(1)
+    state = trainer.strategy.init(jax.random.key(0))
+    state = dataclasses.replace(state, step=state.step + 2)
+    found = examine(trainer, multihost.on_one_device(state.params), batch, key, 3)
+    _, metrics = trainer.step(state, trainer.strategy.place(batch), key)
+    assert math.hypot(*found.gradient_norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+    assert found.first is None and found.bad_parameters == found.bad_gradients == ()
+
+
 def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     """And its first bad step is seen again, from the state in its autopsy, though no checkpoint was due there."""
     optim = {"learning_rate": 1e6, "warmup_steps": 0, "grad_clip": None}
@@ -123,6 +143,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     found = replay(tmp_path / "r", step)
     assert found.origin == f"the state in the autopsy, after step {step - 1}"
     assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
+    assert found.loss == report["loss"]  # finite; with the dropout of that step
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
     assert found.findings.first in replay_table(found)
 
