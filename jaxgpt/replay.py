@@ -71,6 +71,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         for _ in range(start, step):
             state, metrics = trainer.step(state, strategy.place(next(batches)), key)
             float(metrics["loss"])  # one step in flight
+    assert int(state.step) == step
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
         params = multihost.on_one_device(state.params)

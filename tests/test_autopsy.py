@@ -143,7 +143,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     found = replay(tmp_path / "r", step)
     assert found.origin == f"the state in the autopsy, after step {step - 1}"
     assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
-    assert found.loss == report["loss"]  # finite; with the dropout of that step
+    assert found.loss == report["loss"]
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
     assert found.findings.first in replay_table(found)
 
@@ -239,7 +239,7 @@ def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(whole):
     lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
     before = {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")}
     spike = max(step for step, x in lines.items() if "skipped" in x)
-    for step in (5, spike, 12):
+    for step in (5, spike, 30):
         found = replay(run.directory, step)
         assert (found.equal, found.origin) == (True, "the seed")
         assert (found.findings is not None) == (step == 5)
