@@ -1,6 +1,6 @@
 """The command line: `jaxgpt VERB ...`, equal to `python -m jaxgpt VERB ...`.
 
-Each verb is a function whose options come from a dataclass, by tyro. Importing this module imports no jax, so
+Each verb is a function whose options come from a dataclass in `options`, by tyro. Importing this module imports no jax, so
 that help and mistakes answer at once. Results go to stdout, everything else to stderr.
 """
 
@@ -20,12 +20,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
-from jaxgpt.config import Experiment, Precision
+from jaxgpt.config import Experiment
 from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.options import EvaluateOptions, PlanOptions, ReplayOptions, SampleOptions, TrainOptions
 from jaxgpt.paths import find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
 
@@ -37,63 +38,11 @@ usage: jaxgpt VERB [OPTIONS]
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per character on held-out text
+  replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   plan [EXPERIMENT]    memory, exchanges and speed of a training step, here or on a TPU slice, without running it
 
 `jaxgpt VERB --help` lists the options. RUN is a run directory; without one, the newest under runs/.
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Train an experiment, or go on with a run."""
-
-    run_dir: str | None = None  # where the run goes, or goes on; None: runs/NAME
-    fresh: bool = False  # start over: an old run in that place is moved aside, never deleted
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]  # whose fields are options too
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """Continue a prompt from a trained run."""
-
-    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
-    prompt: str = ""  # what to continue; empty: from the end-of-text token, or a newline
-    max_new_tokens: int = 400  # tokens to write
-    num_samples: int = 1  # texts to write
-    temperature: float | None = None  # below 1 safer, above 1 bolder, 0 greedy; None: the experiment's
-    top_k: int | None = None  # draw from the k likeliest tokens
-    top_p: float | None = None  # draw from the fewest tokens that hold this much probability
-    min_p: float | None = None  # draw from tokens at least this likely relative to the likeliest
-    repetition_penalty: float | None = None  # above 1, what the text has already becomes less likely
-    greedy: bool = False  # always the likeliest token
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # end before this text; may be given several times
-    seed: int = 0  # the same seed, the same text
-    draft: str | None = None  # run directory of a smaller model with the same tokenizer, to guess ahead
-    # of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
-    weights: Precision | None = None
-    cache_dtype: Precision | None = None  # of keys and values; None: the model's
-    stream: bool = True  # on a terminal, show the text as it is written
-    json: bool = False  # print JSON instead of text
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Loss, perplexity and bits per character of a run, on its validation split or on any text."""
-
-    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
-    data: str | None = None  # a UTF-8 text file; None: the run's validation split
-    # of the matrices, to see what fewer bits cost; None: as trained
-    weights: Precision | None = None
-    json: bool = False  # print JSON instead of text
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Compile a training step, without running it: memory, exchanges, and how fast it could be."""
-
-    topology: str | None = None  # a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
-    json: bool = False  # print JSON instead of a table
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]  # whose fields are options too
 
 
 def train(argv: list[str]) -> None:
@@ -191,6 +140,17 @@ def evaluate(argv: list[str]) -> None:
         print(f"{found['bits_per_character']:.4f} bits per character")
 
 
+def replay(argv: list[str]) -> None:
+    options = _parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
+    find_run(options.run)
+    _prepare_jax()
+    from jaxgpt.autopsy import in_json
+    from jaxgpt.replay import replay, replay_table
+
+    found = replay(options.run, options.step, say=_say)
+    print(json.dumps(in_json(dataclasses.asdict(found))) if options.json else replay_table(found))
+
+
 def plan(argv: list[str]) -> None:
     experiment = _named_experiment(argv) or EXPERIMENTS["quickstart"]()
     options = _parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
@@ -204,7 +164,13 @@ def plan(argv: list[str]) -> None:
     print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
 
 
-VERBS: dict[str, Callable[[list[str]], None]] = {"train": train, "sample": sample, "evaluate": evaluate, "plan": plan}
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "sample": sample,
+    "evaluate": evaluate,
+    "replay": replay,
+    "plan": plan,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

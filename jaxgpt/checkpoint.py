@@ -190,13 +190,14 @@ class Checkpoints:
                 raise Damaged(f"{directory} is of step {saved}")
         raise Damaged(f"{directory / manifest.NAME} is none of a checkpoint")
 
-    def good(self, which: str = "last") -> int | None:
+    def good(self, which: str = "last", *, before: float = math.inf) -> int | None:
         """The last or the best checkpoint of which every file is as it was saved; None if there are no checkpoints.
 
-        Warns of each damaged one that it passes over. Raises `UserError` if no good one is left.
+        before: of the steps below this one. Warns of each damaged one that it passes over. Raises `UserError` if no
+        good one is left.
         """
         damaged: dict[int, str] = {}
-        while left := [step for step in self.steps() if step not in damaged]:
+        while left := [step for step in self.steps() if step < before and step not in damaged]:
             step = self._best(left) if which == "best" else max(left)
             assert step is not None
             try:
@@ -252,16 +253,16 @@ class Checkpoints:
             return reader.restore(directory / "state", args=args)
 
 
+def _rest(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "opt_state": state.opt_state, "guard": state.guard}
+
+
 def open_checkpoints(run: Path) -> Checkpoints:
     """Of an existing run; raises `UserError` if it has none yet."""
     checkpoints = Checkpoints(run / "checkpoints")
     if not checkpoints.steps():
         raise UserError(f"{run} has no checkpoint yet: train it with `jaxgpt train --run-dir {run}`")
     return checkpoints
-
-
-def _rest(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "opt_state": state.opt_state}
 
 
 def _describe(tree: Any) -> dict[str, str]:

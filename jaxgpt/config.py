@@ -128,11 +128,19 @@ class OptimConfig:
     weight_decay: float = 0.1  # on matrices only, times the learning rate
     momentum: float = 0.95  # Muon's
     grad_clip: float | None = 1.0  # global norm; None: no clipping
+    # skip a step whose gradient norm is over so many times the median of the last 128 taken; None: take any finite one
+    skip_spikes: float | None = None
+    max_skipped: int = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
         _check_types(self)
         _above_zero(self, "learning_rate", "muon_learning_rate", "eps", "grad_clip")
         _at_least(self, 0, "warmup_steps", "weight_decay")
+        _at_least(self, 1, "max_skipped")
+        if self.skip_spikes is not None and self.skip_spikes <= 1.0:
+            raise UserError(
+                f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
+            )
         for name in ("beta1", "beta2", "momentum"):
             _in_range(self, name, 0.0, 1.0)
         if not 0.0 <= self.min_lr_ratio <= 1.0:

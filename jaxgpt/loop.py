@@ -7,28 +7,28 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
+from jaxgpt.autopsy import why_skipped, write_autopsy
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import Dataset, prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
-from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.interrupts import signals
-from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.log import Log
+from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import device_kind, keep_freed_memory
-from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.device import keep_freed_memory
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.paths import RUNS, is_run
-from jaxgpt.progress import Display
 from jaxgpt.record import claim, existing_run, refuse_other_configuration, refuse_other_data, write_record
 from jaxgpt.run import Run, load, resolve_vocab
+from jaxgpt.train import NOT_FINITE, run_keys
 from jaxgpt.viz.curves import plot_losses
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a finite number; the last checkpoint is from before."""
+    """Too many steps in a row could not be taken; the last checkpoint is from before them."""
 
 
 def fit(
@@ -51,7 +51,7 @@ def fit(
 
     fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
     Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
-    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite;
+    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
     `SaveFailed` if a checkpoint or the metrics cannot be written.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
@@ -104,16 +104,16 @@ def _train(
     start: int,
     progress: bool,
 ) -> None:
-    """From the checkpoint of step `start`, 0 for none, to the end."""
+    """From the checkpoint of step `start`, 0 for none, to the end. experiment: with the size of its vocabulary."""
     train, strategy, shares = experiment.train, trainer.strategy, trainer.shares
     leader = multihost.is_leader()
     keep_freed_memory()
-    init_key, dropout_key = jax.random.split(jax.random.key(train.seed))
+    init_key, dropout_key = run_keys(train.seed)
     state = strategy.from_checkpoint(checkpoints.restore(start, strategy.state)) if start else strategy.init(init_key)
     kept = read_metrics(directory / "metrics.jsonl")
     best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
 
-    log = _Log(experiment, trainer, directory, start, kept, show=progress and leader)
+    log = Log(experiment, trainer, directory, start, kept, show=progress and leader)
     log.introduce(dataset)
     batches = training_batches(
         dataset.train,
@@ -124,18 +124,52 @@ def _train(
         rows=strategy.rows(train.batch_size),
     )
     pending: deque = deque()  # (step, its metrics, still on the device)
+    in_row, examined = 0, False  # steps skipped up to the last one settled; whether an autopsy was made
 
     def settle(limit: int) -> None:
         """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
+        nonlocal in_row
         while len(pending) > limit:
             step, on_device = pending.popleft()
-            found = {name: float(value) for name, value in on_device.items()}
-            if not math.isfinite(found["loss"]):
-                raise Diverged(
-                    f"the loss is {found['loss']} at step {step}: lower --optim.learning-rate, or raise "
-                    f"--optim.warmup-steps. The last checkpoint is step {checkpoints.last() or 'none'}."
-                )
-            log.step(step, **found)
+            in_row = int(on_device["in_row"])
+            if in_row:
+                skip(step, on_device)
+            else:
+                log.step(step, **{name: float(on_device[name]) for name in ("loss", "grad_norm", "learning_rate")})
+
+    def skip(step: int, on_device: dict) -> None:
+        """Tell of a step that was not taken; the first that is not finite is looked into."""
+        nonlocal examined
+        why = why_skipped(on_device)
+        log.skipped(step, why)
+        if int(on_device["skipped"]) == NOT_FINITE and not examined:
+            examined = True
+            if leader:
+                with log.clock.paused():
+                    why = write_autopsy(
+                        directory,
+                        experiment=experiment,
+                        trainer=trainer,
+                        dataset=dataset,
+                        state=state,
+                        key=dropout_key,
+                        step=step,
+                        metrics=on_device,
+                        later=[later for _, later in pending],
+                    )
+        log.say(f"step {step} skipped: {why}")
+        if in_row >= experiment.optim.max_skipped:
+            raise Diverged(
+                diverged(f"{in_row} steps in a row were skipped, up to step {step}: {why_skipped(on_device)}")
+            )
+
+    def diverged(what: str) -> str:
+        looked = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
+        return (
+            f"{what}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
+            f"{'' if experiment.optim.skip_spikes is None else ' or --optim.skip-spikes'}."
+            f"{looked} The last checkpoint is step {checkpoints.last() or 'none'}."
+        )
 
     def validate() -> float | None:
         """None: a signal came between, and saving goes first."""
@@ -157,13 +191,13 @@ def _train(
             val_loss, _ = mean_loss(trainer.evaluate, state.params, until_asked())
         return None if caught else val_loss
 
-    def due(step: int) -> bool:
+    def measures(step: int) -> bool:
         return step % train.eval_every == 0 or step == train.steps
 
-    lost = False
+    lost = due = False
     try:
         with signals() as caught:
-            if start and due(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
+            if start and measures(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
                 # The signal that ended the last sitting came before this could be measured.
                 val_loss = validate()
                 if val_loss is not None:
@@ -183,15 +217,24 @@ def _train(
 
                 stop = bool(caught) or multihost.stop_requested(step)
                 val_loss = None
-                if due(step) and not stop:
+                if measures(step) and not stop:
                     settle(0)
                     val_loss = validate()
-                    if val_loss is not None:
-                        log.validation(step, val_loss)
-                    stop = stop or bool(caught)
+                    stop = bool(caught)
+                if val_loss is not None:
+                    log.validation(step, val_loss)
+                    if not math.isfinite(val_loss):  # never the best
+                        if step == train.steps:
+                            raise Diverged(diverged(f"the last validation loss is {val_loss}"))
+                        val_loss = None
                 is_best = val_loss is not None and val_loss < best
-                if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
-                    settle(0)  # a step whose loss is not finite is never saved
+                due = due or step % train.checkpoint_every == 0 or is_best or step == train.steps or stop
+                if due:
+                    settle(0)
+                # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken
+                # step is saved instead. A finite validation loss says that they are not.
+                if due and (not in_row or val_loss is not None or stop):
+                    due = False
                     with log.clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best
@@ -218,95 +261,3 @@ def _train(
         if leader:
             with contextlib.suppress(OSError):  # a full disk has been told by now
                 plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)
-
-
-class _Log:
-    """What the loop says: lines of metrics.jsonl, and the display. Only the first process says anything."""
-
-    def __init__(
-        self, experiment: Experiment, trainer: Trainer, directory: Path, start: int, kept: list[dict], *, show: bool
-    ):
-        self._experiment, self._trainer, self._directory, self._start = experiment, trainer, directory, start
-        train = experiment.train
-        self._n_params = count_parameters(trainer.strategy.state.params)
-        self._tokens_per_step = train.batch_size * experiment.model.block_size
-        limits = peaks(device_kind())  # None: unknown, and so is the MFU
-        devices = len(trainer.strategy.devices)
-        per_token = train_flops_per_token(experiment.model, self._n_params)
-        self._mfu_of_rate = None if limits is None else per_token / (limits.flops * devices)
-        self._display = Display(train.steps, start, show=show)
-        self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_leader() else None)
-        self.clock = _Clock(max((line.get("seconds") or 0.0 for line in kept), default=0.0))
-        self._logged_at = (start, self.clock.working())
-
-    def introduce(self, dataset: Dataset) -> None:
-        experiment, strategy, shares = self._experiment, self._trainer.strategy, self._trainer.shares
-        say, train = self._display.say, experiment.train
-        hardware = f"{len(strategy.devices)} x {device_kind()}, {self._trainer.options.reason}"
-        say(f"{experiment.name}: {self._n_params:,} parameters, {hardware}")
-        if shares.shards * shares.accumulation > 1:
-            say(
-                f"{strategy.name}: {train.batch_size} sequences per step are {shares.shards} parts of "
-                f"{shares.accumulation} micro-batch{'es' * (shares.accumulation > 1)} of {shares.micro}"
-            )
-        say(
-            f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-            f"vocabulary {experiment.model.vocab_size}; {self._tokens_per_step:,} tokens per step; run in {self._directory}"
-        )
-        if self._start:
-            say(f"continuing at step {self._start} of {train.steps}")
-
-    def compiled(self, step: int, seconds: float) -> None:
-        self._logged_at = (step, self.clock.working())
-        self._display.say(
-            f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)"
-        )
-
-    def step(self, step: int, *, loss: float, grad_norm: float, learning_rate: float) -> None:
-        train = self._experiment.train
-        if step % train.log_every and step != train.steps:
-            return
-        then, at = self._logged_at
-        self._logged_at = (step, self.clock.working())
-        tokens = (step - then) * self._tokens_per_step
-        # Unknown for the first step, which is compilation.
-        rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
-        self._file.write(
-            step=step,
-            tokens=step * self._tokens_per_step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            tokens_per_second=rate,
-            mfu=None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate,
-            seconds=self.clock.total(),
-        )
-        self._display.update(step, loss=loss, rate=rate)
-
-    def validation(self, step: int, val_loss: float) -> None:
-        self._file.write(step=step, val_loss=val_loss)
-        self._display.update(step, val_loss=val_loss)
-
-    def close(self) -> None:
-        self._display.close()
-        self._file.close()
-
-
-class _Clock:
-    """Seconds of a run over all its sittings, and those of them spent on steps rather than on pauses."""
-
-    def __init__(self, before: float):
-        self._start = time.monotonic() - before
-        self._pauses = 0.0
-
-    def total(self) -> float:
-        return time.monotonic() - self._start
-
-    def working(self) -> float:
-        return self.total() - self._pauses
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._pauses += time.monotonic() - began

@@ -13,20 +13,46 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 
+WINDOW = 128  # gradient norms of taken steps that the guard remembers
+ENOUGH = 16  # of them, before another one can be called a spike
+TAKEN, NOT_FINITE, SPIKE = range(3)  # what became of a step: its metrics["skipped"]
+
+
+@struct.dataclass
+class Guard:
+    """What skipped steps leave behind: parameters and optimiser do not know of them."""
+
+    skipped: jax.Array  # int32: steps skipped so far
+    in_row: jax.Array  # int32: of them, those since the last one that was taken
+    norms: jax.Array  # float32 [WINDOW]: gradient norms of the last steps taken, in a ring; NaN: none yet
+
+    @staticmethod
+    def new() -> "Guard":
+        # An array for each, since each is donated.
+        skipped, in_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return Guard(skipped=skipped, in_row=in_row, norms=jnp.full(WINDOW, jnp.nan))
+
 
 @struct.dataclass
 class TrainState:
     """All that changes from step to step; with the experiment and the data it is the whole run."""
 
-    step: jax.Array  # int32: optimiser steps taken
+    step: jax.Array  # int32: batches seen, of which all but `guard.skipped` moved the parameters
     params: Any  # float32
     opt_state: optax.OptState
+    guard: Guard
+
+
+def run_keys(seed: int) -> tuple[jax.Array, jax.Array]:
+    """A run's two keys: of its parameters, and of its dropout."""
+    init_key, dropout_key = jax.random.split(jax.random.key(seed))
+    return init_key, dropout_key
 
 
 def init_state(model: GPT, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state of step 0. Parameters depend on the key alone, not on any batch."""
     params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), guard=Guard.new())
 
 
 def train_step(
@@ -39,9 +65,13 @@ def train_step(
     schedule: optax.Schedule,
     accumulation: int = 1,
     loss_chunk: int | None = None,
+    skip_spikes: float | None = None,
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """One optimiser step on one batch -> (state, {"loss", "grad_norm", "learning_rate"}: float32 scalars).
+    """One optimiser step on one batch -> (state, metrics: scalars).
+
+    metrics: "loss", "grad_norm", "learning_rate" (which the optimiser used, or would have), and those of `judged`.
+    A step that `judged` skips leaves parameters and optimiser as they were; `step` advances, and the data with it.
 
     key: the run's; dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted
     one would. accumulation: micro-batches, run one after the other; gradients are summed, then divided by the
@@ -60,8 +90,7 @@ def train_step(
     if accumulation == 1:
         sums = gradients(batch, 0)
     else:
-        # Every accumulation-th row: where the rows lie on different devices, each keeps its own.
-        micros = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+        micros = micro_batches(batch, accumulation)
         zero = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
         sums, _ = jax.lax.scan(
             lambda total, x: (jax.tree.map(jnp.add, total, gradients(*x)), None),
@@ -72,14 +101,49 @@ def train_step(
     nats, count, grads = mean(sums)
     count = jnp.where(count > 0, count, 1.0)  # a batch whose every target is masked teaches nothing, and is no NaN
     grads = jax.tree.map(lambda g: g / count, grads)
+    loss, norm = nats / count, optax.tree.norm(grads)
+    guard, verdict = judged(state.guard, state.step, loss, norm, skip_spikes=skip_spikes)
+
+    # The optimiser counts the steps that it takes, and its schedule follows that count.
+    rate = schedule(state.step - state.guard.skipped)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {
-        "loss": nats / count,
-        "grad_norm": optax.tree.norm(grads),
-        "learning_rate": schedule(state.step),
-    }
-    return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    new = (optax.apply_updates(state.params, updates), opt_state)
+    old = (state.params, state.opt_state)
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(verdict["skipped"] == TAKEN, new, old), new, old)
+    state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, guard=guard)
+    return state, {"loss": loss, "grad_norm": norm, "learning_rate": rate} | verdict
+
+
+def judged(
+    guard: Guard, step: jax.Array, loss: jax.Array, norm: jax.Array, *, skip_spikes: float | None
+) -> tuple[Guard, dict[str, jax.Array]]:
+    """(the guard after this step, {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_row": steps skipped in a row}).
+
+    A finite gradient norm is enough for finite updates: it bounds the squares that Adam keeps. skip_spikes: how many
+    times the median of the last WINDOW norms is too much; the metrics have that "median" then. None: any is taken.
+    """
+    count = step - guard.skipped
+    skipped = jnp.where(jnp.isfinite(loss) & jnp.isfinite(norm), TAKEN, NOT_FINITE)
+    told = {}
+    if skip_spikes is not None:
+        told["median"] = jnp.nanmedian(guard.norms)
+        spike = (count >= ENOUGH) & (norm > skip_spikes * told["median"])
+        skipped = jnp.where(spike & (skipped == TAKEN), SPIKE, skipped)
+    taken = skipped == TAKEN
+    guard = Guard(
+        skipped=jnp.where(taken, guard.skipped, guard.skipped + 1),
+        in_row=jnp.where(taken, 0, guard.in_row + 1),
+        norms=jnp.where(taken, guard.norms.at[count % WINDOW].set(norm), guard.norms),
+    )
+    return guard, {"skipped": skipped, "in_row": guard.in_row} | told
+
+
+def micro_batches(batch: Batch, accumulation: int) -> Batch:
+    """The same rows with a first axis of turns: each has every accumulation-th row.
+
+    Where the rows lie on different devices, each keeps its own.
+    """
+    return jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
 def batch_loss(

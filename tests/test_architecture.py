@@ -14,15 +14,16 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__"],
-    ["loop", "plan"],
-    ["run", "progress"],
+    ["loop", "plan", "replay"],
+    ["run", "autopsy", "log"],
+    ["progress"],
     ["record", "interrupts"],
     ["evaluate", "checkpoint", "sample"],
     ["parallel"],
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz", "manifest"],
     ["layers"],
-    ["presets"],
+    ["presets", "options"],
     ["config", "paths"],
     ["errors"],
 ]
@@ -37,7 +38,7 @@ HOMES = {
     "tokenizers": ["data.tokenizer"],
     "matplotlib": ["viz.curves"],
     "filelock": ["record"],
-    "tyro": ["__main__"],
+    "tyro": ["__main__", "options"],
     "rich": ["progress"],
 }
 

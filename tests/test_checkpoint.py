@@ -21,7 +21,7 @@ from jaxgpt.manifest import Damaged
 from jaxgpt.metrics import read_metrics
 from jaxgpt.record import claim, read_record
 from jaxgpt.run import load
-from jaxgpt.train import TrainState
+from jaxgpt.train import Guard, TrainState
 from tests.helpers import run_command, tiny_experiment
 
 FLIPS = 100  # single bits, over all files of a checkpoint
@@ -29,7 +29,9 @@ FLIPS = 100  # single bits, over all files of a checkpoint
 
 def small_state(step, size=16):
     params = {"a": {"kernel": jax.numpy.arange(size * size, dtype="float32").reshape(size, size) + step}}
-    return TrainState(step=jax.numpy.int32(step), params=params, opt_state=optax.adam(1e-3).init(params))
+    return TrainState(
+        step=jax.numpy.int32(step), params=params, opt_state=optax.adam(1e-3).init(params), guard=Guard.new()
+    )
 
 
 def save(directory, steps, losses=(), **policy):

@@ -15,7 +15,7 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.single import single
-from jaxgpt.train import eval_step, init_state, train_step
+from jaxgpt.train import ENOUGH, NOT_FINITE, SPIKE, TAKEN, WINDOW, Guard, eval_step, init_state, judged, train_step
 from tests.helpers import TINY, tokens_BT
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
@@ -65,7 +65,7 @@ def test_it_learns(name):
 def test_metrics():
     _, compiled, state = make_step()
     _, metrics = compiled(state, make_batch(), jax.random.key(1))
-    assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_row"}
     chex.assert_tree_all_finite(metrics)
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
 
@@ -151,6 +151,49 @@ def test_one_compilation_and_donated_state():
         before = state
         state, _ = compiled(state, make_batch(), jax.random.key(seed))
         assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+
+
+def poisoned(batch):
+    """With one target outside the vocabulary, whose loss is NaN."""
+    return batch._replace(targets_BT=batch.targets_BT.at[1, 2].set(CONFIG.vocab_size))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(accumulation):
+    """Parameters and optimiser bit for bit; only the batches go on, and the learning rate waits."""
+    _, compiled, state = make_step(accumulation=accumulation)
+    key, batch = jax.random.key(1), make_batch()
+    _, one = run(compiled, state, 3)
+    bad, told = compiled(one, poisoned(batch), key)
+    assert not np.isfinite(float(told["loss"]))
+    assert (int(told["skipped"]), int(told["in_row"])) == (NOT_FINITE, 1)
+    chex.assert_trees_all_equal((bad.params, bad.opt_state), (one.params, one.opt_state))
+    assert (int(bad.step), int(bad.guard.skipped)) == (4, 1)
+    bad, told = compiled(bad, poisoned(batch), key)
+    assert int(told["in_row"]) == 2
+    after, told = compiled(bad, batch, key)
+    expected, as_told = compiled(one, batch, key)
+    chex.assert_trees_all_equal((after.params, after.opt_state), (expected.params, expected.opt_state))
+    assert (int(told["skipped"]), int(told["in_row"]), int(after.guard.skipped)) == (TAKEN, 0, 2)
+    assert float(told["learning_rate"]) == float(as_told["learning_rate"])
+
+
+def test_spikes_are_judged_by_the_median_of_the_steps_taken():
+    """Against the same in NumPy, over more norms than are remembered; some are spikes, some not finite."""
+    judge = jax.jit(functools.partial(judged, skip_spikes=3.0))
+    rng = np.random.default_rng(0)
+    norms = np.exp(rng.normal(size=3 * WINDOW)).astype(np.float32)
+    norms[40], norms[5], norms[200] = np.nan, 1e6, 1e6
+    guard, taken = Guard.new(), []
+    for step, norm in enumerate(norms):
+        expected = TAKEN if np.isfinite(norm) else NOT_FINITE
+        if expected == TAKEN and len(taken) >= ENOUGH and norm > 3.0 * np.median(taken[-WINDOW:]):
+            expected = SPIKE
+        guard, told = judge(guard, jnp.int32(step), jnp.float32(1.0), jnp.float32(norm))
+        assert int(told["skipped"]) == expected, step
+        taken += [norm] * (expected == TAKEN)
+    assert int(guard.skipped) == len(norms) - len(taken) > 30
+    assert 1e6 in taken and np.sum(norms == 1e6) == 2  # the first was too early to be judged
 
 
 def test_golden_losses():

@@ -150,3 +150,12 @@ def whole_everywhere() -> jax.sharding.Sharding:
 def one_copy(tree: Any) -> Any:
     """Of arrays that lie whole on devices of this process: the first copy, without moving it."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
+def on_one_device(tree: Any) -> Any:
+    """The arrays on a device of this process; None where it holds only parts of them."""
+    arrays = jax.tree.leaves(tree)
+    if not all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
+        return None
+    device = jax.local_devices()[0]
+    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), tree)

@@ -66,6 +66,7 @@ def pmap(model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[
         name=f"pmap over {len(everywhere)} devices",
         devices=tuple(everywhere),
         shards=len(everywhere),
+        programs=len(everywhere),
         init=jax.jit(init, out_shardings=copies),
         state=placed(shapes, saved_as),
         step=step,

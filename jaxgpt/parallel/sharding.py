@@ -44,7 +44,8 @@ def state_shardings(state: TrainState, axes: Any, optimizer: optax.GradientTrans
         transform_non_params=lambda _: whole,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # where Muon and AdamW leave parameters to each other
     )
-    return TrainState(step=whole, params=params, opt_state=opt_state)  # type: ignore[arg-type]
+    guard = jax.tree.map(lambda _: whole, state.guard)
+    return TrainState(step=whole, params=params, opt_state=opt_state, guard=guard)  # type: ignore[arg-type]
 
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:

@@ -33,6 +33,8 @@ class Strategy:
     name: str  # in words: "pmap over 8 devices"
     devices: tuple[jax.Device, ...]  # that compute, over all processes, in the order in which programs count them
     shards: int  # parts that a batch is cut into
+    # programs side by side, each with a part of the rows and a key of its own, folded from its number; None: one for all
+    programs: int | None = None
     init: Callable[[jax.Array], TrainState]  # key -> state, compiled; each array is made where it stays
     state: TrainState  # shapes and places of a state as checkpoints are read
     step: Callable[[Callable], Any]  # `train_step(state, batch, key)`, compiled; the old state's memory is given on

@@ -45,6 +45,7 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         schedule=learning_rate(experiment.optim, train.steps),
         accumulation=shares.accumulation,
         loss_chunk=parallel.loss_chunk,
+        skip_spikes=experiment.optim.skip_spikes,
     )
     evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
     return Trainer(

@@ -137,7 +137,26 @@ def places() -> dict:
         batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
         state = run.strategy.init(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
-    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses}
+    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses, "guard": guarded()}
+
+
+def guarded() -> dict:
+    """Of each strategy: three steps, the second with one label outside the vocabulary, so that its loss is NaN."""
+    found = {}
+    for name in ("single", "pmap", "all, in pieces"):
+        run = Run(name, "adamw")
+        state, seen, told = run.strategy.init(jax.random.key(0)), [], []
+        for t in range(3):
+            text = tokens(t)
+            if t == 1:
+                text[-1, -1] = 16  # on the last device alone
+            batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+            state, metrics = run.step(state, batch, jax.random.key(1))
+            seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
+            told.append([int(metrics["skipped"]), float(metrics["learning_rate"])])
+        skipped = [[shard.data.item() for shard in state.guard.skipped.addressable_shards]]
+        found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from jaxgpt.optim import make_optimizer
 from jaxgpt.parallel.choose import choose_strategy
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import share
+from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, STRATEGIES
 
@@ -117,6 +118,17 @@ def test_each_device_drops_its_own(places):
     losses = places["dropout"]
     assert abs(losses["pmap on 8"] - losses["pmap on 1"]) > 1e-3
     assert abs(losses["all on 8"] - losses["pmap on 1"]) > 1e-3  # and a mesh with dropout runs
+
+
+@pytest.mark.parametrize("name", ["single", "pmap", "all, in pieces"])
+def test_a_bad_step_is_skipped_by_all_devices_alike(places, name):
+    """One row of one device is bad: no device moves, and all of them go on."""
+    found = places["guard"][name]
+    assert found["same"] == [True, False]
+    skipped, rates = zip(*found["told"], strict=True)
+    assert skipped == (TAKEN, NOT_FINITE, TAKEN)
+    assert rates[0] < rates[1] == rates[2]  # warm-up; the rate that was not used is used next
+    assert found["skipped"] == [1] * (1 if name == "single" else 8)
 
 
 # Bad input, on the one device of this process: sizes are checked before anything is compiled.
