@@ -14,15 +14,16 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__"],
-    ["loop", "plan"],
+    ["loop", "plan", "start"],
     ["run", "progress"],
-    ["record", "interrupts"],
+    ["record", "interrupts", "experiment_file"],
     ["evaluate", "checkpoint", "sample", "parallel"],
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz"],
     ["layers"],
     ["presets"],
     ["config", "paths"],
+    ["checks", "files"],
     ["errors"],
 ]
 

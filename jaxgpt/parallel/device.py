@@ -33,13 +33,21 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+def _first_device() -> jax.Device:
+    try:
+        return jax.devices()[0]
+    except RuntimeError as e:  # no such platform, or no driver for it
+        named = os.environ.get("JAX_PLATFORMS")
+        raise UserError(f"JAX finds no device (JAX_PLATFORMS={named!r}): {str(e).splitlines()[0]}") from None
+
+
 def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | None = None) -> ComputeOptions:
     """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
     device: None: the first one. Raises `UserError` if a named kernel cannot do what is asked.
     """
-    device = jax.devices()[0] if device is None else device
+    device = _first_device() if device is None else device
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
