@@ -152,12 +152,16 @@ def sample(argv: list[str]) -> None:
     start_jax()
     from jaxgpt.data.tokenizer import start_token
     from jaxgpt.run import load
+    from jaxgpt.sample.filters import Sampling
 
+    filters = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy")
+    given = {name: getattr(options, name) for name in filters}
+    Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
     run = load(options.run).packed(options.weights)
     if not options.prompt:
         _say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy", "stop")
-    how: dict[str, Any] = {name: getattr(options, name) for name in (*names, "seed", "cache_dtype")}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype")}
+    how |= given
     if options.draft:
         how["draft"] = load(options.draft).packed(options.weights)
     if options.stream and sys.stdout.isatty() and not options.json and options.num_samples == 1:

@@ -8,6 +8,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterable
+from importlib.util import decode_source
 from pathlib import Path
 
 from jaxgpt.config import Experiment
@@ -45,9 +46,11 @@ def _run(path: Path) -> types.ModuleType:
     source = read_bytes(path, LARGEST_FILE)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
-            exec(compile(source, str(path), "exec"), vars(module))
+            exec(compile(decode_source(source), str(path), "exec"), vars(module))
     except SyntaxError as e:
         raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: {e}: save the experiment file as UTF-8") from None
     except (Exception, SystemExit) as e:
         lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
         said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"

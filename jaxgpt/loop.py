@@ -22,7 +22,7 @@ from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.interrupts import signals
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import device_kind, keep_freed_memory
+from jaxgpt.parallel.device import device_kind, keep_freed_memory, refuse_what_cannot_fit
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.paths import RUNS
@@ -67,6 +67,8 @@ def fit(
     model_config = resolve_vocab(model_config, dataset.tokenizer)
     trainer = make_trainer(dataclasses.replace(experiment, model=model_config))
     strategy, shares = trainer.strategy, trainer.shares
+    hidden_bytes = shares.micro * model_config.block_size * model_config.n_embd * 2  # of one activation in 16 bits
+    refuse_what_cannot_fit(strategy.state, hidden_bytes, strategy.devices)
     multihost.meet("everything is checked")
     leader = multihost.is_leader()
     if leader:

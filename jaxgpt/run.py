@@ -141,6 +141,8 @@ class Run:
             )
         if temperature is None:
             temperature = self.experiment.train.sample_temperature
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed={seed}: needs at least 0 and less than 4294967296")
         end = self.tokenizer.end_of_text
         return {
             "key": jax.random.key(seed),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file
+from jaxgpt.files import is_there, open_file, sha256
 from jaxgpt.paths import cache_directory, make_cache, write_whole
 
 CHUNK = 8 * 1024**2  # bytes read at a time, so that a text larger than memory streams
@@ -86,7 +86,7 @@ def corpus_files(name: str) -> list[Path]:
     path = cache_directory() / "corpora" / f"{name}.txt"
     if not path.exists():
         download(corpus, path)
-    elif (found := _sha256(path)) != corpus.sha256:
+    elif (found := sha256(path)) != corpus.sha256:
         raise UserError(
             f"{path} is not the corpus {name!r}: its SHA-256 is {found[:12]}..., needed {corpus.sha256[:12]}... "
             "Delete it to download anew."
@@ -144,6 +144,7 @@ def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
     """
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
+    problem = ""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             text = corpus.clean(_fetch(corpus.url, timeout).decode("utf-8"))
@@ -184,8 +185,3 @@ def _python_docs() -> Path:
         make_cache(path.parent)
         write_whole(path, text)
     return path
-
-
-def _sha256(path: Path) -> str:
-    with open_file(path) as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -119,7 +119,7 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
                 f"{path}: token {int(part[first])} at byte {offset} (token number {at + first}) is outside the vocabulary, "
                 f"0 to {limit - 1}: is this the tokenizer that the file was made with?"
             )
-        digest.update(part)
+        digest.update(part.data)
     return {"tokens": len(tokens), "sha256": digest.hexdigest()}
 
 

@@ -2,8 +2,11 @@
 
 import ctypes
 import dataclasses
+import math
 import os
 import platform
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +101,20 @@ def memory_of(device: jax.Device) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit", stated)
     except jax.errors.JaxRuntimeError:  # a device of a topology, which is not there
         return stated
+
+
+def refuse_what_cannot_fit(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
+    """Raise `UserError` if a training state cannot be in memory, whatever is compiled: the system would kill the process.
+
+    state: shapes. activations: bytes per device that a step needs at the very least. What would fit, `plan` tells.
+    """
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    needed, memory = held // len(devices) + activations, memory_of(devices[0])
+    if memory is not None and needed > memory:
+        raise UserError(
+            f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
+            f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
+        )
 
 
 def keep_freed_memory() -> None:

@@ -51,7 +51,9 @@ def initialize(config: ParallelConfig) -> None:
         )
     except Exception as e:  # whatever the cluster's own library raises
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise UserError(f"the processes could not meet at {where}: {reason}") from None
+        raise UserError(
+            f"the processes could not meet at {where}: {reason}. Is each of them started? Alone, unset what names the others."
+        ) from None
     finally:
         alone.cancel()
 
