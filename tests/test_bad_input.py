@@ -7,12 +7,13 @@ every file where it was and as it was. Rows run in forks of one process (see `zy
 import dataclasses
 import hashlib
 import itertools
-import os
 import re
 import stat
 from typing import get_args, get_type_hints
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
 from tests.bad_inputs import AT_IMPORT, TRAIN, table
@@ -49,22 +50,20 @@ def place(zygote, tmp_path_factory):
     return place
 
 
-def tree(directory):
-    """Every path below, links not followed: its kind, mode, time of change, and what it holds."""
+def tree(directory, read=False):
+    """Every path below, links not followed: mode, size, times of change (the system's own, too), and what it holds."""
     found = {}
     for path in sorted(directory.rglob("*")):
         s = path.lstat()
-        held = os.readlink(path) if path.is_symlink() else None
-        if stat.S_ISREG(s.st_mode):
-            held = hashlib.sha256(path.read_bytes()).hexdigest() if s.st_size < 2**24 else s.st_size
-        found[str(path.relative_to(directory))] = (s.st_mode, s.st_mtime_ns, held)
+        held = hashlib.sha256(path.read_bytes()).hexdigest() if read and stat.S_ISREG(s.st_mode) else None
+        found[str(path.relative_to(directory))] = (s.st_mode, s.st_size, s.st_mtime_ns, s.st_ctime_ns, held)
     return found
 
 
 @pytest.fixture(scope="module")
 def untouched(place):
     """Called after a row: the place is as it was before."""
-    before = [tree(place)]
+    before, held = [tree(place)], tree(place, read=True)
 
     def check():
         now = tree(place)
@@ -75,7 +74,8 @@ def untouched(place):
         before[0] = tree(place)
         assert not changed
 
-    return check
+    yield check
+    assert tree(place, read=True) == held
 
 
 def assert_refused(done, said):

@@ -80,7 +80,9 @@ def open_shard(path: Path) -> np.ndarray:
     else:
         dtype, offset = np.dtype(np.uint16), 0
         if (kind := _other_kind(head, size)) is not None:
-            raise UserError(f"{path} is no token file but {kind}")
+            raise UserError(
+                f"{path} is no token file but {kind}. A .bin needs token ids alone, as nanoGPT and llm.c write them"
+            )
         if size == 0 or size % 2:
             raise UserError(
                 f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short?"
