@@ -124,14 +124,17 @@ def _read_tokens(directory: Path) -> Dataset | None:
         return None
     try:
         meta = read_json(directory / "meta.json", 2**20)
-        fingerprint, dtype = meta["fingerprint"], meta["dtype"]
+        fingerprint = meta["fingerprint"]
         for split in ("train", "val"):
             if sha256(directory / f"{split}.bin") != fingerprint[f"{split}_sha256"]:
                 raise UserError(f"{split}.bin is not what was written")
         tokenizer = tok.load_tokenizer(directory / "tokenizer.json")
         if tok.fingerprint(tokenizer) != fingerprint["tokenizer_sha256"]:
             raise UserError("tokenizer.json is not what was written")
+        dtype = _dtype(tokenizer)
         train, val = (np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "val"))
+        if (len(train), len(val)) != (fingerprint["train_tokens"], fingerprint["val_tokens"]):
+            raise UserError("meta.json is not what was written")
     except (UserError, KeyError, TypeError) as e:
         warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # another process was first
@@ -144,10 +147,14 @@ def _read_tokens(directory: Path) -> Dataset | None:
     )
 
 
+def _dtype(tokenizer: tok.Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
 def _write_tokens(directory: Path, files: list[Path], train_characters: int, tokenizer: tok.Tokenizer) -> None:
     """Stream the text into train.bin and val.bin beside the tokenizer; the directory appears whole or not at all."""
     make_cache(directory.parent)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    dtype = _dtype(tokenizer)
 
     def encode(text: str | None) -> np.ndarray:
         if text is None and tokenizer.end_of_text is not None:
@@ -168,7 +175,7 @@ def _write_tokens(directory: Path, files: list[Path], train_characters: int, tok
             if not count:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"dtype": dtype.name, "fingerprint": _fingerprint(counts, digests, tokenizer)}
+        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
         (partial / "meta.json").write_text(json.dumps(meta))
         os.replace(partial, directory)
     except BaseException:

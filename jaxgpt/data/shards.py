@@ -85,7 +85,7 @@ def open_shard(path: Path) -> np.ndarray:
             )
         if size == 0 or size % 2:
             raise UserError(
-                f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short?"
+                f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
             )
     try:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset)
