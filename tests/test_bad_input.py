@@ -133,7 +133,7 @@ FIELDS = {
     for field in dataclasses.fields(config)
     if (hint := get_type_hints(config)[field.name]) not in (bool, str)
 }
-GENERATED = 60
+GENERATED = 40
 
 
 @given(st.data())

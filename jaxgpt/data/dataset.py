@@ -135,7 +135,7 @@ def _read_tokens(directory: Path) -> Dataset | None:
         train, val = (np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "val"))
         if (len(train), len(val)) != (fingerprint["train_tokens"], fingerprint["val_tokens"]):
             raise UserError("meta.json is not what was written")
-    except (UserError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # another process was first
             aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
