@@ -7,6 +7,7 @@ every file where it was and as it was. Rows run in forks of one process (see `zy
 import dataclasses
 import hashlib
 import itertools
+import os
 import re
 import stat
 from typing import get_args, get_type_hints
@@ -110,6 +111,18 @@ def test_the_same_in_a_fresh_process(place, untouched, row):
     argv, env, said = row
     assert_refused(fresh(argv, place, **env), said)
     untouched()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("option", ["--data.path", "--data.tokenizer", "--run-dir"])
+def test_what_may_not_be_read(zygote, tmp_path, option):
+    locked = tmp_path / "locked"
+    locked.write_text(TEXT)
+    (tmp_path / "t.txt").write_text(TEXT)
+    locked.chmod(0)
+    argv = TRAIN[:-2] if option == "--data.path" else TRAIN
+    said = "locked exists and is not" if option == "--run-dir" else "cannot read locked: Permission denied"
+    assert_refused(zygote.run([*argv, option, "locked"], tmp_path), said)
 
 
 def bad_values(hint):
