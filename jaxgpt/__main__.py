@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import importlib.util
 import io
 import json
-import logging
 import os
 import re
 import sys
@@ -24,11 +21,13 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jaxgpt.config import Experiment
+from jaxgpt.config import LARGEST_COUNT, LARGEST_SIZE, Experiment
 from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.experiment_file import close, load_experiment
 from jaxgpt.options import EvaluateOptions, PlanOptions, ReplayOptions, SampleOptions, TrainOptions
 from jaxgpt.paths import find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
+from jaxgpt.start import start_jax
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ def train(argv: list[str]) -> None:
 
 
 def _train(options: TrainOptions) -> None:
-    _prepare_jax()
+    start_jax()
     from jaxgpt.interrupts import second_leaves_at_once
     from jaxgpt.loop import Diverged, Interrupted, fit
     from jaxgpt.parallel.multihost import ProcessLost, is_leader
@@ -92,20 +91,29 @@ def _train(options: TrainOptions) -> None:
 
 def sample(argv: list[str]) -> None:
     options = _parse(SampleOptions, argv, "jaxgpt sample [RUN]")
-    for name, value in (("max-new-tokens", options.max_new_tokens), ("num-samples", options.num_samples)):
+    for name, value, most in (
+        ("max-new-tokens", options.max_new_tokens, LARGEST_SIZE),
+        ("num-samples", options.num_samples, LARGEST_COUNT),
+    ):
         if value < 1:
             raise UserError(f"--{name} {value}: needs at least 1")
+        if value > most:
+            raise UserError(f"--{name} {value}: needs at most {most:,}")
     for run in (options.run, *([options.draft] if options.draft else [])):
         find_run(run)  # before jax is imported: a wrong path answers at once
-    _prepare_jax()
+    start_jax()
     from jaxgpt.data.tokenizer import start_token
     from jaxgpt.run import load
+    from jaxgpt.sample.filters import Sampling
 
+    filters = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy")
+    given = {name: getattr(options, name) for name in filters}
+    Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
     run = load(options.run).packed(options.weights)
     if not options.prompt:
         _say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy", "stop")
-    how: dict[str, Any] = {name: getattr(options, name) for name in (*names, "seed", "cache_dtype")}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype")}
+    how |= given
     if options.draft:
         how["draft"] = load(options.draft).packed(options.weights)
     if options.stream and sys.stdout.isatty() and not options.json and options.num_samples == 1:
@@ -127,7 +135,7 @@ def sample(argv: list[str]) -> None:
 def evaluate(argv: list[str]) -> None:
     options = _parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
     find_run(options.run)
-    _prepare_jax()
+    start_jax()
     from jaxgpt.run import evaluate_run, load
 
     run = load(options.run)
@@ -143,7 +151,7 @@ def evaluate(argv: list[str]) -> None:
 def replay(argv: list[str]) -> None:
     options = _parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
     find_run(options.run)
-    _prepare_jax()
+    start_jax()
     from jaxgpt.autopsy import in_json
     from jaxgpt.replay import replay, replay_table
 
@@ -156,7 +164,7 @@ def plan(argv: list[str]) -> None:
     options = _parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
     if options.topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
-    _prepare_jax()
+    start_jax()
     from jaxgpt.plan import plan, table
     from jaxgpt.run import vocabulary
 
@@ -183,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         verb = arguments.pop(0)
         if verb not in VERBS:
             raise UserError(
-                f"unknown verb {verb!r}{_close(verb, VERBS)}. There are {', '.join(VERBS)}: see jaxgpt --help"
+                f"unknown verb {verb!r}{close(verb, VERBS)}. There are {', '.join(VERBS)}: see jaxgpt --help"
             )
         VERBS[verb](arguments)
 
@@ -214,7 +222,7 @@ def _told_in_words():
             warnings.showwarning = showwarning
             yield
     except UserError as e:
-        _say(f"jaxgpt: {e}")
+        _say(_on_one_line(f"jaxgpt: {e}"))
         raise SystemExit(2) from None
     except KeyboardInterrupt:  # before or after the loop, which saves: there is nothing to save
         _say("interrupted")
@@ -222,14 +230,32 @@ def _told_in_words():
     except BrokenPipeError:  # `jaxgpt sample | head`
         sys.stderr.close()
         raise SystemExit(1) from None
+    except OSError as e:  # a full disk, a directory without permission: the place, not the program
+        if e.filename is None:
+            raise
+        _say(_on_one_line(f"jaxgpt: {e.filename}: {e.strerror}"))
+        raise SystemExit(2) from None
+
+
+def _on_one_line(text: str, most: int = 1000) -> str:
+    """What came from files and arguments may hold anything: line ends, control codes, megabytes."""
+    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def _parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
     """tyro's parse, with its framed messages told in one line."""
     told = io.StringIO()
+    names = [a.partition("=")[0].replace("_", "-") for a in argv if a.startswith("--")]
+    if twice := [n for n in names if names.count(n) > 1 and n != "--stop"]:
+        raise UserError(f"{twice[0]} is given twice: once is enough. See {prog} --help")
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)
+            options = tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)
+        for name in ("run", "run_dir", "data", "draft", "topology"):
+            if getattr(options, name, None) == "":
+                raise UserError(f"{name} is empty: name one, or leave it out. See {prog} --help")
+        return options
     except SystemExit as e:
         if e.code in (0, None):
             raise
@@ -248,30 +274,7 @@ def _one_line(framed: str, prog: str) -> str:
 
 def _named_experiment(argv: list[str]) -> Experiment | None:
     """The experiment that the first argument names, if it does, taken off the arguments."""
-    return _load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
-
-
-def _load_experiment(named: str) -> Experiment:
-    """A built-in experiment, or the `experiment` (with FILE.py:NAME, another one) of a Python file, which is run."""
-    if named in EXPERIMENTS:
-        return EXPERIMENTS[named]()
-    file, _, attribute = named.partition(".py:")
-    path = Path(file + ".py") if attribute else Path(named)
-    attribute = attribute or "experiment"
-    if path.suffix != ".py" or not path.is_file():
-        why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
-        raise UserError(
-            f"no experiment {named!r}: {why}{_close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}"
-        )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    experiment = getattr(module, attribute, None)
-    if not isinstance(experiment, Experiment):
-        others = [name for name, value in vars(module).items() if isinstance(value, Experiment)]
-        raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
-    return experiment
+    return load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
 
 
 def _default_experiment(argv: list[str]) -> Experiment:
@@ -285,20 +288,6 @@ def _default_experiment(argv: list[str]) -> Experiment:
 
                 return read_record(directory).experiment
     return EXPERIMENTS["quickstart"]()
-
-
-def _prepare_jax() -> None:
-    from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory
-
-    for name in ("absl", "asyncio"):  # Orbax tells every save in a dozen lines, and a failed one in a hundred
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    keep_freed_memory()
-    enable_compilation_cache()
-
-
-def _close(word: str, known) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _quote(text: str) -> str:

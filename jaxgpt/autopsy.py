@@ -249,6 +249,7 @@ def write_autopsy(
     first = unknown if found is None else f"first not finite: {found.first or 'nothing, the second time'}"
     said = f"{report['why']}; {first}" + ("" if exact else f" (with the parameters of step {of_step})")
     try:
+        place.mkdir(parents=True, exist_ok=True)
         write_whole(
             place / "report.txt", f"step {step}: {said}\n\n{'' if found is None else table(found)}\n\n{command}\n"
         )

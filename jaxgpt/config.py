@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import types
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
+from jaxgpt.checks import check_types as _check_types
+from jaxgpt.checks import short
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
+
+# Far beyond any model, and small enough that products of them, and loops over them, are harmless.
+LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 
@@ -54,6 +57,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_dim")
+        _at_most(self, LARGEST_SIZE, "vocab_size", "block_size", "mlp_dim", "n_embd")
+        _at_most(self, LARGEST_COUNT, "n_layer", "n_head", "n_kv_head")
         _in_range(self, "dropout", 0.0, 1.0)
         _above_zero(self, "norm_eps", "rope_theta", "logit_softcap")
         if self.n_embd % self.n_head:
@@ -106,6 +111,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _at_least(self, 257, "bpe_vocab_size")  # 256 bytes and the end-of-text token
+        _at_most(self, LARGEST_SIZE, "bpe_vocab_size")
+        for name in ("path", "tokenizer"):
+            if getattr(self, name) == "":
+                raise UserError(f"data.{name} is empty: name one, or leave the option out")
         if not 0.0 < self.val_fraction < 1.0:
             raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
 
@@ -174,6 +183,8 @@ class TrainConfig:
         _check_types(self)
         _at_least(self, 1, "steps", "batch_size", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
         _at_least(self, 1, "keep_last", "keep_every")
+        _at_most(self, 2**40, "steps")  # what the pipeline counts to
+        _at_most(self, LARGEST_SIZE, "batch_size", "sample_tokens")
         _at_least(self, 0, "sample_tokens", "sample_temperature")
         _in_range(self, "seed", 0, 2**32)
 
@@ -201,6 +212,7 @@ class ParallelConfig:
         _at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout")
         _at_least(self, 0, "process_id")
         sizes = (self.data, self.fsdp, self.tensor)
+        _at_most(self, LARGEST_SIZE, "processes", "data", "fsdp", "tensor")
         if any(n < 1 and n != -1 for n in sizes) or sizes.count(-1) > 1:
             raise UserError(
                 f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
@@ -227,8 +239,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        if not self.name or not self.name.replace("-", "").replace("_", "").isalnum():
-            raise UserError(f"name={self.name!r}: it names a directory, so letters, digits, '-' and '_' only")
+        if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
+            raise UserError(
+                f"name={short(self.name)}: it names a directory, so letters, digits, '-' and '_' only, at most 200 bytes"
+            )
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:
             near = [n for n in range(1, context) if context % n == 0]
@@ -258,8 +272,10 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            raise UserError(f"unknown field {where}{key}" + (f": did you mean {where}{close[0]}?" if close else ""))
+            close = difflib.get_close_matches(str(key)[:80], fields, n=1)
+            raise UserError(
+                f"unknown field {where}{str(key)[:80]}" + (f": did you mean {where}{close[0]}?" if close else "")
+            )
     missing = [
         name
         for name, f in fields.items()
@@ -287,49 +303,18 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def _check_types(config: Any) -> None:
-    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        if not _is_a(value, hint):
-            raise UserError(f"{field.name}={value!r}: needs {_say(hint)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{field.name}={value}: needs a finite number")
-
-
-def _is_a(value: Any, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_is_a(value, h) for h in get_args(hint))
-    if hint is float:  # an int is a fine learning rate; True is not
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _say(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_say(h) for h in get_args(hint))
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "nothing (None)",
-    }
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
 def _at_least(config: Any, low: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < low:
             raise UserError(f"{name}={value}: needs at least {low}")
+
+
+def _at_most(config: Any, high: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > high:
+            raise UserError(f"{name}={value}: needs at most {high:,}")
 
 
 def _above_zero(config: Any, *names: str) -> None:

@@ -23,7 +23,7 @@ from jaxgpt.interrupts import signals
 from jaxgpt.log import Log
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import keep_freed_memory
+from jaxgpt.parallel.device import keep_freed_memory, refuse_what_cannot_fit
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.record import claim, existing_run, refuse_other_configuration, refuse_other_data, write_record
@@ -66,6 +66,9 @@ def fit(
         refuse_other_data(directory, dataset)
     resolved = dataclasses.replace(experiment, model=resolve_vocab(experiment.model, dataset.tokenizer))
     trainer = make_trainer(resolved)
+    strategy, model = trainer.strategy, resolved.model
+    hidden_bytes = trainer.shares.micro * model.block_size * model.n_embd * 2  # of one activation in 16 bits
+    refuse_what_cannot_fit(strategy.state, hidden_bytes, strategy.devices)
     multihost.meet("everything is checked")
 
     with contextlib.ExitStack() as owned:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.errors import SaveFailed
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.files import is_there, open_file, parse_json
 from jaxgpt.paths import write_whole
 
 
@@ -34,17 +36,25 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines in order, without those that a kill or a full disk cut short."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            found.append(values)
-    return found
+    """The lines in order; what is no such line is left out: one that a kill cut short, or a damaged disk garbled."""
+    if not is_there(path, "It holds the run's losses."):
+        return []
+    with open_file(path) as f:
+        return [line for raw in f if (line := _line(raw)) is not None]
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = parse_json(raw, "the line")
+    except UserError:
+        return None
+    if not isinstance(line, dict) or not all(_is_plain(value) for value in line.values()):
+        return None
+    return line if type(line.get("step")) is int and line["step"] >= 0 else None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) is str or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 
 def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:

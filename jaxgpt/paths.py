@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
 
 RUNS = Path("runs")
 
@@ -13,11 +14,26 @@ def cache_directory() -> Path:
     """`$JAXGPT_CACHE`, or jaxgpt's folder in the user's cache directory."""
     if named := os.environ.get("JAXGPT_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt"
+    except RuntimeError:  # no HOME, and a user whom the system does not know
+        raise UserError("there is no home directory for the cache: set JAXGPT_CACHE to a directory") from None
+
+
+def make_cache(directory: Path) -> None:
+    """A directory of the cache, that can be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except (OSError, ValueError) as e:
+        raise UserError(
+            f"cannot write into the cache {directory}: {getattr(e, 'strerror', None) or e}. JAXGPT_CACHE names another place."
+        ) from None
 
 
 def is_run(directory: Path) -> bool:
-    return (directory / "experiment.json").is_file()
+    return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
 
 def find_run(run: str | Path | None) -> Path:
@@ -40,8 +56,7 @@ def _runs() -> list[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, though the power fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file, into a directory that is there, so that it is there whole or not at all, though the power fails."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as f:

@@ -15,9 +15,11 @@ from typing import Any
 
 import filelock
 
-from jaxgpt.config import Experiment, differences, from_dict, to_dict
+from jaxgpt.checks import short
+from jaxgpt.config import LARGEST_SIZE, Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_json
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.paths import is_run, write_whole
 
@@ -25,6 +27,7 @@ FORMAT = 2  # of experiment.json and the run directory; raised when an older rea
 OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
 LOCK = ".lock"
 CHANGEABLE = (
+    "optim.max_skipped",
     "data.path",
     "data.corpus",
     "model.remat",
@@ -34,6 +37,7 @@ CHANGEABLE = (
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
 BEGINNINGS = re.compile(r"\.lock|(tokenizer|experiment)\.json(\..*)?")
+LARGEST_RECORD = 2**24  # bytes of experiment.json: a hundred thousand token files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,25 +75,23 @@ def write_record(directory: Path, experiment: Experiment, dataset: Dataset, voca
 
 def read_record(directory: Path) -> Record:
     path = directory / "experiment.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} cannot be read: {e}") from None
+    record = read_json(path, LARGEST_RECORD)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else None
         why = OLDER.get(found) if isinstance(found, int) else None
         why = (
             "was it written by a newer version?" if why is None else f"{why}. The jaxgpt that wrote it still reads it."
         )
-        raise UserError(f"{path} has format {found!r}, this jaxgpt reads {FORMAT}: {why}")
+        raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
     vocab_size, data = record.get("vocab_size"), record.get("data")
-    if not isinstance(vocab_size, int) or vocab_size < 1 or not isinstance(data, dict):
-        raise UserError(f"{path} is damaged: vocab_size={vocab_size!r}, data={data!r}")
-    return Record(
-        experiment=from_dict(Experiment, record.get("experiment"), "experiment."),
-        vocab_size=vocab_size,
-        data=data,
-    )
+    if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE or not isinstance(data, dict):
+        raise UserError(f"{path} is damaged: vocab_size={short(vocab_size)}, data={short(data)}")
+    try:
+        experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
+        dataclasses.replace(experiment.model, vocab_size=vocab_size)
+    except UserError as e:
+        raise UserError(f"{path} is damaged, or of another version: {e}") from None
+    return Record(experiment=experiment, vocab_size=vocab_size, data=data)
 
 
 def _git_commit() -> str | None:
@@ -109,7 +111,7 @@ def _git_commit() -> str | None:
 def existing_run(directory: Path, fresh: bool) -> bool:
     if is_run(directory):
         return not fresh
-    if directory.exists() and not (
+    if is_there(directory, "Name another place with --run-dir.") and not (
         directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
     ):
         raise UserError(
@@ -135,15 +137,27 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
 
 
 def refuse_other_data(directory: Path, dataset: Dataset) -> None:
-    before = read_record(directory).data
-    changed = [name for name, value in dataset.fingerprint.items() if before.get(name) != value]
+    changed = changed_data(read_record(directory).data, dataset.fingerprint)
     if changed:
-        listed = ", ".join(
-            f"{name} {str(before.get(name))[:12]} -> {str(dataset.fingerprint[name])[:12]}" for name in changed
-        )
         raise UserError(
-            f"{directory} was trained on other data: {listed}. Give the same text, another --run-dir, or --fresh."
+            f"{directory} was trained on other data: {', '.join(changed[:8])}. Give the same text, another --run-dir, or --fresh."
         )
+
+
+def changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, in words: token files by name, wherever they lie now."""
+    files, files_now = before.get("files"), now.get("files")
+    if isinstance(files, dict) and isinstance(files_now, dict):
+        changed = [f"{name} is missing" for name in files if name not in files_now]
+        changed += [f"{name} is new" for name in files_now if name not in files]
+        changed += [f"{name} has changed" for name in files if name in files_now and files[name] != files_now[name]]
+        if changed:
+            return changed
+    return [
+        f"{name} {str(before.get(name))[:12]} -> {str(value)[:12]}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
 
 
 def claim(directory: Path, fresh: bool) -> filelock.BaseFileLock:

@@ -25,7 +25,7 @@ from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run
-from jaxgpt.record import read_record
+from jaxgpt.record import changed_data, read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
 from jaxgpt.sample.score import score
@@ -141,6 +141,8 @@ class Run:
             )
         if temperature is None:
             temperature = self.experiment.train.sample_temperature
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed={seed}: needs at least 0 and less than 4294967296")
         end = self.tokenizer.end_of_text
         return {
             "key": jax.random.key(seed),
@@ -182,6 +184,11 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
     directory = find_run(run)
     record = read_record(directory)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
+    if fingerprint(tokenizer) != record.data.get("tokenizer_sha256"):
+        raise UserError(
+            f"{directory / 'tokenizer.json'} is not the tokenizer that the run was trained with: its ids would mean other "
+            "text. Put back the file that experiment.json names by its SHA-256."
+        )
     experiment = record.experiment
     config = dataclasses.replace(experiment.model, vocab_size=record.vocab_size)
     model = GPT(config, **compute_options(config, experiment.train).for_model())
@@ -213,8 +220,10 @@ def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
     config, data = run.model.config, run.experiment.data
     if path is None:
         dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
-        if dataset.fingerprint != read_record(run.directory).data:
-            raise UserError(f"the text of {run.directory} has changed since it was trained: name one with --data FILE")
+        if changed := changed_data(read_record(run.directory).data, dataset.fingerprint):
+            raise UserError(
+                f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
+            )
         tokens, characters = dataset.val, dataset.val_characters
     else:
         text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))

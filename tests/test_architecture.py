@@ -14,10 +14,10 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__"],
-    ["loop", "plan", "replay"],
+    ["loop", "plan", "replay", "start"],
     ["run", "autopsy", "log"],
     ["progress"],
-    ["record", "interrupts"],
+    ["record", "interrupts", "experiment_file"],
     ["evaluate", "checkpoint", "sample"],
     ["parallel"],
     ["train"],
@@ -25,6 +25,7 @@ ROWS = [
     ["layers"],
     ["presets", "options"],
     ["config", "paths"],
+    ["checks", "files"],
     ["errors"],
 ]
 

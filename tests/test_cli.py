@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
@@ -35,7 +36,11 @@ def trained(tmp_path_factory, text_file):
     # A run with another tokenizer, which is older, so that it is not the one taken by default.
     other = directory / "runs/other"
     shutil.copytree(directory / "runs/quickstart", other)
-    (other / "tokenizer.json").write_text('{"jaxgpt": "char", "characters": "abcdefgh"}')
+    tokenizer = CharTokenizer("abcdefgh")
+    (other / "tokenizer.json").write_text(tokenizer.to_json())
+    record = json.loads((other / "experiment.json").read_text())
+    record["data"]["tokenizer_sha256"] = fingerprint(tokenizer)
+    (other / "experiment.json").write_text(json.dumps(record))
     for path in (other, *other.rglob("*")):
         os.utime(path, (0, 0))
     return directory, done

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.__main__ import _load_experiment
 from jaxgpt.config import Experiment
+from jaxgpt.experiment_file import load_experiment
 from jaxgpt.flops import count_parameters
 from jaxgpt.loop import fit
 from jaxgpt.model import GPT
@@ -33,7 +33,7 @@ every_experiment = pytest.mark.parametrize("name", list(variants()), ids=lambda 
 
 @every_experiment
 def test_full_size_by_shape(name):
-    experiment = _load_experiment(name)
+    experiment = load_experiment(name)
     assert isinstance(experiment, Experiment)
     config = dataclasses.replace(experiment.model, vocab_size=experiment.model.vocab_size or 70)
     tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
@@ -58,7 +58,7 @@ def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
 
 @every_experiment
 def test_two_shrunken_steps(name, text_file, tmp_path):
-    e = _load_experiment(name)
+    e = load_experiment(name)
     n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.kv_heads
     model = dataclasses.replace(e.model, vocab_size=None, n_layer=1, n_embd=8 * n_head, n_head=n_head, block_size=8)
     small = dataclasses.replace(

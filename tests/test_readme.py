@@ -52,7 +52,8 @@ def test_every_command_in_order(place):
         elif argv[0] == "python":
             argv = argv[1:]
         if "train" in argv or argv[0].endswith(".py"):
-            argv += SMALL.split()
+            words = SMALL.split()
+            argv += [w for pair in zip(words[::2], words[1::2], strict=True) if pair[0] not in argv for w in pair]
             if not {"--data.path", "--run-dir"} & set(argv):
                 argv += ["--data.path", "mytext.txt"]
         done = run_command(*argv, cwd=place)

@@ -6,15 +6,20 @@ import codecs
 import dataclasses
 import hashlib
 import http.client
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxgpt.errors import UserError
-from jaxgpt.paths import cache_directory, write_whole
+from jaxgpt.files import is_there, open_file, sha256
+from jaxgpt.paths import cache_directory, make_cache, write_whole
 
 CHUNK = 8 * 1024**2  # bytes read at a time, so that a text larger than memory streams
+ATTEMPTS = 3  # at a download
+PAUSE = 0.5  # seconds after the first, twice as many after the second
+LARGEST = 2**28  # bytes of a download; every registered corpus is far below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ def corpus_files(name: str) -> list[Path]:
     path = cache_directory() / "corpora" / f"{name}.txt"
     if not path.exists():
         download(corpus, path)
-    elif (found := _sha256(path)) != corpus.sha256:
+    elif (found := sha256(path)) != corpus.sha256:
         raise UserError(
             f"{path} is not the corpus {name!r}: its SHA-256 is {found[:12]}..., needed {corpus.sha256[:12]}... "
             "Delete it to download anew."
@@ -92,17 +97,18 @@ def corpus_files(name: str) -> list[Path]:
 def user_files(path: str) -> list[Path]:
     """The text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
     root = Path(path)
-    if root.is_dir():
+    if is_there(root, "--data.path takes a text, a folder of them, or .bin shards") and root.is_dir():
         files = sorted(p for p in root.rglob("*.txt") if p.is_file())
         if not files:
             raise UserError(
                 f"{root} has no .txt files: give a UTF-8 text file, a folder of .txt files, or .bin token shards"
             )
         return files
-    if not root.is_file():
+    if not root.exists():
         raise UserError(
             f"no file or folder at {root}: --data.path takes a UTF-8 text file, a folder of them, or .bin shards"
         )
+    open_file(root).close()
     return [root]
 
 
@@ -117,7 +123,7 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         at = 0
         try:
-            with path.open("rb") as f:
+            with open_file(path) as f:
                 while piece := f.read(CHUNK):
                     yield decoder.decode(piece)
                     at += len(piece)
@@ -132,25 +138,41 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 
 def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
-    """Fetch, clean, check, and only then put in place. Raises `UserError`; a wrong file is never left behind."""
+    """Fetch, clean, check, and only then put in place. Raises `UserError`; a wrong file is never left behind.
+
+    What stops half-way, or does not come, is tried again from its beginning. timeout: seconds of silence.
+    """
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(corpus.url, timeout=timeout) as response:
-            raw = response.read()
-        text = corpus.clean(raw.decode("utf-8"))
-    except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
-        if isinstance(e, urllib.error.HTTPError):
-            e.close()  # it is the response as well
-        raise UserError(
-            f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}"
-        ) from None
-    found = hashlib.sha256(text.encode()).hexdigest()
-    if found != corpus.sha256:
-        raise UserError(
-            f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used. {by_hand}"
-        )
-    write_whole(path, text)
+    make_cache(path.parent)
+    problem = ""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            text = corpus.clean(_fetch(corpus.url, timeout).decode("utf-8"))
+            found = hashlib.sha256(text.encode()).hexdigest()
+            if found == corpus.sha256:
+                return write_whole(path, text)
+            # Also what a download cut short looks like, where the server did not say how long it is.
+            problem = (
+                f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used"
+            )
+        except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
+            problem = f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}"
+            if isinstance(e, urllib.error.HTTPError):
+                e.close()  # it is the response as well
+                if e.code < 500:  # not there, or not for us: nor will it be in a second
+                    raise UserError(f"{problem}. {by_hand}") from None
+        if attempt < ATTEMPTS:
+            time.sleep(PAUSE * attempt)
+    raise UserError(f"{problem}, {ATTEMPTS} times. {by_hand}")
+
+
+def _fetch(url: str, timeout: float) -> bytes:
+    with urllib.request.urlopen(url, timeout=timeout) as response:
+        raw = response.read(LARGEST)
+        promised = response.headers.get("Content-Length")
+        if promised is not None and promised.isdigit() and int(promised) != len(raw):
+            raise http.client.IncompleteRead(raw, int(promised) - len(raw))
+    return raw
 
 
 def _python_docs() -> Path:
@@ -160,10 +182,6 @@ def _python_docs() -> Path:
     text = "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
     path = cache_directory() / "corpora" / f"{PYTHON_DOCS}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
     if not path.exists():
+        make_cache(path.parent)
         write_whole(path, text)
     return path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

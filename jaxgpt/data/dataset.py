@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,12 +18,10 @@ import numpy as np
 from jaxgpt.config import DataConfig
 from jaxgpt.data import tokenizer as tok
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
+from jaxgpt.data.shards import bin_files, cut, open_shard, scan
 from jaxgpt.errors import UserError
-from jaxgpt.paths import cache_directory
-
-# llm.c's shards start with 256 int32: magic, version, number of tokens. The magic tells the width of a token.
-LLMC_HEADER_BYTES = 1024
-LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+from jaxgpt.files import read_json, sha256
+from jaxgpt.paths import cache_directory, make_cache
 
 
 class Tokens:
@@ -33,7 +32,7 @@ class Tokens:
         self._ends = np.cumsum([len(s) for s in shards])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
         """`length` ids from `start` on, int32; windows cross from one shard to the next."""
@@ -57,7 +56,7 @@ class Dataset:
     val: Tokens
     tokenizer: tok.Tokenizer
     val_characters: int | None  # for bits per character; None where the text is not known
-    fingerprint: dict  # tokens and SHA-256 of both splits and of the tokenizer
+    fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
 
 
 def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = None) -> Dataset:
@@ -67,7 +66,7 @@ def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = Non
     validation file) is held out. vocab_size: the model's, which tokenizer "ids" needs.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
-    shards = _bin_files(config.path)
+    shards = bin_files(config.path)
     dataset = _from_bins(config, shards, vocab_size) if shards else _from_text(config)
     source = config.path or config.corpus
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
@@ -108,25 +107,54 @@ def _from_text(config: DataConfig) -> Dataset:
 
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     directory = cache_directory() / "tokens" / key
-    if not (directory / "meta.json").is_file():
+    cached = _read_tokens(directory)
+    if cached is None:
         if ready is None:
             train_text = (p for split, p in _split(read_text(files), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
         _write_tokens(directory, files, train_characters, ready)
-    meta = json.loads((directory / "meta.json").read_text())
+        cached = _read_tokens(directory)
+        assert cached is not None
+    return dataclasses.replace(cached, val_characters=characters - train_characters)
+
+
+def _read_tokens(directory: Path) -> Dataset | None:
+    """What `_write_tokens` wrote, if its bytes are still those. What is damaged is said, and moved out of the way."""
+    if not directory.exists():
+        return None
+    try:
+        meta = read_json(directory / "meta.json", 2**20)
+        fingerprint = meta["fingerprint"]
+        for split in ("train", "val"):
+            if sha256(directory / f"{split}.bin") != fingerprint[f"{split}_sha256"]:
+                raise UserError(f"{split}.bin is not what was written")
+        tokenizer = tok.load_tokenizer(directory / "tokenizer.json")
+        if tok.fingerprint(tokenizer) != fingerprint["tokenizer_sha256"]:
+            raise UserError("tokenizer.json is not what was written")
+        dtype = _dtype(tokenizer)
+        train, val = (np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "val"))
+        if (len(train), len(val)) != (fingerprint["train_tokens"], fingerprint["val_tokens"]):
+            raise UserError("meta.json is not what was written")
+    except (ValueError, KeyError, TypeError) as e:
+        warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
+            os.replace(directory, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        return None
     return Dataset(
-        train=Tokens([np.memmap(directory / "train.bin", dtype=meta["dtype"], mode="r")]),
-        val=Tokens([np.memmap(directory / "val.bin", dtype=meta["dtype"], mode="r")]),
-        tokenizer=tok.load_tokenizer(directory / "tokenizer.json"),
-        val_characters=characters - train_characters,
-        fingerprint=meta["fingerprint"],
+        train=Tokens([train]), val=Tokens([val]), tokenizer=tokenizer, val_characters=None, fingerprint=fingerprint
     )
+
+
+def _dtype(tokenizer: tok.Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def _write_tokens(directory: Path, files: list[Path], train_characters: int, tokenizer: tok.Tokenizer) -> None:
     """Stream the text into train.bin and val.bin beside the tokenizer; the directory appears whole or not at all."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    make_cache(directory.parent)
+    dtype = _dtype(tokenizer)
 
     def encode(text: str | None) -> np.ndarray:
         if text is None and tokenizer.end_of_text is not None:
@@ -147,7 +175,7 @@ def _write_tokens(directory: Path, files: list[Path], train_characters: int, tok
             if not count:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"dtype": dtype.name, "fingerprint": _fingerprint(counts, digests, tokenizer)}
+        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
         (partial / "meta.json").write_text(json.dumps(meta))
         os.replace(partial, directory)
     except BaseException:
@@ -200,16 +228,6 @@ def _fingerprint(counts: dict, digests: dict, tokenizer: tok.Tokenizer) -> dict:
     }
 
 
-def _bin_files(path: str | None) -> list[Path]:
-    """The .bin shards behind a path, or none if it is a text."""
-    if path is None:
-        return []
-    root = Path(path)
-    if root.is_dir():
-        return sorted(root.glob("*.bin"))
-    return [root] if root.suffix == ".bin" and root.is_file() else []
-
-
 def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
     """nanoGPT's train.bin and val.bin (bare uint16), or llm.c's shards with a header (`*_val_*.bin` is held out)."""
     if config.tokenizer in ("char", "bpe"):
@@ -224,59 +242,25 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
     else:
         tokenizer = tok.ByteTokenizer() if config.tokenizer == "byte" else tok.load_tokenizer(config.tokenizer)
 
-    train = [_open_shard(f) for f in files if "val" not in f.stem]
-    val = [_open_shard(f) for f in files if "val" in f.stem]
+    train = [f for f in files if "val" not in f.stem]
     if not train:
         raise UserError(f"{config.path} has validation shards only ({files[0].name}): training needs some too")
-    if not val:
-        tokens = sum(len(s) for s in train)
-        train, val = _cut(train, int(tokens * (1.0 - config.val_fraction)))
+    shards = {f: open_shard(f) for f in files}
     limit = max(tokenizer.vocab_size, vocab_size or 0)
-    counts, digests = {}, {}
-    for split, shards in (("train", train), ("val", val)):
-        counts[split], digests[split] = sum(len(s) for s in shards), hashlib.sha256()
-        for shard in shards:
-            for at in range(0, len(shard), 2**22):
-                part = shard[at : at + 2**22]
-                if (largest := int(part.max())) >= limit:
-                    raise UserError(
-                        f"{config.path}: token {largest} in the {split} split is outside the vocabulary, 0 to {limit - 1}: "
-                        "is this the tokenizer that the file was made with?"
-                    )
-                digests[split].update(part.tobytes())
+    held = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
+    before, after = [shards[f] for f in train], [shards[f] for f in files if f not in train]
+    if not after:
+        before, after = cut(before, int(sum(map(len, before)) * (1.0 - config.val_fraction)))
+    train_tokens, val_tokens = Tokens(before), Tokens(after)
     return Dataset(
-        train=Tokens(train),
-        val=Tokens(val),
+        train=train_tokens,
+        val=val_tokens,
         tokenizer=tokenizer,
         val_characters=None,
-        fingerprint=_fingerprint(counts, digests, tokenizer),
+        fingerprint={
+            "train_tokens": len(train_tokens),
+            "val_tokens": len(val_tokens),
+            "files": held,
+            "tokenizer_sha256": tok.fingerprint(tokenizer),
+        },
     )
-
-
-def _open_shard(path: Path) -> np.ndarray:
-    size = path.stat().st_size
-    head = np.fromfile(path, dtype=np.int32, count=3)
-    if len(head) == 3 and int(head[0]) in LLMC_MAGIC:
-        dtype = np.dtype(LLMC_MAGIC[int(head[0])])
-        tokens, body = int(head[2]), size - LLMC_HEADER_BYTES
-        if body != tokens * dtype.itemsize:
-            raise UserError(
-                f"{path}: its header promises {tokens} tokens of {dtype.itemsize} bytes, the file holds {max(body, 0)} bytes"
-            )
-        return np.memmap(path, dtype=dtype, mode="r", offset=LLMC_HEADER_BYTES)
-    if size == 0 or size % 2:
-        raise UserError(f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short?")
-    return np.memmap(path, dtype=np.uint16, mode="r")
-
-
-def _cut(shards: list[np.ndarray], at: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The shards before token `at`, and those after it."""
-    before, after = [], []
-    for shard in shards:
-        head = max(0, min(len(shard), at))
-        if head:
-            before.append(shard[:head])
-        if head < len(shard):
-            after.append(shard[head:])
-        at -= len(shard)
-    return before, after

@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxgpt.checks import short
+from jaxgpt.config import LARGEST_SIZE
 from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, parse_json, read_bytes
 
+LARGEST_FILE = 2**26  # bytes of a tokenizer.json; Gemma 3's, of 262,144 tokens, is half as large
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
 
@@ -76,7 +80,7 @@ class ByteTokenizer:
     end_of_text = None
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
@@ -98,7 +102,7 @@ class IdTokenizer:
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise UserError(
-                f"this run has no tokenizer, so its text is numbers like '15 42'; got {text[:40]!r}"
+                f"this run has no tokenizer, so its text is numbers like '15 42'; got {short(text)}"
             ) from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -117,20 +121,22 @@ class BPETokenizer:
 
     def __init__(self, text: str):
         self._json = text
-        try:
-            self._tokenizer = _tokenizers().Tokenizer.from_str(text)
-        except Exception as e:  # the library raises bare Exception for whatever it cannot parse
-            raise UserError(f"not a tokenizer.json of Hugging Face tokenizers: {e}") from e
+        self._tokenizer = _hf(_tokenizers().Tokenizer.from_str, text, _what="not a tokenizer.json of Hugging Face's")
         # Off by default in the library: a user who types <|endoftext|> would otherwise inject the special token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # of ids with holes the count would be too few
+        if not 1 <= self.vocab_size <= LARGEST_SIZE:
+            raise UserError(f"its ids go up to {self.vocab_size - 1}: needs at least one, below {LARGEST_SIZE:,}")
         known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
         self.end_of_text = next((i for i in known if i is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        _utf8(text)
+        found = _hf(self._tokenizer.encode, text, add_special_tokens=False, _what="the tokenizer cannot read the text")
+        return np.array(found.ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -159,26 +165,33 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, one of ours or any of Hugging Face's."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        values: Any = json.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"no tokenizer at {path}: give char, byte, bpe, ids, or the path of a tokenizer.json") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} is not a tokenizer.json: {e}") from e
+    """The tokenizer in a `tokenizer.json`, one of ours or any of Hugging Face's. The file need not be trusted."""
+    if not is_there(Path(path), "Give the path of a tokenizer.json."):
+        raise UserError(f"no tokenizer at {path}: give char, byte, bpe, ids, or the path of a tokenizer.json")
+    raw = read_bytes(path, LARGEST_FILE)
+    values = parse_json(raw, f"{path} is not a tokenizer.json: it")
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a tokenizer.json: it holds {type(values).__name__}, not an object")
+    try:
+        return _tokenizer(values, raw)
+    except UserError as e:
+        raise UserError(f"{path} cannot be used: {e}") from None
+
+
+def _tokenizer(values: dict[str, Any], raw: bytes) -> Tokenizer:
     match values:
         case {"jaxgpt": "char", "characters": str(characters)}:
-            return CharTokenizer(characters)
+            found = CharTokenizer(characters)
+            if found.characters != characters or any("\ud800" <= c <= "\udfff" for c in characters):
+                raise UserError("its characters are not each once, in the order of their code points")
+            return found
         case {"jaxgpt": "byte"}:
             return ByteTokenizer()
-        case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if vocab_size > 0:
+        case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= LARGEST_SIZE:
             return IdTokenizer(vocab_size)
         case {"jaxgpt": kind}:
-            raise UserError(f"{path}: unknown kind of tokenizer {kind!r}, known are char, byte, ids")
-    return BPETokenizer(text)
+            raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged, known are char, byte, ids")
+    return BPETokenizer(raw.decode("utf-8"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -194,6 +207,23 @@ def start_token(tokenizer: Tokenizer) -> tuple[int, str]:
         return int(tokenizer.encode("\n")[0]), "a newline"
     except (UserError, IndexError):
         return 0, f"token 0, {tokenizer.decode([0])!r}"
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as e:  # bytes of the command line that are no text
+        raise UserError(f"the text {short(text)} is not Unicode: {text[e.start]!r} at {e.start}") from None
+
+
+def _hf(call: Callable[..., Any], *args: Any, _what: str, **kwargs: Any) -> Any:
+    """Of the library, which raises bare Exception, or where Rust panics a BaseException of its own."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"{_what}: {str(e)[:200]}") from None
 
 
 @functools.cache

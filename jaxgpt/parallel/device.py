@@ -2,8 +2,11 @@
 
 import ctypes
 import dataclasses
+import math
 import os
 import platform
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +36,21 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+def _first_device() -> jax.Device:
+    try:
+        return jax.devices()[0]
+    except RuntimeError as e:  # no such platform, or no driver for it
+        named = os.environ.get("JAX_PLATFORMS")
+        raise UserError(f"JAX finds no device (JAX_PLATFORMS={named!r}): {str(e).splitlines()[0]}") from None
+
+
 def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | None = None) -> ComputeOptions:
     """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
     device: None: the first one. Raises `UserError` if a named kernel cannot do what is asked.
     """
-    device = jax.devices()[0] if device is None else device
+    device = _first_device() if device is None else device
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
@@ -90,6 +101,20 @@ def memory_of(device: jax.Device) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit", stated)
     except jax.errors.JaxRuntimeError:  # a device of a topology, which is not there
         return stated
+
+
+def refuse_what_cannot_fit(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
+    """Raise `UserError` if a training state cannot be in memory, whatever is compiled: the system would kill the process.
+
+    state: shapes. activations: bytes per device that a step needs at the very least. What would fit, `plan` tells.
+    """
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    needed, memory = held // len(devices) + activations, memory_of(devices[0])
+    if memory is not None and needed > memory:
+        raise UserError(
+            f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
+            f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
+        )
 
 
 def keep_freed_memory() -> None:

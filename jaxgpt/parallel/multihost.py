@@ -53,7 +53,9 @@ def initialize(config: ParallelConfig) -> None:
         )
     except Exception as e:  # whatever the cluster's own library raises
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise UserError(f"the processes could not meet at {where}: {reason}") from None
+        raise UserError(
+            f"the processes could not meet at {where}: {reason}. Is each of them started? Alone, unset what names the others."
+        ) from None
     finally:
         alone.cancel()
 
@@ -71,10 +73,10 @@ def _give_up(where: str, seconds: float) -> None:
 def cluster() -> str | None:
     """What started this process together with others, told from the environment; None: it is alone."""
     env = os.environ
-    if "OMPI_MCA_orte_hnp_uri" in env and int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    if "OMPI_MCA_orte_hnp_uri" in env and _count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
     # A step's variables, which srun sets: sbatch alone, or an interactive shell, has a job and one process.
-    if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_STEP_NODELIST" in env and _count("SLURM_NTASKS") > 1:
         return "SLURM"
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
@@ -82,6 +84,13 @@ def cluster() -> str | None:
     if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
         return "Cloud TPU"  # a slice of one host or of many: its metadata server knows
     return None
+
+
+def _count(name: str) -> int:
+    value = os.environ.get(name, "1")
+    if not value.isdecimal():
+        raise UserError(f"{name}={value!r}: needs a whole number of processes; unset it if this process is alone")
+    return int(value)
 
 
 def _wait_for(address: str, seconds: float) -> None:

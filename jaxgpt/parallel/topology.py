@@ -28,7 +28,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     Raises `UserError` for a family or a shape that does not exist, without libtpu, and while another process has
     libtpu: it lets in one at a time.
     """
-    match = re.fullmatch(r"(v4|v5e|v5p|v6e):(\d+(?:x\d+)*)", topology)
+    match = re.fullmatch(r"(v4|v5e|v5p|v6e):([0-9]+(?:x[0-9]+)*)", topology)
     if not match:
         raise UserError(f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4")
     family, shape = match.groups()

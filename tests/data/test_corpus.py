@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import http.server
+import socket
+import struct
 import threading
 
 import pytest
@@ -16,7 +18,7 @@ TEXT = "Desocupado lector: ñandú.\n"
 
 @pytest.fixture
 def server():
-    """Serves TEXT at /good and half of it, with the whole's length, at /cut; counts what it served."""
+    """Serves TEXT at /good, less of it elsewhere, and at /second/... as there the first time; counts what it served."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -25,10 +27,18 @@ def server():
             if self.path == "/missing":
                 self.send_error(404)
                 return
+            how = self.path.removeprefix("/second") if len(server.served) == 1 else "/good"
+            how = how if self.path.startswith("/second") else self.path
+            if how == "/busy":
+                self.send_error(503)
+                return
             self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
+            if how != "/unknown":  # else nothing says where the text should end
+                self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body[: len(body) // 2] if self.path == "/cut" else body)
+            self.wfile.write(body if how == "/good" else body[: len(body) // 2])
+            if how == "/reset":  # instead of a farewell: an RST
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
         def log_message(self, *args):
             pass
@@ -63,6 +73,41 @@ def test_downloaded_once_then_kept(server, tmp_path, monkeypatch):
     path.write_text("something else")
     with pytest.raises(UserError, match="is not the corpus 'lector'"):
         corpus_files("lector")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(module, "PAUSE", 0.0)
+
+
+@pytest.mark.parametrize("how", ["cut", "reset", "unknown", "busy"])
+def test_what_stops_half_way_is_begun_again(server, tmp_path, how):
+    path = tmp_path / "corpora" / "lector.txt"
+    download(entry(server, f"second/{how}"), path)
+    assert path.read_text(encoding="utf-8") == TEXT
+    assert len(server.served) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cut", "IncompleteRead"),
+        ("reset", "could not download"),
+        ("unknown", "has SHA-256|codec can't decode"),
+        ("busy", "Service Unavailable"),
+    ],
+)
+def test_what_stops_every_time_is_never_used(server, tmp_path, how, said):
+    path = tmp_path / "corpora" / "lector.txt"
+    with pytest.raises(UserError, match=rf"({said}).*, 3 times\. To give it by hand"):
+        download(entry(server, how), path)
+    assert len(server.served) == 3 and not list(path.parent.iterdir())
+
+
+def test_what_is_not_there_is_asked_for_once(server, tmp_path):
+    with pytest.raises(UserError, match="Not Found"):
+        download(entry(server, "missing"), tmp_path / "lector.txt")
+    assert len(server.served) == 1
 
 
 @pytest.mark.parametrize(

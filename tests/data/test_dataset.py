@@ -119,7 +119,7 @@ def test_one_file_is_split_by_position(tmp_path):
         (lambda p: write_llmc(p, range(100), promised=200), "promises 200 tokens"),
         (
             lambda p: np.full(500, 1000, np.uint16).tofile(p),
-            "token 1000 in the train split is outside the vocabulary, 0 to 999",
+            r"x\.bin: token 1000 at byte 0 \(token number 0\) is outside the vocabulary, 0 to 999",
         ),
         (lambda p: np.zeros(20, np.uint16).tofile(p), "the validation split of .* has 2 tokens, needed 9"),
     ],

@@ -141,3 +141,37 @@ def test_any_tokenizer_of_the_library_loads(tmp_path):
     assert loaded.encode("a b").tolist() == [2, 3]
     assert loaded.end_of_text == 1
     assert json.loads(loaded.to_json())["model"]["type"] == "WordLevel"
+
+
+def test_a_panic_of_the_library_is_told(tmp_path, monkeypatch):
+    """What Rust raises is no Exception; a keyboard interrupt is not one either, and passes."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Library:
+        class Tokenizer:
+            @staticmethod
+            def from_str(text):
+                raise PanicException("index out of bounds") if "panic" in text else KeyboardInterrupt
+
+    monkeypatch.setattr("jaxgpt.data.tokenizer._tokenizers", lambda: Library)
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"panic": 1}')
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be used: not a .*: index out of bounds"):
+        load_tokenizer(path)
+    path.write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(path)
+
+
+def test_ids_with_holes_are_below_the_vocabulary():
+    hf = pytest.importorskip("tokenizers", reason="BPE is an extra")
+    tokenizer = BPETokenizer(hf.Tokenizer(hf.models.WordLevel({"a": 2, "b": 7}, unk_token="a")).to_str())
+    assert tokenizer.vocab_size == 8 and tokenizer.encode("b").tolist() == [7]
+
+
+def test_what_is_no_unicode_is_told(bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
+        with pytest.raises(UserError, match="is not Unicode"):
+            tokenizer.encode("a\udcff")

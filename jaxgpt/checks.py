@@ -1,0 +1,55 @@
+"""Whether the fields of a dataclass hold what their annotations say, told in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jaxgpt.errors import UserError
+
+LARGEST_INTEGER = 2**63 - 1  # that arrays can hold, and every reader of JSON
+
+short = reprlib.Repr().repr  # of values that nobody has looked at yet, in some dozens of characters
+
+
+def check_types(config: Any) -> None:
+    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if not _is_a(value, hint):
+            raise UserError(f"{field.name}={short(value)}: needs {_say(hint)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field.name}={value}: needs a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise UserError(f"{field.name}={short(value)}: needs a number that fits in 64 bits")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_is_a(value, h) for h in get_args(hint))
+    if hint is float:  # an int is a fine learning rate; True is not
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _say(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_say(h) for h in get_args(hint))
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "nothing (None)",
+    }
+    return names.get(hint, getattr(hint, "__name__", str(hint)))

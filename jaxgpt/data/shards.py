@@ -1,0 +1,138 @@
+"""Token files of others: nanoGPT's bare uint16 and llm.c's shards, checked before a step is made of them."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import itertools
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, open_file
+
+# llm.c's shards start with 256 int32: magic, version, number of tokens. The magic tells the width of a token.
+LLMC_HEADER_BYTES = 1024
+LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+
+# Bare uint16 has no mark of its own, so any file would do: what these begin with is something else.
+OTHER_KINDS = {
+    b"\x93NUMPY": "a NumPy array (.npy): write its numbers with array.astype(np.uint16).tofile(...)",
+    b"PK\x03\x04": "a zip archive (or .npz, or a PyTorch file)",
+    b"\x1f\x8b\x08": "gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
+    b"\xfd7zXZ\x00": "xz: unpack it first",
+    b"BZh": "bzip2: unpack it first",
+    b"PAR1": "Parquet: it holds text or columns, not bare tokens",
+    b"ARROW1": "Arrow: it holds columns, not bare tokens",
+    b"\x89HDF\r\n": "HDF5",
+    b"\x7fELF": "a program",
+    b"\x89PNG": "a picture",
+}
+
+SCAN = 2**22  # tokens read at a time
+
+
+def bin_files(path: str | None) -> list[Path]:
+    """The .bin shards behind `--data.path`, or none if it is a text. A gap in llm.c's numbering raises `UserError`."""
+    if path is None:
+        return []
+    root = Path(path)
+    if not is_there(root, "--data.path takes a text, a folder of them, or .bin shards"):
+        return []
+    if not root.is_dir():
+        return [root] if root.suffix == ".bin" else []
+    files = sorted(root.glob("*.bin"))
+    series: dict[str, list[int]] = {}
+    for file in files:
+        if match := re.fullmatch(r"(.*_)(\d{6})", file.stem):  # fineweb_train_000001.bin
+            series.setdefault(match[1], []).append(int(match[2]))
+    for name, numbers in series.items():
+        for number, following in itertools.pairwise(numbers):
+            if following != number + 1:
+                raise UserError(
+                    f"{root}: {name}{number + 1:06d}.bin is missing between {name}{number:06d}.bin and "
+                    f"{name}{following:06d}.bin: fetch it, or number the files without a gap"
+                )
+    return files
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """The tokens of a file, memory-mapped. Raises `UserError` for what is cut short or no token file."""
+    with open_file(path) as f:
+        size = f.seek(0, 2)
+        f.seek(0)
+        head = f.read(4096)
+    if len(head) >= 12 and (magic := int.from_bytes(head[:4], "little")) in LLMC_MAGIC:
+        dtype, offset = np.dtype(LLMC_MAGIC[magic]), LLMC_HEADER_BYTES
+        tokens, held = int.from_bytes(head[8:12], "little", signed=True), max(size - offset, 0)
+        if held != tokens * dtype.itemsize:
+            raise UserError(
+                f"{path}: its header promises {tokens} tokens of {dtype.itemsize} bytes, the file holds {held} bytes: "
+                "it is cut short or damaged; fetch it again"
+            )
+        if not tokens:
+            raise UserError(f"{path} holds no tokens, only llm.c's header")
+    else:
+        dtype, offset = np.dtype(np.uint16), 0
+        if (kind := _other_kind(head, size)) is not None:
+            raise UserError(
+                f"{path} is no token file but {kind}. A .bin needs token ids alone, as nanoGPT and llm.c write them"
+            )
+        if size == 0 or size % 2:
+            raise UserError(
+                f"{path}: {size} bytes are not whole 16-bit tokens (nanoGPT's .bin); is the file cut short? Fetch it again."
+            )
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset)
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot read {path}: {e}") from None
+
+
+def _other_kind(head: bytes, size: int) -> str | None:
+    for magic, kind in OTHER_KINDS.items():
+        if head.startswith(magic):
+            return kind
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return "safetensors: it holds weights"
+    if len(head) >= 16:
+        try:  # not final: the piece may end within a character
+            text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        except UnicodeDecodeError:
+            return None
+        if not any(unicodedata.category(c) == "Cc" and c not in "\t\n\r\f" for c in text):
+            return "text: name it .txt"
+    return None
+
+
+def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
+    """Tokens and SHA-256 of a shard, read once. Raises `UserError` for the first token that is `limit` or more."""
+    digest = hashlib.sha256()
+    for at in range(0, len(tokens), SCAN):
+        part = tokens[at : at + SCAN]
+        if int(part.max()) >= limit:
+            first = int(np.argmax(part >= limit))
+            offset = getattr(tokens, "offset", 0) + (at + first) * tokens.itemsize
+            raise UserError(
+                f"{path}: token {int(part[first])} at byte {offset} (token number {at + first}) is outside the vocabulary, "
+                f"0 to {limit - 1}: is this the tokenizer that the file was made with?"
+            )
+        digest.update(part.data)
+    return {"tokens": len(tokens), "sha256": digest.hexdigest()}
+
+
+def cut(shards: list[np.ndarray], at: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The shards before token `at`, and those after it."""
+    before, after = [], []
+    for shard in shards:
+        head = max(0, min(len(shard), at))
+        if head:
+            before.append(shard[:head])
+        if head < len(shard):
+            after.append(shard[head:])
+        at -= len(shard)
+    return before, after

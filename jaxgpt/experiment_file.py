@@ -1,0 +1,64 @@
+"""A built-in experiment by its name, or the `experiment` of a Python file, which is run."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+import traceback
+import types
+from collections.abc import Iterable
+from importlib.util import decode_source
+from pathlib import Path
+
+from jaxgpt.config import Experiment
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_bytes
+from jaxgpt.presets import EXPERIMENTS
+
+LARGEST_FILE = 2**22  # bytes
+
+
+def load_experiment(named: str) -> Experiment:
+    """named: a built-in one, FILE.py, or FILE.py:NAME for another than `experiment`. What goes wrong is `UserError`."""
+    if named in EXPERIMENTS:
+        return EXPERIMENTS[named]()
+    file, _, attribute = named.partition(".py:")
+    path = Path(file + ".py") if attribute else Path(named)
+    attribute = attribute or "experiment"
+    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
+        why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
+        raise UserError(
+            f"no experiment {named!r}: {why}{close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}"
+        )
+    found = vars(_run(path))
+    experiment = found.get(attribute)
+    if not isinstance(experiment, Experiment):
+        others = [name for name, value in found.items() if isinstance(value, Experiment)]
+        raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
+    return experiment
+
+
+def _run(path: Path) -> types.ModuleType:
+    """The file as a module. The user named it, as one names a program: it is trusted, and may yet be wrong."""
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    source = read_bytes(path, LARGEST_FILE)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
+            exec(compile(decode_source(source), str(path), "exec"), vars(module))
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: {e}: save the experiment file as UTF-8") from None
+    except (Exception, SystemExit) as e:
+        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
+        said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
+        raise UserError(f"{path}:{lines[-1] if lines else 1}: {said}") from None
+    return module
+
+
+def close(word: str, known: Iterable[str]) -> str:
+    """A question, where something known is spelt nearly so."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -1,0 +1,215 @@
+"""Fuzzing of whatever reads a file that need not be trusted: a value, or `UserError`; nothing else, and soon.
+
+`python -m tests.faults.fuzz --seconds 300` tries mutations of good files (flipped bits, cuts, splices, numbers and words
+swapped) and generated JSON, and prints how many inputs it tried. tests/test_untrusted.py tries some on each commit.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.data.shards import open_shard, scan
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
+from jaxgpt.errors import UserError
+from jaxgpt.files import read_json
+from jaxgpt.metrics import read_metrics, rewind_metrics
+from jaxgpt.record import changed_data, read_record
+from tests.conftest import TEXT
+from tests.helpers import tiny_experiment
+
+SWAPS = [
+    b"null",
+    b"true",
+    b"-1",
+    b"0",
+    b"1e999",
+    b"NaN",
+    b"1" + b"0" * 400,
+    b"9" * 5000,
+    b"[]",
+    b"{}",
+    b'""',
+    b'"\\ud800"',
+]
+SWAPS += [b"[" * 50_000, b'{"a":' * 50_000, b"\xff", b"\x00", b"1152921504606846976", b"0.5", b'"../../x"', b"\\u0000"]
+
+
+def mutated(rng: random.Random, good: bytes, other: bytes) -> bytes:
+    """One to four changes of a good file."""
+    raw = bytearray(good)
+    for _ in range(rng.randint(1, 4)):
+        at, to = (rng.randrange(len(raw) + 1) for _ in range(2))
+        at, to = min(at, to), max(at, to)
+        match rng.randrange(7):
+            case 0 if raw:
+                raw[at % len(raw)] ^= 1 << rng.randrange(8)
+            case 1:
+                del raw[at:]
+            case 2:
+                del raw[at : min(to, at + 64)]
+            case 3:
+                raw[at:at] = raw[at : min(to, at + 256)]
+            case 4:
+                start = rng.randrange(len(other) + 1)
+                raw[at : at + 64] = other[start : start + 64]
+            case 5:
+                raw[at : at + rng.randrange(4)] = rng.choice(SWAPS)
+            case _:  # where JSON has a value
+                marks = [i for i, byte in enumerate(raw) if byte in b":,["]
+                if marks:
+                    mark = rng.choice(marks) + 1
+                    end = next((i for i in range(mark, len(raw)) if raw[i] in b",]}"), len(raw))
+                    raw[mark:end] = rng.choice(SWAPS)
+    return bytes(raw)
+
+
+def generated(rng: random.Random, good: Any, depth: int = 0) -> Any:
+    """JSON like a good value, with parts replaced by anything."""
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        2**31,
+        2**60,
+        10**400,
+        0.5,
+        1e308,
+        "",
+        "x",
+        "../..",
+        "\ud800",
+        "a\nb",
+        [],
+        {},
+        [[]],
+        {"": 0},
+    ]
+    if depth and rng.random() < 0.02:
+        return rng.choice(odd)
+    if isinstance(good, dict):
+        found = {key: generated(rng, value, depth + 1) for key, value in good.items() if rng.random() < 0.995}
+        return found | ({rng.choice(["", "x", "n_layers", "__class__", "a\nb"]): 1} if rng.random() < 0.05 else {})
+    if isinstance(good, list):
+        return [generated(rng, value, depth + 1) for value in good] * rng.choice([0, 1, 1, 1, 2])
+    return good
+
+
+def _read_shard(path: Path) -> None:
+    scan(path, open_shard(path), 1000)
+
+
+def _read_config(path: Path) -> None:
+    config = from_dict(Experiment, read_json(path, 2**24))
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def _read_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(path)
+    with contextlib.suppress(UserError):
+        ids = tokenizer.encode("a lance, añejo 🐎 15 42\n")
+        assert not len(ids) or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size), "ids beyond the vocabulary"
+        tokenizer.decode(ids)
+    json.loads(tokenizer.to_json())
+
+
+def _read_record(directory: Path) -> None:
+    record = read_record(directory)
+    changed_data(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
+
+
+def _read_metrics(path: Path) -> None:
+    for line in read_metrics(path):  # what the loop does with them
+        assert line["step"] >= 0 and (line.get("seconds") or 0.0) < 1e309
+    rewind_metrics(path, 2)
+
+
+def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
+    """By name: what reads, the path it reads, and good files to begin with."""
+    experiment = json.dumps({**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}).encode()
+    bpe = [train_bpe([TEXT], 280).to_json().encode()]
+    own = [t.to_json().encode() for t in (CharTokenizer("ab\nñ🐎"), ByteTokenizer())]
+    lines = "".join(json.dumps({"step": n, "loss": 1.5, "mfu": None, "seconds": n / 7}) + "\n" for n in range(5))
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, 300
+    shard = header.tobytes() + np.arange(300, dtype=np.uint16).tobytes()
+    run = directory / "run"
+    run.mkdir(exist_ok=True)
+    return {
+        "experiment.json": (lambda _: _read_record(run), run / "experiment.json", [experiment]),
+        "configuration": (_read_config, directory / "config.json", [json.dumps(_record()["experiment"]).encode()]),
+        "tokenizer.json, ours": (_read_tokenizer, directory / "own.json", own),
+        "tokenizer.json, BPE": (_read_tokenizer, directory / "bpe.json", bpe),
+        "metrics.jsonl": (_read_metrics, directory / "metrics.jsonl", [lines.encode()]),
+        ".bin": (_read_shard, directory / "x.bin", [shard, np.arange(300, dtype=np.uint16).tobytes()]),
+    }
+
+
+def _record() -> dict:
+    return {"format": 1, "experiment": to_dict(tiny_experiment(Path("t.txt"))), "vocab_size": 30, "data": {}}
+
+
+def attempt(name: str, target: tuple, raw: bytes) -> bool:
+    """Whether the file was accepted; raises what is neither a value nor a `UserError`."""
+    read, path, _ = target
+    path.write_bytes(raw)
+    try:
+        read(path)
+    except UserError as e:
+        assert str(e), f"{name}: an error without words"
+        return False
+    except BaseException:
+        kept = Path(tempfile.mkdtemp(prefix="fuzz-")) / path.name
+        kept.write_bytes(raw)
+        print(f"{name}: {kept} is the culprit", flush=True)
+        raise
+    return True
+
+
+def one(rng: random.Random, good: list[bytes]) -> bytes:
+    seed = rng.choice(good)
+    if seed[:1] == b"{" and rng.random() < 0.3:
+        with contextlib.suppress(ValueError):
+            return json.dumps(generated(rng, json.loads(seed.splitlines()[0]))).encode()
+    return mutated(rng, seed, rng.choice(good))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rng, tried = random.Random(options.seed), {}
+    with tempfile.TemporaryDirectory() as directory:
+        found = targets(Path(directory))
+        end, slowest = time.monotonic() + options.seconds, 0.0
+        while time.monotonic() < end:
+            for name, target in found.items():
+                began = time.monotonic()
+                accepted = attempt(name, target, one(rng, target[2]))
+                slowest = max(slowest, time.monotonic() - began)
+                count = tried.setdefault(name, [0, 0])
+                count[0] += 1
+                count[1] += accepted
+    for name, (count, accepted) in tried.items():
+        print(f"{name}: {count:,} inputs, {accepted:,} accepted, {count - accepted:,} refused, 0 anything else")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        f"{sum(c for c, _ in tried.values()):,} inputs in all; slowest {slowest:.2f} s; peak memory {memory:,.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    main()

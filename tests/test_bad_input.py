@@ -1,0 +1,172 @@
+"""Bad input as a table: the real command line, and for each row the same promise.
+
+Exit status 2, at most three lines on stderr that name the value and what to do, no traceback, nothing on stdout, and
+every file where it was and as it was. Rows run in forks of one process (see `zygote`), some in fresh ones as well.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import re
+import stat
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
+from tests.bad_inputs import AT_IMPORT, TRAIN, table
+from tests.bad_place import prepare_place
+from tests.conftest import TEXT
+from tests.zygote import Zygote, fresh
+
+ROWS = table()
+
+# Words that tell what to do, or what would have done.
+REMEDY = re.compile(
+    r"needs?\b|needed|give|take|see |did you mean|name |repair|delete|put back|there (is|are)|it has|outside|reads|"
+    r"train (it|one)|leave|lower|correct it|unset|lies|Look at|fetch|unpack|exceeds|is not|damaged|cannot|only",
+    re.I,
+)
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    parent = Zygote()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="module")
+def place(zygote, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("place")
+    (directory / "t.txt").write_text(TEXT)
+    done = zygote.run([*TRAIN, "--run-dir", "trained"], directory, deadline=240)
+    assert done.returncode == 0, done.stderr
+    place = directory / "place"
+    place.mkdir()
+    prepare_place(place, directory / "trained")
+    return place
+
+
+def tree(directory, read=False):
+    """Every path below, links not followed: mode, size, times of change (the system's own, too), and what it holds."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        s = path.lstat()
+        held = hashlib.sha256(path.read_bytes()).hexdigest() if read and stat.S_ISREG(s.st_mode) else None
+        found[str(path.relative_to(directory))] = (s.st_mode, s.st_size, s.st_mtime_ns, s.st_ctime_ns, held)
+    return found
+
+
+@pytest.fixture(scope="module")
+def untouched(place):
+    """Called after a row: the place is as it was before."""
+    before, held = [tree(place)], tree(place, read=True)
+
+    def check():
+        now = tree(place)
+        changed = {name for name in before[0].keys() | now if before[0].get(name) != now.get(name)}
+        for name in sorted(now.keys() - before[0], reverse=True):  # so that one row's fault is not the next one's
+            new = place / name
+            new.rmdir() if stat.S_ISDIR(new.lstat().st_mode) else new.unlink()
+        before[0] = tree(place)
+        assert not changed
+
+    yield check
+    assert tree(place, read=True) == held
+
+
+def assert_refused(done, said):
+    assert done.returncode == 2, (done.returncode, done.stdout[-500:], done.stderr[-3000:])
+    assert said in done.stderr or said in done.stderr.replace("_", "-"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("jaxgpt: ") and REMEDY.search(done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 3 and len(done.stderr) < 2000, done.stderr
+    assert done.stderr.removesuffix("\n").replace("\n", "").isprintable(), done.stderr
+    assert done.stdout == ""
+
+
+def name_of(row):
+    argv, env, _ = row
+    words = [w for w in argv if w not in TRAIN] or argv
+    return " ".join([*(f"{k}={v}" for k, v in env.items()), *(ascii(w)[1:-1][:40] for w in words)])[:120]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{n}-{name_of(row)}") for n, row in enumerate(ROWS)])
+def test_bad_input(zygote, place, untouched, row):
+    argv, env, said = row
+    assert_refused(zygote.run(argv, place, **env), said)
+    untouched()
+
+
+# That the zygote changes nothing: every so-manieth row as a process of its own.
+FRESH = [*itertools.islice(ROWS, 7, None, len(ROWS) // 8), *AT_IMPORT]
+
+
+@pytest.mark.parametrize("row", FRESH, ids=name_of)
+def test_the_same_in_a_fresh_process(place, untouched, row):
+    argv, env, said = row
+    assert_refused(fresh(argv, place, **env), said)
+    untouched()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("option", ["--data.path", "--data.tokenizer", "--run-dir"])
+def test_what_may_not_be_read(zygote, tmp_path, option):
+    locked = tmp_path / "locked"
+    locked.write_text(TEXT)
+    (tmp_path / "t.txt").write_text(TEXT)
+    locked.chmod(0)
+    argv = TRAIN[:-2] if option == "--data.path" else TRAIN
+    said = "locked exists and is not" if option == "--run-dir" else "cannot read locked: Permission denied"
+    assert_refused(zygote.run([*argv, option, "locked"], tmp_path), said)
+
+
+def bad_values(hint):
+    """Values that no field of this type takes, whatever its range."""
+    words = st.text(st.characters(exclude_categories=["Cs", "Nd"], exclude_characters="\0"), max_size=20)
+    if hint is int:
+        return st.one_of(
+            st.integers(max_value=-2).map(str),
+            st.integers(min_value=2**63).map(str),
+            st.floats().map(repr),
+            words,
+        )
+    if hint is float:
+        return st.one_of(st.sampled_from(["nan", "-inf", "1e999", "0x1p3", "1,5"]), words)
+    return words
+
+
+FIELDS = {
+    f"--{part}.{field.name.replace('_', '-')}": hint
+    for part, config in (("model", GPTConfig), ("optim", OptimConfig), ("train", TrainConfig))
+    for field in dataclasses.fields(config)
+    if (hint := get_type_hints(config)[field.name]) not in (bool, str)
+}
+GENERATED = 40
+
+
+@given(st.data())
+@settings(
+    derandomize=True,
+    max_examples=GENERATED,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_generated_bad_values(zygote, place, untouched, data):
+    option = data.draw(st.sampled_from(sorted(FIELDS)))
+    hint = FIELDS[option]
+    hints = [h for h in get_args(hint) or [hint] if h is not type(None)]
+    value = data.draw(bad_values(hints[0]).filter(lambda v: v.strip().lower() not in ("none", *map(str, hints))))
+    assert_refused(zygote.run(["train", f"{option}={value}"], place), "")
+    untouched()
+
+
+def test_the_table_is_long_enough():
+    """What the closing note quotes."""
+    assert len(ROWS) + len(AT_IMPORT) + GENERATED >= 500, (len(ROWS), len(AT_IMPORT), GENERATED)
+    assert {argv[0] for argv, _, _ in ROWS} >= {"train", "sample", "evaluate", "plan"}

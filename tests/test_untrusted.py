@@ -1,0 +1,185 @@
+"""Files that need not be trusted: nothing unpickles, nothing crashes, nothing is allocated that is not there."""
+
+import ast
+import json
+import os
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.data.tokenizer import load_tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.files import open_file, read_bytes, read_json
+from jaxgpt.metrics import read_metrics, rewind_metrics
+from tests.faults import fuzz
+from tests.helpers import tiny_experiment
+from tests.test_architecture import imports, modules
+
+UNPICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "yaml"}
+
+
+def test_nothing_unpickles():
+    assert [name for name, tree in modules() if {t.split(".")[0] for t in imports(tree)} & UNPICKLING] == []
+
+
+def test_only_the_experiment_that_the_user_names_is_run():
+    """eval, exec and their kin; numpy.load has a pickle in it unless told otherwise."""
+    found = set()
+    for module, tree in modules():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = f"{module}: {ast.unparse(node.func)}"
+            if name.endswith(
+                (": eval", ": exec", ": compile", ".exec_module", ".run_path", ".run_module", "__import__")
+            ):
+                found.add(name)
+            if name.endswith((".load", ".fromfile", ".loads")) and not name.endswith(("json.load", "json.loads")):
+                safe = any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords)
+                found |= set() if safe else {name}
+    assert found == {"experiment_file: exec", "experiment_file: compile"}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fuzz")
+    return directory, fuzz.targets(directory)
+
+
+NAMES = ["experiment.json", "configuration", "tokenizer.json, ours", "tokenizer.json, BPE", "metrics.jsonl", ".bin"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_good_files_are_good(targets, name):
+    assert all(fuzz.attempt(name, targets[1][name], good) for good in targets[1][name][2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_or_an_error_in_words(targets, name):
+    """150 mutations each, the same on every run; `python -m tests.faults.fuzz` tries thousands a minute."""
+    directory, found = targets
+
+    @given(st.integers(0, 2**64))
+    @settings(derandomize=True, max_examples=150, deadline=None, database=None)
+    def attempt(seed):
+        fuzz.attempt(name, found[name], fuzz.one(random.Random(seed), found[name][2]))
+
+    attempt()
+    allowed = {"run", "config.json", "own.json", "bpe.json", "metrics.jsonl", "x.bin"}
+    assert {p.name for p in directory.iterdir()} <= allowed  # and no file but those
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+LEAVES = [
+    (part, field)
+    for part, fields in to_dict(tiny_experiment("t.txt")).items()
+    if isinstance(fields, dict)
+    for field in fields
+]
+
+
+@given(st.sampled_from(LEAVES), JSON)
+@settings(derandomize=True, max_examples=200, deadline=None, database=None)
+def test_any_json_in_any_field(leaf, value):
+    values = to_dict(tiny_experiment("t.txt"))
+    values[leaf[0]][leaf[1]] = value
+    try:
+        experiment = from_dict(Experiment, values)
+    except UserError as e:
+        assert len(str(e)) < 600
+    else:
+        assert to_dict(experiment) == values
+
+
+@given(JSON)
+@settings(derandomize=True, max_examples=100, deadline=None, database=None)
+def test_any_json_is_no_experiment(value):
+    with pytest.raises(UserError):
+        from_dict(Experiment, value)
+
+
+@pytest.mark.parametrize("read", [lambda p: read_json(p, 2**20), load_tokenizer, read_metrics])
+def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
+    """100 GB of nothing, and what never ends."""
+    sparse, endless = tmp_path / "sparse.json", tmp_path / "endless.json"
+    with sparse.open("wb") as f:
+        f.write(b"{")
+        f.truncate(10**11 if read is not read_metrics else 2**20)
+    endless.symlink_to("/dev/zero")
+    tracemalloc.start()
+    for path in (sparse, endless):
+        if path is sparse and read is read_metrics:
+            assert read(path) == []
+            continue
+        with pytest.raises(UserError):
+            read(path)
+    assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1, "a": 2}', "'a' is there twice"),
+        ('{"b": {"a": 1, "a": 1}}', "'a' is there twice"),
+        ("[NaN]", "NaN is not JSON"),
+        ("[-Infinity]", "-Infinity is not JSON"),
+        ("[" * 10**6, "nested too deeply"),
+        ("1" * 5000, "4300"),
+        ("", "Expecting value"),
+        ("\ufeff{}", "BOM"),
+    ],
+)
+def test_strict_json(tmp_path, text, said):
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=said) as caught:
+        read_json(path, 2**24)
+    assert "x.json is damaged" in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opened as usual, this would wait for a writer
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a directory"), ("/dev/zero", "a device")):
+        with pytest.raises(UserError, match=f"is {kind}, needs a regular file"):
+            open_file(path)
+    with pytest.raises(UserError, match="null"):
+        read_bytes("a\0b", 10)
+
+
+BROKEN_LINES = [
+    "",
+    "{",
+    "[1]",
+    "null",
+    '{"loss": 1.0}',
+    '{"step": "3"}',
+    '{"step": true}',
+    '{"step": -1}',
+    '{"step": 1e3}',
+    '{"step": 3, "loss": NaN}',
+    '{"step": 3, "loss": "1.0"}',
+    '{"step": 3, "seconds": 1e999}',
+    '{"step": 3, "loss": [1]}',
+    '{"step": 3, "step": 4}',
+    "[" * 100_000,
+    "9" * 5000,
+    "\x00\x00",
+]
+
+
+def test_broken_lines_of_the_metrics_are_left_out_wherever_they_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [{"step": n, "loss": 1.0 / n, "mfu": None} for n in range(1, len(BROKEN_LINES) + 1)]
+    mixed = [line for pair in zip(map(json.dumps, good), BROKEN_LINES, strict=True) for line in pair]
+    path.write_bytes("\n".join(mixed).encode() + b'\n\xff\xfe\n{"step": 99, "lo')
+    assert read_metrics(path) == good
+    assert rewind_metrics(path, 5) == good[:5] == read_metrics(path)

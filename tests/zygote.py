@@ -1,0 +1,129 @@
+"""Many command lines for the price of one start: a process that has imported everything forks for each of them.
+
+`python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline"}, and answers {"returncode",
+"stdout", "stderr"}. A fork starts where a fresh `python -m jaxgpt` is once its imports are done: no device has
+been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process: see `fresh`.
+"""
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+DEADLINE = 60.0  # seconds, then SIGKILL: a command that hangs is a failure
+KILLED = -signal.SIGKILL
+
+
+class Zygote:
+    """The parent, from the side of the tests."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote"],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
+        """Like `fresh`. A value None unsets a variable."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return subprocess.CompletedProcess(argv, **json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def fresh(argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
+    """The same command line as `python -m jaxgpt` in a process of its own."""
+    unset = [item for name, value in env.items() if value is None for item in ("-u", name)]
+    given = {"JAX_PLATFORMS": "cpu"} | {name: value for name, value in env.items() if value is not None}
+    if not unset:
+        return run_command("-m", "jaxgpt", *argv, cwd=cwd, deadline=deadline, **given)
+    code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+    command = ["env", *unset, sys.executable, "-m", "jaxgpt", *argv]
+    return run_command("-c", code, *command, cwd=cwd, deadline=deadline, **given)
+
+
+def _child(request: dict) -> int:
+    """In the fork: what the interpreter does around `jaxgpt.__main__`, up to the exit status."""
+    from jaxgpt.__main__ import main
+
+    os.chdir(request["cwd"])
+    for name, value in request["env"].items():
+        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.argv, sys.path[0] = ["jaxgpt", *request["argv"]], request["cwd"]
+    try:
+        main()
+        return 0
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _serve(request: dict) -> dict:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
+        child = os.fork()
+        if not child:
+            status = 70
+            try:
+                for number, file in enumerate((nothing, out, err)):
+                    os.dup2(file.fileno(), number)
+                status = _child(request)
+            finally:
+                os._exit(status)
+        end = time.monotonic() + request["deadline"]
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode("utf-8", "backslashreplace"))
+    return {"returncode": os.waitstatus_to_exitcode(status), "stdout": said[0], "stderr": said[1]}
+
+
+def main() -> None:
+    for name in ("__main__", "loop", "run", "plan", "data", "viz.curves"):
+        importlib.import_module(f"jaxgpt.{name}")
+    with contextlib.redirect_stderr(io.StringIO()):
+        for verb in ("train", "sample", "evaluate", "plan"):
+            with contextlib.suppress(SystemExit):
+                importlib.import_module("jaxgpt.__main__").main([verb, "--nonsense"])  # tyro reads our sources once
+    gc.disable()
+    gc.freeze()
+    for line in sys.stdin:
+        print(json.dumps(_serve(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
