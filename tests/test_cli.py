@@ -117,7 +117,7 @@ def test_a_terminal_sees_the_text_as_it_is_written(trained):
     os.close(master)
     shown = b"".join(pieces).replace(b"\r\n", b"\n").decode()
     assert shown == jaxgpt(*line, cwd=directory).stdout
-    assert len(pieces) > 3 and pieces[0] == b"lance"
+    assert len(pieces) >= 3 and pieces[0] == b"lance"
 
 
 def test_an_empty_prompt_says_where_it_starts(trained):
