@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import faulthandler
 import importlib.util
 import io
 import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,8 +108,10 @@ def train(argv: list[str]) -> None:
 def _train(options: TrainOptions) -> None:
     _prepare_jax()
     from jaxgpt.loop import Diverged, Interrupted, fit
-    from jaxgpt.parallel.multihost import ProcessLost, is_leader
+    from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave
 
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
     began = time.monotonic()
     try:
         run = fit(options.experiment, options.run_dir, fresh=options.fresh)
@@ -115,8 +120,16 @@ def _train(options: TrainOptions) -> None:
             _say(str(e))
         raise SystemExit(1) from None
     except ProcessLost as e:
-        _say(str(e))
-        os._exit(1)  # a usual exit would wait for the others
+        _say(f"jaxgpt: {e}")
+        leave(e.status)
+    except BaseException as e:
+        if not joined():
+            raise
+        if isinstance(e, UserError):
+            _say(f"jaxgpt: {e}")
+        elif not isinstance(e, KeyboardInterrupt):
+            traceback.print_exc()
+        leave(2 if isinstance(e, UserError) else 1)
     if not is_leader():
         return
     t = options.experiment.train

@@ -16,7 +16,6 @@ from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.interrupts import signals
@@ -25,6 +24,7 @@ from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, keep_freed_memory
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS
 from jaxgpt.progress import Display
 from jaxgpt.record import existing_run, make_directory, refuse_other_configuration, refuse_other_data, write_record
@@ -36,11 +36,11 @@ from jaxgpt.viz.curves import plot_losses
 IN_FLIGHT = 2
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(multihost.Everywhere, KeyboardInterrupt):
     """Ctrl-C or SIGTERM: the run was saved first. `str()` says how to continue."""
 
 
-class Diverged(RuntimeError):
+class Diverged(multihost.Everywhere, RuntimeError):
     """The loss is no longer a finite number; the last checkpoint is from before."""
 
 
@@ -54,10 +54,15 @@ def fit(
     anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` if the loss is not finite.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
+    multihost.initialize(experiment.parallel)
+    with watch(experiment.parallel.watchdog) as watchdog:
+        return _fit(experiment, directory, watchdog, fresh=fresh, progress=progress)
+
+
+def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: bool, progress: bool) -> Run:
     train, model_config = experiment.train, experiment.model
 
     # Setup: nothing is written until all of it has worked.
-    multihost.initialize(experiment.parallel)
     existing = existing_run(directory, fresh)
     if existing:
         refuse_other_configuration(directory, experiment)
@@ -79,6 +84,7 @@ def fit(
     keep_freed_memory()
     init_key, dropout_key = jax.random.split(jax.random.key(train.seed))
     checkpoints = Checkpoints(directory / "checkpoints")
+    watchdog.directory, watchdog.last_step = directory, checkpoints.last
     start = checkpoints.last() or 0
     state = strategy.from_checkpoint(checkpoints.restore(start, strategy.state)) if start else strategy.init(init_key)
     if leader:
@@ -160,7 +166,8 @@ def fit(
             rows=strategy.rows(shares.rows),
         )
         with clock.paused():
-            val_loss, _ = mean_loss(trainer.evaluate, state.params, map(strategy.place, windows))
+            windows = watchdog.each(map(strategy.place, windows), step)
+            val_loss, _ = mean_loss(trainer.evaluate, state.params, windows)
         metrics_file.write(step=step, val_loss=val_loss)
         display.update(step, val_loss=val_loss)
         return val_loss
@@ -171,7 +178,9 @@ def fit(
         with signals() as caught:
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
-                state, on_device = trainer.step(state, strategy.place(next(batches)), dropout_key)
+                batch = strategy.place(next(batches))
+                watchdog.beat(step)
+                state, on_device = trainer.step(state, batch, dropout_key)
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
@@ -189,6 +198,7 @@ def fit(
                 is_best = val_loss is not None and val_loss < best
                 if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
                     settle(0)  # a step whose loss is not finite is never saved
+                    watchdog.beat(step, slow=True)
                     with clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best
@@ -198,13 +208,8 @@ def fit(
                         f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. "
                         f"To continue: jaxgpt train --run-dir {directory}"
                     )
-    except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
-        if multihost.several() and not isinstance(e, UserError):
-            lost = True
-            raise multihost.ProcessLost(
-                f"process {jax.process_index()} of {jax.process_count()} ends, since another one failed: {str(e).splitlines()[0]}. "
-                f"The last checkpoint is step {checkpoints.last() or 'none'}."
-            ) from None
+    except Exception as e:
+        lost = multihost.several() and not isinstance(e, multihost.Everywhere)
         raise
     finally:
         display.close()

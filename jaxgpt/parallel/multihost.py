@@ -1,13 +1,14 @@
 """Several processes, one run: found by JAX itself, or named by a coordinator."""
 
 import importlib.util
+import itertools
 import os
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -20,9 +21,19 @@ from jaxgpt.errors import UserError
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
 
+LINGER = 3  # seconds that process 0 outlives its last words, for the others to read them in its store
+
 
 class ProcessLost(RuntimeError):
-    """Another process has failed, or cannot be reached: what this one computed since the last checkpoint is lost."""
+    """Another process has ended or hangs: what this one computed since the last checkpoint is lost."""
+
+    def __init__(self, words: str, status: int = 1):
+        super().__init__(words)
+        self.status = status  # to exit with: 2 if the other one refused what its user asked for
+
+
+class Everywhere:
+    """Of an exception: that every process raises it at the same step, so that none of them leaves another waiting."""
 
 
 def initialize(config: ParallelConfig) -> None:
@@ -101,6 +112,11 @@ def _wait_for(address: str, seconds: float) -> None:
             time.sleep(0.2)
 
 
+def joined() -> bool:
+    """Whether `initialize` has met other processes; starts no device."""
+    return jax.distributed.is_initialized()
+
+
 def several() -> bool:
     return jax.process_count() > 1
 
@@ -114,6 +130,58 @@ def meet(where: str) -> None:
     """Wait here for the other processes."""
     if several():
         multihost_utils.sync_global_devices(where)
+
+
+_told = itertools.count()  # equal in all processes, since all ask the same things in the same order
+
+
+def _store() -> Any:
+    """The key-value store of JAX's coordination service, in the memory of process 0. JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def publish(key: str, value: str) -> None:
+    """For the other processes to read. Raises `JaxRuntimeError` if process 0 does not answer, which holds it."""
+    _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
+
+
+def published(folder: str) -> list[str]:
+    """The values of all keys `FOLDER/...`. Raises like `publish`."""
+    return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
+
+
+def from_leader(number: int) -> int:
+    """The leader's number, in every process: all must ask, in the same order."""
+    return int(_from_leader(str(number)))
+
+
+def agree(error: UserError | None) -> None:
+    """Raise the leader's error in every process: all must ask, each with its own or None; only the leader's counts."""
+    words = _from_leader("" if error is None else str(error))
+    if words:
+        raise UserError(words)
+
+
+def _from_leader(words: str) -> str:
+    if not several():
+        return words
+    key = f"leader/{next(_told)}"
+    if is_leader():
+        publish(key, words)
+        return words
+    # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
+    return _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once: a usual exit would wait for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_leader():
+        time.sleep(LINGER)
+    os._exit(status)
 
 
 def stop_requested(step: int) -> bool:

@@ -1,6 +1,7 @@
 """Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,13 +57,15 @@ def start(tmp_path, text_file):
     """Starts the processes of one run; whatever is left of them at the end is killed."""
     started = []
 
-    def start(processes, devices, *options):
+    def start(processes, devices, *options, planted=""):
+        """planted: Python that each process runs first."""
         port = free_port()
+        program = f"{planted}\nfrom jaxgpt.__main__ import main; main()"
         for i in range(processes):
             who = ["--parallel.coordinator", f"127.0.0.1:{port}", "--parallel.processes", str(processes)]
             who += ["--parallel.process-id", str(i), "--run-dir", "run"]
             env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(REPOSITORY)}
-            argv = [sys.executable, "-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
+            argv = [sys.executable, "-c", program, "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
             with (tmp_path / f"{i}.err").open("w") as err:
                 started.append(
                     subprocess.Popen(argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
@@ -121,24 +124,45 @@ def steps_done(directory):
     return len(read_metrics(directory / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_goes_takes_the_others_with_it(start, tmp_path, number):
-    """Killed: the other one says so and ends. Asked to end: both save the same step first."""
-    processes = start(2, 1, "--train.steps", "100000", "--train.eval-every", "100000")
+FOREVER = ["--train.steps", "100000", "--train.eval-every", "100000", "--train.checkpoint-every", "5"]
+
+
+def until_step(number, processes, tmp_path):
     deadline = time.monotonic() + DEADLINE
-    while steps_done(tmp_path / "run") < 5:
+    while steps_done(tmp_path / "run") < number:
         assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
         time.sleep(0.2)
-    processes[1].send_signal(number)
+
+
+def named(process, processes):
+    return rf"jaxgpt: process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
+
+
+CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_that_is_killed_is_named(start, tmp_path, lost):
+    """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
+    processes = start(2, 1, *FOREVER)
+    until_step(7, processes, tmp_path)
     began = time.monotonic()
+    processes[lost].kill()
     codes, said = wait(processes, tmp_path)
-    assert time.monotonic() - began < multihost.HEARTBEAT + 30
-    if number == signal.SIGKILL:
-        assert codes == [1, -signal.SIGKILL]
-        assert "process 0 of 2 ends, since another one failed" in said[0]
-    else:
-        assert codes == [1, 1]
-        assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
+    assert time.monotonic() - began < multihost.HEARTBEAT
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
+    assert re.search(named(lost, processes) + r"is gone: .*" + CONTINUE, said[1 - lost])
+    assert "Traceback" not in said[1 - lost]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
+    processes = start(2, 1, *FOREVER)
+    until_step(5, processes, tmp_path)
+    processes[1].send_signal(number)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
 
 
 @pytest.mark.parametrize(("who", "message"), [(0, "did not all meet at"), (1, "did not answer within 2 s")])
