@@ -135,7 +135,9 @@ def until_step(number, processes, tmp_path):
 
 
 def named(process, processes):
-    return rf"jaxgpt: process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
+    return (
+        rf"jaxgpt: process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
+    )
 
 
 CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
