@@ -108,28 +108,26 @@ def train(argv: list[str]) -> None:
 def _train(options: TrainOptions) -> None:
     _prepare_jax()
     from jaxgpt.loop import Diverged, Interrupted, fit
-    from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave
+    from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave, status_of
+    from jaxgpt.parallel.replicas import ReplicasDiffer
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
     began = time.monotonic()
     try:
         run = fit(options.experiment, options.run_dir, fresh=options.fresh)
-    except (Interrupted, Diverged) as e:
+    except (Interrupted, Diverged, ReplicasDiffer) as e:
         if is_leader():
             _say(str(e))
         raise SystemExit(1) from None
-    except ProcessLost as e:
-        _say(f"jaxgpt: {e}")
-        leave(e.status)
     except BaseException as e:
         if not joined():
             raise
-        if isinstance(e, UserError):
+        if isinstance(e, UserError | ProcessLost):
             _say(f"jaxgpt: {e}")
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
-        leave(2 if isinstance(e, UserError) else 1)
+        leave(status_of(e))
     if not is_leader():
         return
     t = options.experiment.train

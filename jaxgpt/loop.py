@@ -23,6 +23,7 @@ from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, keep_freed_memory
 from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS
@@ -126,12 +127,21 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     clock = _Clock(seconds_before)
     logged_at = (start, clock.working())
 
+    checked = start
+
+    def compare(step: int, sums) -> None:
+        nonlocal checked
+        check(sums, strategy.devices, checked, step)
+        checked = step
+
     def settle(limit: int) -> None:
         """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
         nonlocal logged_at
         while len(pending) > limit:
             step, on_device = pending.popleft()
             loss = float(on_device["loss"])
+            if "checksums" in on_device:
+                compare(step, on_device["checksums"])
             if not math.isfinite(loss):
                 raise Diverged(
                     f"the loss is {loss} at step {step}: lower --optim.learning-rate, or raise --optim.warmup-steps. "
@@ -181,6 +191,9 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                 batch = strategy.place(next(batches))
                 watchdog.beat(step)
                 state, on_device = trainer.step(state, batch, dropout_key)
+                every = experiment.parallel.check_replicas_every
+                if strategy.checksums and every and step % every == 0:
+                    on_device["checksums"] = strategy.checksums(state)
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
@@ -199,6 +212,8 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                 if step % train.checkpoint_every == 0 or is_best or step == train.steps or stop:
                     settle(0)  # a step whose loss is not finite is never saved
                     watchdog.beat(step, slow=True)
+                    if strategy.checksums and checked < step:
+                        compare(step, strategy.checksums(state))
                     with clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best

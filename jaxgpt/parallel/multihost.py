@@ -175,6 +175,13 @@ def _from_leader(words: str) -> str:
     return _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
 
 
+def status_of(error: BaseException | None) -> int:
+    """With which a process ends that ends by this error."""
+    if isinstance(error, ProcessLost):
+        return error.status
+    return 2 if isinstance(error, UserError) else 1
+
+
 def leave(status: int) -> NoReturn:
     """End this process at once: a usual exit would wait for the others."""
     sys.stdout.flush()

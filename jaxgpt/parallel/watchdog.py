@@ -199,7 +199,7 @@ class Watchdog:
         if self._processes == 1:
             return
         words = "" if error is None else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        self._say_goodbye(words, 2 if isinstance(error, UserError) else 1)
+        self._say_goodbye(words, multihost.status_of(error))
 
     def on_abort(self) -> None:
         """JAX ends this process because another is lost; it knows that, but not how to say it."""
