@@ -37,6 +37,7 @@ SLOW = 10  # times as much patience with what is told to be slow: a save
 INTERVAL = 1.0  # seconds between two notes of a process
 CROWD = 64  # processes from which on the notes grow rarer: each reads all of them, from process 0
 GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken
+COMPILER = (("_src", "compiler.py"), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))  # of jax
 ASLEEP = 10  # intervals between two looks of a thread, after which it was itself suspended
 
 
@@ -304,10 +305,10 @@ def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
 
 
 def _compiles(thread: int) -> bool:
-    """Whether a thread is in JAX's compiler, which may take minutes: at the first step, and wherever a shape is new."""
+    """Whether a thread traces or compiles, which may take minutes: at the first step, and wherever something is new."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(("jax/_src/compiler.py", "jax\\_src\\compiler.py")):
+        if Path(frame.f_code.co_filename).parts[-2:] in COMPILER:
             return True
         frame = frame.f_back
     return False
