@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -84,11 +85,12 @@ class Watchdog:
         self._me = Note(process=me, host=socket.gethostname(), pid=os.getpid())
         self._main = threading.get_ident()
         self._turn = self._step = self._pulse = 0
-        self._since = self._stepped = self._looked = time.monotonic()
+        self._since = self._stepped = self._looked = self._answered = time.monotonic()
+        self._woke, self._slept = -math.inf, 0.0  # when this process was last suspended until, and for how long
+        self._asking = False
         self._durations: deque[float] = deque(maxlen=101)  # of steps, with what lay between them
         self._patience = 1
         self._heard: dict[int, tuple[Note, float]] = {}  # the last note of each other process, and when it came
-        self._unreachable = False  # the store, and so process 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -119,14 +121,15 @@ class Watchdog:
         while not self._over.wait(self._interval):
             now = time.monotonic()
             if now - self._looked > ASLEEP * self._interval:  # Ctrl-Z, a closed laptop: no time has passed for us
-                self._since = now
+                self._woke, self._slept = now, now - self._looked
+                self._since = self._answered = now
                 self._heard = {process: (note, now) for process, (note, _) in self._heard.items()}
             elif _compiles(self._main):
                 self._since = now
-            self._looked = now
             self._pulse += 1
             if self._processes > 1:
                 self._exchange()
+            self._looked = time.monotonic()
             ended = self._ended()
             if ended is not None:
                 self._end(f"{self._name(ended)} has ended: {ended.ended}", ended.status)
@@ -134,22 +137,23 @@ class Watchdog:
                 self._end(self._say_stuck(held_up), 1, stacks=True)
 
     def _exchange(self) -> None:
+        self._asking = True
         try:
             self._publish(self._mine())
             notes = [Note(**json.loads(text)) for text in multihost.published("notes")]
-        except jax.errors.JaxRuntimeError:
-            self._unreachable = True
+        except jax.errors.JaxRuntimeError:  # process 0 does not answer: `_answered` stays behind
             return
-        now = time.monotonic()
+        finally:
+            self._asking = False
+        self._answered = now = time.monotonic()
         for note in notes:
             before = self._heard.get(note.process)
             if note.process != self._me.process and (before is None or before[0] != note):
                 self._heard[note.process] = (note, now)
 
     def _notes(self) -> list[Note]:
-        """Of all, as of now: one that is silent has been idle all that time."""
-        now = time.monotonic()
-        others = (dataclasses.replace(note, idle=note.idle + now - at) for note, at in self._heard.values())
+        """Of all: one that is silent has been idle all that time."""
+        others = (dataclasses.replace(note, idle=note.idle + self._answered - at) for note, at in self._heard.values())
         return [self._mine(), *others]
 
     def _mine(self) -> Note:
@@ -170,14 +174,15 @@ class Watchdog:
 
     def _gone(self, intervals: float) -> str | None:
         """Who has ended without a word, in words."""
-        now = time.monotonic()
+        unanswered = time.monotonic() - self._answered
+        if self._me.process and unanswered > intervals * self._interval:
+            return f"{self._name(self._leader())} is gone: it has not answered for {unanswered:.0f} s"
         for note, at in self._heard.values():
-            if note.ended is None and now - at > intervals * self._interval:
+            silent = self._answered - at
+            if note.ended is None and silent > intervals * self._interval:
                 return (
-                    f"{self._name(note)} is gone: nothing was heard from it for {now - at:.0f} s, in step {note.step}"
+                    f"{self._name(note)} is gone: nothing was heard from it for {silent:.0f} s, since step {note.step}"
                 )
-        if self._unreachable and self._me.process:
-            return f"{self._name(self._leader())} is gone: it does not answer"
         return None
 
     def explain(self, error: BaseException) -> ProcessLost | None:
@@ -205,13 +210,19 @@ class Watchdog:
     def on_abort(self) -> None:
         """JAX ends this process because another is lost; it knows that, but not how to say it."""
         now = time.monotonic()
-        ended, asleep = self._ended(), now - self._looked
+        ended, slept = self._ended(), now - self._looked
+        if self._asking or slept < ASLEEP * self._interval:  # it may have been seen by the thread already
+            slept = self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
         if ended is not None:
             words = f"{self._name(ended)} has ended: {ended.ended}"
-        elif asleep > ASLEEP * self._interval:
-            words = f"{self._name(self._me)} stood still for {asleep:.0f} s, and the others have ended without it"
+        elif slept:
+            words = f"{self._name(self._me)} stood still for {slept:.0f} s, and the others have ended without it"
+        elif gone := self._gone(GRACE / 2):
+            words = gone
+        elif self._me.process:
+            words = f"{self._name(self._leader())} is gone: its connection broke"
         else:
-            words = self._gone(GRACE / 2) or f"{self._name(self._leader())} is gone: its connection broke"
+            words = "another process is gone, see above"
         _say(self._words(words))
         os._exit(1)
 

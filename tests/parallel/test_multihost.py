@@ -157,6 +157,85 @@ def test_one_that_is_killed_is_named(start, tmp_path, lost):
     assert "Traceback" not in said[1 - lost]
 
 
+HANGS = """
+import sys, time
+from jaxgpt.parallel.watchdog import Watchdog
+beat = Watchdog.beat
+def hanging_beat(self, step, **how):
+    if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
+        {what}
+    beat(self, step, **how)
+Watchdog.beat = hanging_beat
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
+    """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
+    planted = HANGS.format(process=lost, what="time.sleep(10000)")
+    processes = start(2, 1, *FOREVER, "--parallel.watchdog", "4", planted=planted)
+    until_step(5, processes, tmp_path)
+    began = time.monotonic()
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1] and time.monotonic() - began < 60
+    for words in said:
+        assert re.search(named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words)
+    assert "hanging_beat" in said[lost]  # its stack
+
+
+def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
+    planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
+    processes = start(2, 1, *FOREVER, planted=planted)
+    until_step(7, processes, tmp_path)
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(60) == 1
+    said = (tmp_path / "0.err").read_text()
+    assert re.search(named(1, processes) + r"is gone: nothing was heard from it for \d+ s, .*" + CONTINUE, said)
+    saved = sorted(tmp_path.glob("run/checkpoints/*"))
+    processes[1].send_signal(signal.SIGCONT)
+    assert processes[1].wait(60) == 1
+    said = (tmp_path / "1.err").read_text()
+    assert re.search(named(1, processes) + r"stood still for \d+ s, and the others have ended without it", said)
+    assert sorted(tmp_path.glob("run/checkpoints/*")) == saved
+
+
+def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
+    """The one that has it shows where; the other says who it was, and does not wait for it."""
+    planted = HANGS.format(process=1, what='raise ValueError("planted")')
+    processes = start(2, 1, *FOREVER, planted=planted)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2" not in said[1]
+    assert re.search(named(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
+
+
+REFUSES = """
+import sys
+import jaxgpt.loop
+from jaxgpt.errors import UserError
+from jaxgpt.parallel import multihost
+
+def refuses(*_):
+    assert multihost.from_leader(7 if multihost.is_leader() else 0) == 7
+    multihost.agree(None if multihost.is_leader() else UserError("only the leader counts"))
+    if {agreed}:
+        multihost.agree(UserError("this run directory is taken") if multihost.is_leader() else None)
+    elif multihost.is_leader():
+        raise UserError("this run directory is taken")
+
+jaxgpt.loop.existing_run = refuses
+"""
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
+    codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
+    assert codes == [2, 2]
+    for words in said:
+        assert "this run directory is taken" in words and "Traceback" not in words
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
     processes = start(2, 1, *FOREVER)
