@@ -130,8 +130,7 @@ class Watchdog:
             if self._processes > 1:
                 self._exchange()
             self._looked = time.monotonic()
-            ended = self._ended()
-            if ended is not None:
+            if (ended := self._ended()) is not None:
                 self._end(f"{self._name(ended)} has ended: {ended.ended}", ended.status)
             elif held_up := stuck(self._notes()):
                 self._end(self._say_stuck(held_up), 1, stacks=True)
@@ -185,14 +184,27 @@ class Watchdog:
                 )
         return None
 
-    def explain(self, error: BaseException) -> ProcessLost | None:
-        """What broke an exchange, if it was the loss of another process; else it was the error itself."""
+    def _cause(self, intervals: float) -> tuple[str, int] | None:
+        """The loss of another process that explains a broken exchange, in words, and the status to end with."""
+        if (ended := self._ended()) is not None:
+            return f"{self._name(ended)} has ended: {ended.ended}", ended.status
+        gone, slept = self._gone(intervals), self._recent_sleep()
+        if gone is not None and slept:
+            gone = self._say_slept(slept)
+        return None if gone is None else (gone, 1)
+
+    def _recent_sleep(self) -> float:
+        now = time.monotonic()
+        if not self._asking and now - self._looked > ASLEEP * self._interval:  # the thread has yet to see it
+            return now - self._looked
+        return self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
+
+    def explain(self) -> ProcessLost | None:
+        """What broke an exchange, if it was the loss of another process: it takes some silence to be sure."""
         deadline = time.monotonic() + (GRACE + 2) * self._interval
         while time.monotonic() < deadline:
-            if (ended := self._ended()) is not None:
-                return ProcessLost(self._words(f"{self._name(ended)} has ended: {ended.ended}"), ended.status)
-            if gone := self._gone(GRACE):
-                return ProcessLost(self._words(gone))
+            if cause := self._cause(GRACE):
+                return ProcessLost(self._words(cause[0]), cause[1])
             time.sleep(self._interval / 5)
         return None
 
@@ -209,22 +221,15 @@ class Watchdog:
 
     def on_abort(self) -> None:
         """JAX ends this process because another is lost; it knows that, but not how to say it."""
-        now = time.monotonic()
-        ended, slept = self._ended(), now - self._looked
-        if self._asking or slept < ASLEEP * self._interval:  # it may have been seen by the thread already
-            slept = self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
-        if ended is not None:
-            words = f"{self._name(ended)} has ended: {ended.ended}"
-        elif slept:
-            words = f"{self._name(self._me)} stood still for {slept:.0f} s, and the others have ended without it"
-        elif gone := self._gone(GRACE / 2):
-            words = gone
+        if slept := self._recent_sleep():
+            otherwise = self._say_slept(slept)
         elif self._me.process:
-            words = f"{self._name(self._leader())} is gone: its connection broke"
+            otherwise = f"{self._name(self._leader())} is gone: its connection broke"
         else:
-            words = "another process is gone, see above"
+            otherwise = "another process is gone, see above"
+        words, status = self._cause(GRACE / 2) or (otherwise, 1)
         _say(self._words(words))
-        os._exit(1)
+        os._exit(status)
 
     def _leader(self) -> Note:
         return (
@@ -235,6 +240,9 @@ class Watchdog:
         if self._processes == 1:
             return "this process"
         return f"process {note.process} of {self._processes} (host {note.host}, pid {note.pid})"
+
+    def _say_slept(self, seconds: float) -> str:
+        return f"{self._name(self._me)} stood still for {seconds:.0f} s, and the others have ended without it"
 
     def _say_stuck(self, notes: list[Note]) -> str:
         since = f"no progress for {notes[0].idle:.0f} s, since step {notes[0].step}"
@@ -249,9 +257,7 @@ class Watchdog:
             saved = self.last_step()
         again = f" To continue: jaxgpt train --run-dir {self.directory}" if self.directory else ""
         everywhere = ", on every process." if again and self._processes > 1 else ""
-        return (
-            f"jaxgpt: {what}. The last checkpoint is {'none' if saved is None else f'step {saved}'}.{again}{everywhere}"
-        )
+        return f"{what}. The last checkpoint is {'none' if saved is None else f'step {saved}'}.{again}{everywhere}"
 
     def _end(self, what: str, status: int, stacks: bool = False) -> None:
         if stacks:
@@ -285,7 +291,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
             yield dog
         except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
             alone = isinstance(e, UserError) or not multihost.several()
-            lost = None if alone else dog.explain(e)
+            lost = None if alone else dog.explain()
             dog.stop(lost or e)
             if lost is not None:
                 raise lost from None

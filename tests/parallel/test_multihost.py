@@ -154,7 +154,7 @@ def test_one_that_is_killed_is_named(start, tmp_path, lost):
     assert time.monotonic() - began < multihost.HEARTBEAT
     assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
     assert re.search(named(lost, processes) + r"is gone: .*" + CONTINUE, said[1 - lost])
-    assert "Traceback" not in said[1 - lost]
+    assert "loop.py" not in said[1 - lost]  # no traceback of ours
 
 
 HANGS = """
@@ -169,7 +169,7 @@ Watchdog.beat = hanging_beat
 """
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
     planted = HANGS.format(process=lost, what="time.sleep(10000)")
