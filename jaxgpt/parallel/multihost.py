@@ -32,8 +32,8 @@ class ProcessLost(RuntimeError):
         self.status = status  # to exit with: 2 if the other one refused what its user asked for
 
 
-class Everywhere:
-    """Of an exception: that every process raises it at the same step, so that none of them leaves another waiting."""
+class Everywhere(BaseException):
+    """What every process raises at the same step, so that none of them leaves another waiting."""
 
 
 def initialize(config: ParallelConfig) -> None:

@@ -54,7 +54,7 @@ class Note:
     step: int = 0
     idle: float = 0.0  # seconds since the last of them, without compilation and suspension
     limit: float | None = None  # of `idle`; None: not known yet
-    ended: str | None = None  # why it has ended; empty: as it should
+    ended: str | None = None  # why it has ended, as all are to say; empty: as it should
     status: int = 1  # with which it has ended
 
     @property
@@ -131,7 +131,7 @@ class Watchdog:
                 self._exchange()
             self._looked = time.monotonic()
             if (ended := self._ended()) is not None:
-                self._end(f"{self._name(ended)} has ended: {ended.ended}", ended.status)
+                self._end(ended.ended or "", ended.status)
             elif held_up := stuck(self._notes()):
                 self._end(self._say_stuck(held_up), 1, stacks=True)
 
@@ -187,7 +187,7 @@ class Watchdog:
     def _cause(self, intervals: float) -> tuple[str, int] | None:
         """The loss of another process that explains a broken exchange, in words, and the status to end with."""
         if (ended := self._ended()) is not None:
-            return f"{self._name(ended)} has ended: {ended.ended}", ended.status
+            return ended.ended or "", ended.status
         gone, slept = self._gone(intervals), self._recent_sleep()
         if gone is not None and slept:
             gone = self._say_slept(slept)
@@ -199,25 +199,32 @@ class Watchdog:
             return now - self._looked
         return self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
 
-    def explain(self) -> ProcessLost | None:
+    def explain(self) -> tuple[str, int] | None:
         """What broke an exchange, if it was the loss of another process: it takes some silence to be sure."""
         deadline = time.monotonic() + (GRACE + 2) * self._interval
         while time.monotonic() < deadline:
             if cause := self._cause(GRACE):
-                return ProcessLost(self._words(cause[0]), cause[1])
+                return cause
             time.sleep(self._interval / 5)
         return None
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, error: BaseException | None = None) -> None:
-        """error: that ends this process, while the others may go on; they are told."""
+    def stop(self, words: str = "", status: int = 0) -> None:
+        """words: what the others are to say, and to end with; none: they may go on."""
         self._over.set()
-        if self._processes == 1:
-            return
-        words = "" if error is None else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        self._say_goodbye(words, multihost.status_of(error))
+        self._thread.join(GRACE * self._interval)  # else a last note of its own might follow this one
+        if self._processes > 1:
+            self._say_goodbye(words, status)
+
+    def stop_by(self, error: BaseException) -> None:
+        """Of an error of this process alone."""
+        what = str(error).splitlines() or [""]
+        if isinstance(error, UserError):
+            self.stop(f"{self._name(self._me)} refuses: {what[0]}", 2)
+        else:
+            self.stop(f"{self._name(self._me)} has ended: {type(error).__name__}: {what[0]}", 1)
 
     def on_abort(self) -> None:
         """JAX ends this process because another is lost; it knows that, but not how to say it."""
@@ -228,7 +235,7 @@ class Watchdog:
         else:
             otherwise = "another process is gone, see above"
         words, status = self._cause(GRACE / 2) or (otherwise, 1)
-        _say(self._words(words))
+        _say(self.words(words))
         os._exit(status)
 
     def _leader(self) -> Note:
@@ -251,7 +258,7 @@ class Watchdog:
         names = ", ".join(self._name(note) for note in notes)
         return f"{names} {'are' if len(notes) > 1 else 'is'} stuck: {since}"
 
-    def _words(self, what: str) -> str:
+    def words(self, what: str) -> str:
         saved = None
         with contextlib.suppress(Exception):
             saved = self.last_step()
@@ -268,7 +275,7 @@ class Watchdog:
                     (self.directory / f"stacks.{self._me.process}.txt").open("w") as file,
                 ):
                     faulthandler.dump_traceback(file, all_threads=True)
-        _say(self._words(what))
+        _say(self.words(what))
         if self._processes > 1:
             self._say_goodbye(what, status)
             multihost.leave(status)
@@ -291,13 +298,16 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
             yield dog
         except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
             alone = isinstance(e, UserError) or not multihost.several()
-            lost = None if alone else dog.explain()
-            dog.stop(lost or e)
-            if lost is not None:
-                raise lost from None
+            if cause := None if alone else dog.explain():
+                dog.stop(*cause)
+                raise ProcessLost(dog.words(cause[0]), cause[1]) from None
+            dog.stop_by(e)
+            raise
+        except multihost.Everywhere:
+            dog.stop()
             raise
         except BaseException as e:
-            dog.stop(None if isinstance(e, multihost.Everywhere) else e)
+            dog.stop_by(e)
             raise
         dog.stop()
 

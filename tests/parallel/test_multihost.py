@@ -135,9 +135,7 @@ def until_step(number, processes, tmp_path):
 
 
 def named(process, processes):
-    return (
-        rf"jaxgpt: process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
-    )
+    return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
 
 
 CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
@@ -179,7 +177,9 @@ def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     codes, said = wait(processes, tmp_path)
     assert codes == [1, 1] and time.monotonic() - began < 60
     for words in said:
-        assert re.search(named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words)
+        assert re.search(
+            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words
+        )
     assert "hanging_beat" in said[lost]  # its stack
 
 
