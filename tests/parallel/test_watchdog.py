@@ -16,7 +16,7 @@ LIMIT = 1.0  # seconds
 
 # What a process of its own does: it beats, is suspended, compiles for longer than the limit, and hangs in the end.
 PROGRAM = f"""
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxgpt.parallel import watchdog
@@ -24,7 +24,7 @@ watchdog.INTERVAL = 0.1
 watchdog.ASLEEP = 5
 
 def slow_to_compile(x):
-    for i in range(sys.getrecursionlimit() // 2):
+    for i in range(300):
         x = jnp.sin(x) @ x + i
     return x
 
@@ -34,6 +34,7 @@ with watchdog.watch({LIMIT}) as dog:
         dog.beat(step)
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3 * {LIMIT})  # what is left of the step: the thread looks before the next beat
     dog.beat(6)
     began = time.monotonic()
     jax.jit(slow_to_compile).lower(jnp.ones((4, 4))).compile()
@@ -62,7 +63,7 @@ def test_only_a_run_that_stands_still_is_ended(tmp_path):
         process.wait()
     assert process.returncode == 1, err
     compiled, *rest = out.split("\n")
-    assert float(compiled) > 2 * LIMIT and rest[0] == "still there", err
+    assert float(compiled) > 1.5 * LIMIT and rest[0] == "still there", err
     said = r"jaxgpt: this process is stuck: no progress for [12] s, since step 8\. The last checkpoint is step 12\. To "
     assert re.search(said + r"continue: jaxgpt train --run-dir \.\n", err)
     assert " in hangs" in err  # where it stood
@@ -83,6 +84,7 @@ def note(process, turn, idle, limit=60.0, **rest):
         ([note(0, 9, 61), note(1, 7, 61), note(2, 9, 61)], [1]),
         ([note(0, 7, 61), note(1, 9, 61)], [0]),
         ([note(0, 9, 600), note(1, 7, 5)], []),  # the other one compiles: waiting for it is no fault
+        ([note(0, 9, 61), note(1, 7, 61), note(2, 7, 5)], []),
         ([note(0, 9, 600), note(1, 7, 100, 600)], []),  # or saves
         ([note(0, 9, 61), note(1, 3, 1e6, ended="")], [0]),  # who is done holds up nobody
     ],
