@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import io
 import json
 import os
 import re
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,19 +57,30 @@ def _train(options: TrainOptions) -> None:
     start_jax()
     from jaxgpt.interrupts import second_leaves_at_once
     from jaxgpt.loop import Diverged, Interrupted, fit
-    from jaxgpt.parallel.multihost import ProcessLost, is_leader
+    from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave, status_of
+    from jaxgpt.parallel.replicas import ReplicasDiffer
 
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
     began = time.monotonic()
     try:
         with second_leaves_at_once(_say):
             run = fit(options.experiment, options.run_dir, fresh=options.fresh)
-    except (Interrupted, Diverged) as e:
+    except (Interrupted, Diverged, ReplicasDiffer) as e:
         if is_leader():
             _say(str(e))
         raise SystemExit(1) from None
-    except (ProcessLost, SaveFailed) as e:
+    except SaveFailed as e:
         _say(str(e))
-        os._exit(1)  # a usual exit would wait for the others, and print pages of TensorStore's about a failed write
+        leave(1)  # a usual exit would print pages of TensorStore's
+    except BaseException as e:
+        if not joined():
+            raise
+        if isinstance(e, UserError | ProcessLost):
+            _say(f"jaxgpt: {e}")
+        elif not isinstance(e, KeyboardInterrupt):
+            traceback.print_exc()
+        leave(status_of(e))
     if not is_leader():
         return
     t = options.experiment.train

@@ -206,11 +206,15 @@ class ParallelConfig:
     processes: int | None = None  # with a coordinator: how many
     process_id: int | None = None  # with a coordinator: which one this is, from 0
     connect_timeout: int = 300  # seconds to wait for the other processes
+    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and ends; 0: never
+    watchdog: float = 60.0
+    # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
+    check_replicas_every: int | None = 100
 
     def __post_init__(self) -> None:
         _check_types(self)
-        _at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout")
-        _at_least(self, 0, "process_id")
+        _at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout", "check_replicas_every")
+        _at_least(self, 0, "process_id", "watchdog")
         sizes = (self.data, self.fsdp, self.tensor)
         _at_most(self, LARGEST_SIZE, "processes", "data", "fsdp", "tensor")
         if any(n < 1 and n != -1 for n in sizes) or sizes.count(-1) > 1:

@@ -17,19 +17,24 @@ STOP = (signal.SIGINT, signal.SIGTERM)
 def signals() -> Iterator[list[signal.Signals]]:
     """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course."""
     caught: list[signal.Signals] = []
-    # Python handles signals only in the main thread; with several processes JAX does, and tells all of them.
-    if threading.current_thread() is not threading.main_thread() or multihost.several():
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield caught
         return
-    before = {number: signal.getsignal(number) for number in STOP}
+    several = multihost.several()
+    # With several processes JAX handles SIGTERM and tells all of them, as long as nobody else does.
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def on_signal(number: int, frame: object) -> None:
-        caught.append(signal.Signals(number))
         restore()
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            caught.append(signal.Signals(number))
 
     for number in before:
         signal.signal(number, on_signal)

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-import jax
-
 from jaxgpt.autopsy import why_skipped, write_autopsy
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
@@ -24,7 +22,9 @@ from jaxgpt.log import Log
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import keep_freed_memory, refuse_what_cannot_fit
+from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.record import claim, existing_run, refuse_other_configuration, refuse_other_data, write_record
 from jaxgpt.run import Run, load, resolve_vocab
@@ -36,11 +36,11 @@ from jaxgpt.viz.curves import plot_losses
 IN_FLIGHT = 2
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(multihost.Everywhere, KeyboardInterrupt):
     """Ctrl-C or SIGTERM: the run was saved first. `str()` says how to continue."""
 
 
-class Diverged(RuntimeError):
+class Diverged(multihost.Everywhere, RuntimeError):
     """Too many steps in a row could not be taken; the last checkpoint is from before them."""
 
 
@@ -55,9 +55,14 @@ def fit(
     `SaveFailed` if a checkpoint or the metrics cannot be written.
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
-
-    # Setup: nothing is written until all of it has worked.
     multihost.initialize(experiment.parallel)
+    with watch(experiment.parallel.watchdog) as watchdog:
+        _fit(experiment, directory, watchdog, fresh=fresh, progress=progress)
+        return load(directory)
+
+
+def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: bool, progress: bool) -> None:
+    """Check everything before anything is written, then make the directory ours, then train."""
     existing = existing_run(directory, fresh)
     if existing:
         refuse_other_configuration(directory, experiment)
@@ -77,6 +82,7 @@ def fit(
             keep_last=experiment.train.keep_last,
             keep_every=experiment.train.keep_every,
         )
+        watchdog.directory, watchdog.last_step = directory, checkpoints.last
 
         def begin() -> int:
             """The directory is ours, a run, and as its newest good checkpoint left it: that step."""
@@ -94,8 +100,7 @@ def fit(
             return step
 
         start = multihost.by_leader(begin)
-        _train(resolved, directory, dataset, trainer, checkpoints, start, progress)
-    return load(directory)
+        _train(resolved, directory, dataset, trainer, checkpoints, watchdog, start, progress)
 
 
 def _train(
@@ -104,6 +109,7 @@ def _train(
     dataset: Dataset,
     trainer: Trainer,
     checkpoints: Checkpoints,
+    watchdog: Watchdog,
     start: int,
     progress: bool,
 ) -> None:
@@ -129,11 +135,20 @@ def _train(
     pending: deque = deque()  # (step, its metrics, still on the device)
     in_row, examined = 0, False  # steps skipped up to the last one settled; whether an autopsy was made
 
+    checked = start
+
+    def compare(step: int, sums) -> None:
+        nonlocal checked
+        check(sums, strategy.devices, checked, step)
+        checked = step
+
     def settle(limit: int) -> None:
         """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
         nonlocal in_row
         while len(pending) > limit:
             step, on_device = pending.popleft()
+            if "checksums" in on_device:
+                compare(step, on_device["checksums"])
             in_row = int(on_device["in_row"])
             if in_row:
                 skip(step, on_device)
@@ -148,6 +163,7 @@ def _train(
         if int(on_device["skipped"]) == NOT_FINITE and not examined:
             examined = True
             if leader:
+                watchdog.beat(step, slow=True)
                 with log.clock.paused():
                     why = write_autopsy(
                         directory,
@@ -174,7 +190,7 @@ def _train(
             f"{looked} The last checkpoint is step {checkpoints.last() or 'none'}."
         )
 
-    def validate() -> float | None:
+    def validate(step: int) -> float | None:
         """None: a signal came between, and saving goes first."""
         windows = validation_batches(
             dataset.val,
@@ -191,7 +207,7 @@ def _train(
                     return
 
         with log.clock.paused():
-            val_loss, _ = mean_loss(trainer.evaluate, state.params, until_asked())
+            val_loss, _ = mean_loss(trainer.evaluate, state.params, watchdog.each(until_asked(), step))
         return None if caught else val_loss
 
     def measures(step: int) -> bool:
@@ -202,7 +218,7 @@ def _train(
         with signals() as caught:
             if start and measures(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
                 # The signal that ended the last sitting came before this could be measured.
-                val_loss = validate()
+                val_loss = validate(start)
                 if val_loss is not None:
                     if leader:
                         checkpoints.measured(start, val_loss)
@@ -210,7 +226,12 @@ def _train(
                     best = min(best, val_loss)
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
-                state, on_device = trainer.step(state, strategy.place(next(batches)), dropout_key)
+                batch = strategy.place(next(batches))
+                watchdog.beat(step)
+                state, on_device = trainer.step(state, batch, dropout_key)
+                every = experiment.parallel.check_replicas_every
+                if strategy.checksums and every and step % every == 0:
+                    on_device["checksums"] = strategy.checksums(state)
                 pending.append((step, on_device))
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
@@ -222,7 +243,7 @@ def _train(
                 val_loss = None
                 if measures(step) and not stop:
                     settle(0)
-                    val_loss = validate()
+                    val_loss = validate(step)
                     stop = bool(caught)
                 if val_loss is not None:
                     log.validation(step, val_loss)
@@ -238,6 +259,9 @@ def _train(
                 # step is saved instead. A finite validation loss says that they are not.
                 if due and (not in_row or val_loss is not None or stop):
                     due = False
+                    watchdog.beat(step, slow=True)
+                    if strategy.checksums and checked < step:
+                        compare(step, strategy.checksums(state))
                     with log.clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best
@@ -248,13 +272,8 @@ def _train(
                         f"To continue: jaxgpt train --run-dir {directory}"
                     )
             checkpoints.wait()
-    except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
-        if multihost.several() and not isinstance(e, UserError):
-            lost = True
-            raise multihost.ProcessLost(
-                f"process {jax.process_index()} of {jax.process_count()} ends, since another one failed: {str(e).splitlines()[0]}. "
-                f"The last checkpoint is step {checkpoints.last() or 'none'}."
-            ) from None
+    except Exception as e:
+        lost = multihost.several() and not isinstance(e, multihost.Everywhere)
         raise
     finally:
         batches.close()

@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxgpt.config import ParallelConfig
 from jaxgpt.layers.block import Spread
 from jaxgpt.model import GPT
+from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import BATCH, MESH_AXES, check_divisible, make_mesh, mesh_shape, state_shardings
 from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
+from jaxgpt.train import TrainState
 
 
 def mesh(
@@ -42,6 +44,14 @@ def mesh(
         parts = rows.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
+    def sums(state: TrainState) -> jax.Array:
+        part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
+        return jax.lax.all_gather(part.reshape(-1), "data")
+
+    def checksums(state: TrainState) -> jax.Array:
+        specs = jax.tree.map(lambda place: place.spec, places)
+        return jax.shard_map(sums, mesh=grid, in_specs=(specs,), out_specs=P(), check_vma=False)(state)
+
     return Strategy(
         name="mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items()),
         devices=tuple(grid.devices.flat),
@@ -53,6 +63,7 @@ def mesh(
         batch=lambda B, T: abstract_batch((B, T), rows),
         rows=my_rows,
         place=lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch),
+        checksums=jax.jit(checksums) if sizes["data"] > 1 else None,
         spread=_spread(grid),
     )
 

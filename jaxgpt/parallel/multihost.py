@@ -1,6 +1,7 @@
 """Several processes, one run: found by JAX itself, or named by a coordinator."""
 
 import importlib.util
+import itertools
 import os
 import socket
 import sys
@@ -8,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -19,12 +20,21 @@ from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
-REFUSAL = 2000  # bytes of a message that one process tells the others
 SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
+
+LINGER = 3  # seconds that process 0 outlives its last words, for the others to read them in its store
 
 
 class ProcessLost(RuntimeError):
-    """Another process has failed, or cannot be reached: what this one computed since the last checkpoint is lost."""
+    """Another process has ended or hangs: what this one computed since the last checkpoint is lost."""
+
+    def __init__(self, words: str, status: int = 1):
+        super().__init__(words)
+        self.status = status  # to exit with: 2 if the other one refused what its user asked for
+
+
+class Everywhere(BaseException):
+    """What every process raises at the same step, so that none of them leaves another waiting."""
 
 
 def initialize(config: ParallelConfig) -> None:
@@ -112,6 +122,11 @@ def _wait_for(address: str, seconds: float) -> None:
             time.sleep(0.2)
 
 
+def joined() -> bool:
+    """Whether `initialize` has met other processes; starts no device."""
+    return jax.distributed.is_initialized()
+
+
 def several() -> bool:
     return jax.process_count() > 1
 
@@ -127,21 +142,68 @@ def meet(where: str) -> None:
         multihost_utils.sync_global_devices(where)
 
 
+_told = itertools.count()  # equal in all processes, since all ask the same things in the same order
+
+
+def _store() -> Any:
+    """The key-value store of JAX's coordination service, in the memory of process 0. JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def publish(key: str, value: str) -> None:
+    """For the other processes to read. Raises `JaxRuntimeError` if process 0 does not answer, which holds it."""
+    _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
+
+
+def published(folder: str) -> list[str]:
+    """The values of all keys `FOLDER/...`. Raises like `publish`."""
+    return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
+
+
 def by_leader(function: Callable[[], int]) -> int:
-    """What `function` returns in the first process, in all of them; if it raises `UserError` there, all raise it."""
-    number, refusal = 0, b""
+    """What `function` returns in the first process, in all of them; if it raises `UserError` there, all raise it.
+
+    All must ask, in the same order.
+    """
+    words = ""
     if is_leader():
         try:
-            number = function()
+            words = str(function())
         except UserError as e:
-            refusal = str(e).encode()[:REFUSAL]
-    if several():
-        told = np.frombuffer(refusal.ljust(REFUSAL, b"\0"), np.uint8)
-        number, told = multihost_utils.broadcast_one_to_all((np.int32(number), told))
-        number, refusal = int(number), bytes(told).rstrip(b"\0")
-    if refusal:
-        raise UserError(refusal.decode(errors="replace"))
-    return number
+            words = f"no: {e}"
+    words = _from_leader(words)
+    if words.startswith("no: "):
+        raise UserError(words.removeprefix("no: "))
+    return int(words)
+
+
+def _from_leader(words: str) -> str:
+    if not several():
+        return words
+    key = f"leader/{next(_told)}"
+    if is_leader():
+        publish(key, words)
+        return words
+    # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
+    return _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
+
+
+def status_of(error: BaseException | None) -> int:
+    """With which a process ends that ends by this error."""
+    if isinstance(error, ProcessLost):
+        return error.status
+    return 2 if isinstance(error, UserError) else 1
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once: a usual exit would wait for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if several() and is_leader():
+        time.sleep(LINGER)
+    os._exit(status)
 
 
 def stop_requested(step: int) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
+from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 
 AXIS = "devices"
@@ -42,6 +43,18 @@ def pmap(model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[
             return jax.lax.psum(eval_step(params, batch), AXIS)
 
         return jax.pmap(on_each, AXIS, in_axes=(None, 0), out_axes=None, devices=devices)
+
+    # pmap wants an argument with an axis of devices: a number for each.
+    on_all = jax.pmap(
+        lambda state, _: jax.lax.all_gather(checksum(state)[None], AXIS),
+        AXIS,
+        in_axes=(None, 0),
+        out_axes=None,
+        devices=devices,
+    )
+
+    def checksums(state: Any) -> jax.Array:
+        return on_all(state, np.arange(len(here)))
 
     def rows(B: int) -> np.ndarray:
         part = B // processes
@@ -76,6 +89,7 @@ def pmap(model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[
         place=place,
         to_checkpoint=to_checkpoint,
         from_checkpoint=from_checkpoint,
+        checksums=checksums if len(everywhere) > 1 else None,
     )
 
 

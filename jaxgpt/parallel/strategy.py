@@ -45,6 +45,8 @@ class Strategy:
     # What checkpoints hold is the same for every strategy: each number once, without an axis of devices.
     to_checkpoint: Callable[[TrainState], TrainState] = unchanged
     from_checkpoint: Callable[[TrainState], TrainState] = unchanged
+    # state -> uint32 [copies of it, parts of it], a checksum of what each of `devices` holds; None: there is one copy
+    checksums: Callable[[TrainState], jax.Array] | None = None
     spread: Spread = ON_ONE_DEVICE  # for GPT.spread
 
 

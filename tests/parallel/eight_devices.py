@@ -11,6 +11,7 @@ import numpy as np
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.pipeline import Batch
+from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
 
 STEPS, BATCH, T = 20, 16, 16
@@ -137,7 +138,7 @@ def places() -> dict:
         batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
         state = run.strategy.init(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
-    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses, "guard": guarded()}
+    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses, "guard": guarded(), "drift": drift()}
 
 
 def guarded() -> dict:
@@ -157,6 +158,35 @@ def guarded() -> dict:
         skipped = [[shard.data.item() for shard in state.guard.skipped.addressable_shards]]
         found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
     return found
+
+
+def drift() -> dict:
+    """What is said of a state in which one bit of one copy was flipped, at once and after more steps."""
+    found = {}
+    for name, devices, at in (("pmap", 8, 5), ("pmap", 2, 1), ("data", 8, 5), ("all", 8, 5)):
+        run = Run(name, "adamw", devices)
+        run.state = run.strategy.init(jax.random.key(0))
+        assert compare(run) == "all are equal"
+        kernel = run.state.params["h"]["block"]["mlp"]["c_fc"]["kernel"]
+        copies = [np.array(shard.data) for shard in sorted(kernel.addressable_shards, key=lambda s: s.device.id)]
+        copies[at].view(np.uint32).flat[77] ^= 1  # the last bit of a mantissa
+        shards = [jax.device_put(x, jax.devices()[i]) for i, x in enumerate(copies)]
+        flipped = jax.make_array_from_single_device_arrays(kernel.shape, kernel.sharding, shards)
+        run.state.params["h"]["block"]["mlp"]["c_fc"]["kernel"] = flipped
+        found[f"{name} on {devices}"] = compare(run)
+        if name == "pmap" and devices == 8:
+            run.run(0, 2)
+            found["pmap on 8, later"] = compare(run)
+    assert Run("fsdp", "adamw").strategy.checksums is None and Run("single", "adamw").strategy.checksums is None
+    return found
+
+
+def compare(run: Run) -> str:
+    try:
+        check(run.strategy.checksums(run.state), run.strategy.devices, 100, 200)
+    except ReplicasDiffer as e:
+        return str(e)
+    return "all are equal"
 
 
 if __name__ == "__main__":

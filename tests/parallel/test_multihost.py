@@ -1,6 +1,7 @@
 """Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,13 +57,15 @@ def start(tmp_path, text_file):
     """Starts the processes of one run; whatever is left of them at the end is killed."""
     started = []
 
-    def start(processes, devices, *options):
+    def start(processes, devices, *options, planted=""):
+        """planted: Python that each process runs first."""
         port = free_port()
+        program = f"{planted}\nfrom jaxgpt.__main__ import main; main()"
         for i in range(processes):
             who = ["--parallel.coordinator", f"127.0.0.1:{port}", "--parallel.processes", str(processes)]
             who += ["--parallel.process-id", str(i), "--run-dir", "run"]
             env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(REPOSITORY)}
-            argv = [sys.executable, "-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
+            argv = [sys.executable, "-c", program, "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
             with (tmp_path / f"{i}.err").open("w") as err:
                 started.append(
                     subprocess.Popen(argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
@@ -121,24 +124,128 @@ def steps_done(directory):
     return len(read_metrics(directory / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_goes_takes_the_others_with_it(start, tmp_path, number):
-    """Killed: the other one says so and ends. Asked to end: both save the same step first."""
-    processes = start(2, 1, "--train.steps", "100000", "--train.eval-every", "100000")
+FOREVER = ["--train.steps", "100000", "--train.eval-every", "100000", "--train.checkpoint-every", "5"]
+
+
+def until_step(number, processes, tmp_path):
     deadline = time.monotonic() + DEADLINE
-    while steps_done(tmp_path / "run") < 5:
+    while steps_done(tmp_path / "run") < number:
         assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
         time.sleep(0.2)
-    processes[1].send_signal(number)
+
+
+def named(process, processes):
+    return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
+
+
+CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_that_is_killed_is_named(start, tmp_path, lost):
+    """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
+    processes = start(2, 1, *FOREVER)
+    until_step(7, processes, tmp_path)
+    began = time.monotonic()
+    processes[lost].kill()
+    codes, said = wait(processes, tmp_path)
+    assert time.monotonic() - began < multihost.HEARTBEAT
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
+    assert re.search(named(lost, processes) + r"is gone: .*" + CONTINUE, said[1 - lost])
+    assert "loop.py" not in said[1 - lost]  # no traceback of ours
+
+
+HANGS = """
+import sys, time
+from jaxgpt.parallel.watchdog import Watchdog
+beat = Watchdog.beat
+def hanging_beat(self, step, **how):
+    if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
+        {what}
+    beat(self, step, **how)
+Watchdog.beat = hanging_beat
+"""
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
+    """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
+    planted = HANGS.format(process=lost, what="time.sleep(10000)")
+    processes = start(2, 1, *FOREVER, "--parallel.watchdog", "4", planted=planted)
+    until_step(5, processes, tmp_path)
     began = time.monotonic()
     codes, said = wait(processes, tmp_path)
-    assert time.monotonic() - began < multihost.HEARTBEAT + 30
-    if number == signal.SIGKILL:
-        assert codes == [1, -signal.SIGKILL]
-        assert "process 0 of 2 ends, since another one failed" in said[0]
-    else:
-        assert codes == [1, 1]
-        assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
+    assert codes == [1, 1] and time.monotonic() - began < 60
+    for words in said:
+        assert re.search(
+            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words
+        )
+    assert "hanging_beat" in said[lost]  # its stack
+
+
+def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
+    planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
+    processes = start(2, 1, *FOREVER, planted=planted)
+    until_step(7, processes, tmp_path)
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(60) == 1
+    said = (tmp_path / "0.err").read_text()
+    assert re.search(named(1, processes) + r"is gone: nothing was heard from it for \d+ s, .*" + CONTINUE, said)
+    saved = sorted(tmp_path.glob("run/checkpoints/*"))
+    processes[1].send_signal(signal.SIGCONT)
+    assert processes[1].wait(60) == 1
+    said = (tmp_path / "1.err").read_text()
+    assert re.search(named(1, processes) + r"stood still for \d+ s, and the others have ended without it", said)
+    assert sorted(tmp_path.glob("run/checkpoints/*")) == saved
+
+
+def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
+    """The one that has it shows where; the other says who it was, and does not wait for it."""
+    planted = HANGS.format(process=1, what='raise ValueError("planted")')
+    processes = start(2, 1, *FOREVER, planted=planted)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2" not in said[1]
+    assert re.search(named(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
+
+
+REFUSES = """
+import sys
+import jaxgpt.loop
+from jaxgpt.errors import UserError
+from jaxgpt.parallel import multihost
+
+def taken():
+    raise UserError("this run directory is taken")
+
+def refuses(*_):
+    assert multihost.by_leader(lambda: 7 if multihost.is_leader() else 0) == 7
+    if {agreed}:
+        multihost.by_leader(taken)
+    elif multihost.is_leader():
+        taken()
+
+jaxgpt.loop.existing_run = refuses
+"""
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
+    codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
+    assert codes == [2, 2]
+    for words in said:
+        assert "this run directory is taken" in words and "Traceback" not in words
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
+    processes = start(2, 1, *FOREVER)
+    until_step(5, processes, tmp_path)
+    processes[1].send_signal(number)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
 
 
 @pytest.mark.parametrize(("who", "message"), [(0, "did not all meet at"), (1, "did not answer within 2 s")])
