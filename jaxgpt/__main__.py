@@ -260,9 +260,6 @@ def _on_one_line(text: str, most: int = 1000) -> str:
 def _parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
     """tyro's parse, with its framed messages told in one line."""
     told = io.StringIO()
-    names = [a.partition("=")[0].replace("_", "-") for a in argv if a.startswith("--")]
-    if twice := [n for n in names if names.count(n) > 1 and n != "--stop"]:
-        raise UserError(f"{twice[0]} is given twice: once is enough. See {prog} --help")
     try:
         with contextlib.redirect_stderr(told):
             options = tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)

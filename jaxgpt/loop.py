@@ -21,7 +21,7 @@ from jaxgpt.interrupts import signals
 from jaxgpt.log import Log
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import keep_freed_memory, refuse_what_cannot_fit
+from jaxgpt.parallel.device import first_device, keep_freed_memory, refuse_what_cannot_fit
 from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.parallel.watchdog import Watchdog, watch
@@ -56,6 +56,7 @@ def fit(
     """
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
+    first_device()  # the first use of JAX that needs one, and the place for its error
     with watch(experiment.parallel.watchdog) as watchdog:
         _fit(experiment, directory, watchdog, fresh=fresh, progress=progress)
         return load(directory)

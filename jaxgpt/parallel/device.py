@@ -31,17 +31,18 @@ class ComputeOptions:
         return {"dtype": self.dtype, "attention": self.attention}
 
 
-def device_kind() -> str:
-    """JAX's name of the first device: "cpu", "NVIDIA H200", "TPU v5 lite", ..."""
-    return jax.devices()[0].device_kind
-
-
-def _first_device() -> jax.Device:
+def first_device() -> jax.Device:
+    """Raises `UserError` if JAX finds none."""
     try:
         return jax.devices()[0]
     except RuntimeError as e:  # no such platform, or no driver for it
         named = os.environ.get("JAX_PLATFORMS")
         raise UserError(f"JAX finds no device (JAX_PLATFORMS={named!r}): {str(e).splitlines()[0]}") from None
+
+
+def device_kind() -> str:
+    """JAX's name of the first device: "cpu", "NVIDIA H200", "TPU v5 lite", ..."""
+    return first_device().device_kind
 
 
 def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | None = None) -> ComputeOptions:
@@ -50,7 +51,7 @@ def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | N
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
     device: None: the first one. Raises `UserError` if a named kernel cannot do what is asked.
     """
-    device = _first_device() if device is None else device
+    device = first_device() if device is None else device
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"

@@ -24,7 +24,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, 
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
 from jaxgpt.metrics import read_metrics, rewind_metrics
-from jaxgpt.record import changed_data, read_record
+from jaxgpt.record import FORMAT, changed_data, read_record
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
 
@@ -157,7 +157,7 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
 
 
 def _record() -> dict:
-    return {"format": 1, "experiment": to_dict(tiny_experiment(Path("t.txt"))), "vocab_size": 30, "data": {}}
+    return {"format": FORMAT, "experiment": to_dict(tiny_experiment(Path("t.txt"))), "vocab_size": 30, "data": {}}
 
 
 def attempt(name: str, target: tuple, raw: bytes) -> bool:
