@@ -39,7 +39,7 @@ INTERVAL = 1.0  # seconds between two notes of a process
 CROWD = 64  # processes from which on the notes grow rarer: each reads all of them, from process 0
 GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken
 COMPILER = (("_src", "compiler.py"), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))  # of jax
-ASLEEP = 10  # intervals between two looks of a thread, after which it was itself suspended
+ASLEEP = 5  # intervals between two looks of a thread, after which it was itself suspended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,15 +296,15 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
             stack.enter_context(_instead_of_abort(dog.on_abort))
         try:
             yield dog
-        except (jax.errors.JaxRuntimeError, ValueError) as e:  # what a broken exchange raises depends on who carried it
+        except multihost.Everywhere:
+            dog.stop()
+            raise
+        except Exception as e:  # what a broken exchange raises depends on who carried it
             alone = isinstance(e, UserError) or not multihost.several()
             if cause := None if alone else dog.explain():
                 dog.stop(*cause)
                 raise ProcessLost(dog.words(cause[0]), cause[1]) from None
             dog.stop_by(e)
-            raise
-        except multihost.Everywhere:
-            dog.stop()
             raise
         except BaseException as e:
             dog.stop_by(e)
