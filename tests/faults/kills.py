@@ -145,8 +145,11 @@ def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, e
     return child.poll() is None
 
 
-def harass(root: Path, options: list[str], *, kills: int, every: float, inside: bool, seed: int, say=print) -> Report:
-    """Run and kill until `kills` are done and the run that they hit has ended; compare each run that ended."""
+def harass(root: Path, options: list[str], *, kills: int, every: float, inside: float, seed: int, say=print) -> Report:
+    """Run and kill until `kills` are done and the run that they hit has ended; compare each run that ended.
+
+    every: seconds between kills, on average. inside: the share of them that waits for a checkpoint to be written.
+    """
     rng, report = random.Random(seed), Report()
     root.mkdir(parents=True, exist_ok=True)
     reference = root / "alone"
@@ -158,7 +161,7 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
         sittings: list[int] = []  # the step at which each went on
         while True:
             child = start(directory, options, told)
-            killed = report.kills < kills and wait_to_kill(child, directory, rng, every, inside)
+            killed = report.kills < kills and wait_to_kill(child, directory, rng, every, rng.random() < inside)
             if killed:
                 child.kill()
             status = child.wait(DEADLINE)
@@ -208,7 +211,7 @@ def main() -> None:
             [*OPTIONS.split(), *given.options],
             kills=given.kills,
             every=given.every,
-            inside=given.inside_saves,
+            inside=float(given.inside_saves),
             seed=given.seed,
         )
         print(report)

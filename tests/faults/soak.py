@@ -45,7 +45,13 @@ def soak(directory: Path, steps: int) -> Found:
     """Train in this process, looking at it every hundredth of the steps."""
     model = GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=16)
     train = TrainConfig(
-        steps=steps, batch_size=4, log_every=10, eval_every=500, eval_tokens=1024, checkpoint_every=250, sample_tokens=0
+        steps=steps,
+        batch_size=4,
+        log_every=10,
+        eval_every=min(500, steps // 10),
+        eval_tokens=1024,
+        checkpoint_every=min(250, steps // 10),
+        sample_tokens=0,
     )
     experiment = Experiment(
         name="soak", model=model, data=DataConfig(), optim=OptimConfig(warmup_steps=10), train=train
