@@ -41,16 +41,16 @@ class Found(NamedTuple):
     seconds: float
 
 
-def soak(directory: Path, steps: int) -> Found:
-    """Train in this process, looking at it every hundredth of the steps."""
+def soak(directory: Path, steps: int, *, saves: bool = True) -> Found:
+    """Train in this process and look at it as it goes. saves: with checkpoints and evaluations, not steps alone."""
     model = GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=16)
     train = TrainConfig(
         steps=steps,
         batch_size=4,
         log_every=10,
-        eval_every=min(500, steps // 10),
+        eval_every=min(500, steps // 10) if saves else steps,
         eval_tokens=1024,
-        checkpoint_every=min(250, steps // 10),
+        checkpoint_every=min(250, steps // 10) if saves else steps,
         sample_tokens=0,
     )
     experiment = Experiment(
@@ -105,9 +105,10 @@ def measure(step: int) -> Sample:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--no-saves", action="store_true", help="steps alone, without checkpoints and evaluations")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        found = soak(Path(root) / "run", given.steps)
+        found = soak(Path(root) / "run", given.steps, saves=not given.no_saves)
     print(
         f"{given.steps:,} steps in {found.seconds:.0f} s, after the first {WARM_UP:.0%}:\n"
         f"resident memory  {found.slope:+.1f} KB per 1,000 steps, {found.resident / 1024:.0f} MB at the end\n"
