@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.errors import UserError
+from jaxgpt.files import parse_json, read_bytes
+
 NAME = "manifest.json"
 FORMAT = 1  # of the manifest and of what it lists
 MOST_BYTES = 64 * 1024**2  # of a manifest: that of a million arrays
@@ -45,16 +48,14 @@ def rewrite(directory: Path, **changes: Any) -> None:
 def read(directory: Path) -> dict[str, Any]:
     """What was written about the directory. Raises `Damaged` if that is not the manifest that was written."""
     path = directory / NAME
+    if path.is_symlink():
+        raise Damaged(f"{path} is no regular file")
     try:
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path} is missing")
-        if path.stat().st_size > MOST_BYTES:
-            raise Damaged(f"{path} has {path.stat().st_size:,} bytes, more than any manifest")
-        text = path.read_text(encoding="utf-8")
-        body = json.loads(text)
-    except (OSError, ValueError, RecursionError) as e:
-        raise Damaged(f"{path} cannot be read: {str(e).splitlines()[0]}") from None
-    if not isinstance(body, dict) or body.pop("sha256", None) is None or _render(body) != text:
+        raw = read_bytes(path, MOST_BYTES)
+        body = parse_json(raw, str(path))
+    except UserError as e:
+        raise Damaged(str(e)) from None
+    if not isinstance(body, dict) or body.pop("sha256", None) is None or _render(body).encode() != raw:
         raise Damaged(f"{path} is not what was written: its own SHA-256 does not hold")
     if body.get("format") != FORMAT:
         raise Damaged(

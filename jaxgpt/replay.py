@@ -47,7 +47,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         experiment, model=dataclasses.replace(experiment.model, vocab_size=record.vocab_size)
     )
     if not 1 <= step <= experiment.train.steps:
-        raise UserError(f"--step {step}: {directory} has steps 1 to {experiment.train.steps}")
+        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train
     dataset = prepare(experiment.data, block_size=config.block_size, vocab_size=config.vocab_size)
     refuse_other_data(directory, dataset)

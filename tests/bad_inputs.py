@@ -236,6 +236,15 @@ OPTIONS = [
     (["evaluate", "runs/tiny", "--data", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
     (["evaluate", "runs/tiny", "--data", "empty.txt"], "empty.txt has 0 tokens, needed at least 2"),
     (["evaluate", "runs/tiny", "--data", "bom.txt"], "bom.txt has 0 tokens, needed at least 2"),
+    (["replay", "runs/tiny"], "--step"),
+    (["replay", "runs/tiny", "--step"], "Missing value for argument '--step'"),
+    (["replay", "runs/tiny", "--step", "0"], "--step 0: needs one of the steps of runs/tiny, 1 to"),
+    (["replay", "runs/tiny", "--step", "-1"], "--step -1: needs one of the steps"),
+    (["replay", "runs/tiny", "--step", "1" + "0" * 30], "needs one of the steps"),
+    (["replay", "runs/tiny", "--step", "half"], "half"),
+    (["replay", "runs/tiny", "--stpe", "1"], "--step"),
+    (["replay", "runs/moved", "--step", "1"], "no file or folder at gone.txt"),
+    (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology"], "Missing value for argument '--topology'"),
     (["plan", "--topology", ""], "topology is empty"),
@@ -438,6 +447,11 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [(["train", "--run-dir", f"broken/{name}"], {}, said) for name, said in BROKEN.items()]
     rows += [(["evaluate", f"broken/{name}"], {}, BROKEN[name]) for name in ("half", "deep", "width", "pipe")]
     rows += [([verb, path], {}, said) for verb in ("sample", "evaluate") for path, said in NO_RUN]
+    rows += [
+        ([verb, "broken/damaged_checkpoints"], {}, "is damaged, and no other is good")
+        for verb in ("sample", "evaluate")
+    ]
+    rows += [(["replay", f"broken/{name}", "--step", "1"], {}, said) for name, said in BROKEN.items()]
     rows += [([verb, "broken/no_checkpoint"], {}, "has no checkpoint yet") for verb in ("sample", "evaluate")]
     rows += [([verb, "broken/no_tokenizer"], {}, "no tokenizer at") for verb in ("sample", "evaluate")]
     rows += [([verb, "broken/other_tokenizer"], {}, "not the tokenizer that") for verb in ("sample", "evaluate")]

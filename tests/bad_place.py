@@ -187,6 +187,9 @@ def _runs(place: Path) -> None:
     )
     shutil.copy(good / "tokenizer.json", place / "runs/moved")
     shutil.copytree(good / "checkpoints", place / "runs/moved/checkpoints")
+    shutil.copytree(good, place / "broken/damaged_checkpoints")
+    for manifest in (place / "broken/damaged_checkpoints").rglob("manifest.json"):
+        manifest.write_bytes(bytes(manifest.stat().st_size))
     for name in ("no_checkpoint", "no_tokenizer", "device", "folder", "pipe", "large", "other_tokenizer"):
         directory = place / "broken" / name
         directory.mkdir()
