@@ -36,6 +36,7 @@ OPTIONS = """
 """
 DEADLINE = 900  # seconds for one sitting, after which the harness gives up
 SAVE_LASTS = 0.3  # seconds after the beginning of a save within which it is killed
+SAVES = 4  # of a sitting, one of which is killed
 MOMENT = 0.001  # seconds between looks
 
 
@@ -131,15 +132,14 @@ def unfinished(directory: Path) -> bool:
 
 def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, every: float, inside: bool) -> bool:
     """Sleep until the instant; False if the run was done before."""
-    instant = time.monotonic() + rng.uniform(0, 2 * every)
-    deadline = time.monotonic() + DEADLINE
-    seen = False
+    instant = time.monotonic() + (DEADLINE if inside else rng.uniform(0, 2 * every))
+    which, seen = rng.randint(1, SAVES), set()  # inside the first, second, ... save of this sitting
     while time.monotonic() < instant:
         if child.poll() is not None:
             return False
-        if inside and not seen:
-            instant = deadline
-            if seen := unfinished(directory):
+        if inside and len(seen) < which:
+            seen |= {p.name for p in (directory / "checkpoints").glob("*.saving")}
+            if len(seen) == which:
                 instant = time.monotonic() + rng.uniform(0, SAVE_LASTS)
         time.sleep(MOMENT if inside else min(0.02, every))
     return child.poll() is None
