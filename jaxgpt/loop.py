@@ -214,6 +214,7 @@ def _train(
     def measures(step: int) -> bool:
         return step % train.eval_every == 0 or step == train.steps
 
+    again = f"To continue: jaxgpt train --run-dir {directory}"
     lost = due = False
     try:
         with signals() as caught:
@@ -225,6 +226,8 @@ def _train(
                         checkpoints.measured(start, val_loss)
                     log.validation(start, val_loss)
                     best = min(best, val_loss)
+            if caught:
+                raise Interrupted(f"{caught[0].name}: step {start} of {train.steps} is saved. {again}")
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
                 batch = strategy.place(next(batches))
@@ -269,8 +272,7 @@ def _train(
                 if stop:
                     checkpoints.wait()
                     raise Interrupted(
-                        f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. "
-                        f"To continue: jaxgpt train --run-dir {directory}"
+                        f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. {again}"
                     )
             checkpoints.wait()
     except Exception as e:

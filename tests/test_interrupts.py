@@ -49,6 +49,9 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
     monkeypatch.setattr(loop, "mean_loss", interrupted)
     with pytest.raises(Interrupted, match=f"SIGTERM: saved step {at} of 4"):
         fit(experiment, directory, progress=False)
+    seen[:] = [at] * (at // 2 - 1)
+    with pytest.raises(Interrupted, match=f"SIGTERM: step {at} of 4 is saved"):  # and once more, on return
+        fit(experiment, directory, progress=False)
     assert not any(x["step"] == at and x["val_loss"] for x in lines(directory))
     monkeypatch.undo()
     run = fit(experiment, directory, progress=False)
