@@ -1,9 +1,12 @@
 """The fault harness and the soak in their short forms; the long ones are commands of their own."""
 
+import pytest
+
 from tests.faults.kills import OPTIONS, harass
 from tests.faults.soak import soak
 
 
+@pytest.mark.slow
 def test_killed_anywhere_and_inside_a_save_nothing_is_lost(tmp_path, text_file):
     options = [*OPTIONS.split(), "--data.path", str(text_file), "--train.steps", "60"]
     report = harass(tmp_path, options, kills=4, every=3.0, inside=0.5, seed=2)

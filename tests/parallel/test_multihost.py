@@ -105,7 +105,9 @@ def alone(tmp_path_factory, text_file):
     "strategy",
     [
         ["--parallel.strategy", "pmap"],
-        ["--parallel.strategy", "mesh", "--parallel.fsdp", "4", "--parallel.tensor", "2"],
+        pytest.param(
+            ["--parallel.strategy", "mesh", "--parallel.fsdp", "4", "--parallel.tensor", "2"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strategy):
@@ -229,7 +231,7 @@ jaxgpt.loop.existing_run = refuses
 """
 
 
-@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
     codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
     assert codes == [2, 2]
@@ -238,7 +240,7 @@ def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
     processes = start(2, 1, *FOREVER)
     until_step(5, processes, tmp_path)

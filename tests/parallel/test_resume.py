@@ -8,6 +8,9 @@ from tests.helpers import run_command
 from tests.parallel.resumes import STRATEGIES
 
 
+pytestmark = pytest.mark.slow  # nine runs; what each of them is made of is held by quicker tests
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, text_file):
     directory = tmp_path_factory.mktemp("resumes")
