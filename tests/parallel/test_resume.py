@@ -7,7 +7,6 @@ import pytest
 from tests.helpers import run_command
 from tests.parallel.resumes import STRATEGIES
 
-
 pytestmark = pytest.mark.slow  # nine runs; what each of them is made of is held by quicker tests
 
 
