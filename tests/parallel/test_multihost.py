@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.metrics import read_metrics
@@ -130,8 +131,9 @@ FOREVER = ["--train.steps", "100000", "--train.eval-every", "100000", "--train.c
 
 
 def until_step(number, processes, tmp_path):
-    deadline = time.monotonic() + DEADLINE
-    while steps_done(tmp_path / "run") < number:
+    """And until something is saved."""
+    deadline, saved = time.monotonic() + DEADLINE, Checkpoints(tmp_path / "run" / "checkpoints").steps
+    while steps_done(tmp_path / "run") < number or not saved():
         assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
         time.sleep(0.2)
 
