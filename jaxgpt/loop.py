@@ -34,6 +34,7 @@ from jaxgpt.viz.curves import plot_losses
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
 # fake devices on few cores hang when hundreds are in flight.
 IN_FLIGHT = 2
+LONG = 1.0  # seconds of a step from which on none is left in flight: a signal would have to wait for them all
 
 
 class Interrupted(multihost.Everywhere, KeyboardInterrupt):
@@ -215,7 +216,7 @@ def _train(
         return step % train.eval_every == 0 or step == train.steps
 
     again = f"To continue: jaxgpt train --run-dir {directory}"
-    lost = due = False
+    lost, due, took = False, False, 0.0
     try:
         with signals() as caught:
             if start and measures(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
@@ -240,7 +241,8 @@ def _train(
                 if step == start + 1:  # waits once: the first step is compilation
                     settle(0)
                     log.compiled(step, time.monotonic() - began)
-                settle(IN_FLIGHT)
+                settle(IN_FLIGHT if took < LONG else 0)
+                took = time.monotonic() - began
                 checkpoints.raise_if_failed()
 
                 stop = bool(caught) or multihost.stop_requested(step)
