@@ -195,12 +195,12 @@ def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
     assert processes[0].wait(60) == 1
     said = (tmp_path / "0.err").read_text()
     assert re.search(named(1, processes) + r"is gone: nothing was heard from it for \d+ s, .*" + CONTINUE, said)
-    saved = sorted(tmp_path.glob("run/checkpoints/*"))
+    saved = Checkpoints(tmp_path / "run" / "checkpoints").steps()
     processes[1].send_signal(signal.SIGCONT)
     assert processes[1].wait(60) == 1
     said = (tmp_path / "1.err").read_text()
     assert re.search(named(1, processes) + r"stood still for \d+ s, and the others have ended without it", said)
-    assert sorted(tmp_path.glob("run/checkpoints/*")) == saved
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
 
 
 def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
