@@ -35,8 +35,8 @@ class Sample(NamedTuple):
 class Found(NamedTuple):
     slope: float  # KB per 1,000 steps, by least squares, after the warm-up
     resident: int  # KB at the end
-    files: tuple[int, int]  # least and most that were open after the warm-up
-    threads: tuple[int, int]
+    files: tuple[int, int]  # open, at the fewest, in the first and in the second half after the warm-up
+    threads: tuple[int, int]  # the same; those of a save come and go, those of the process's other work are in both
     compiled: int  # programs after the warm-up
     seconds: float
 
@@ -81,12 +81,13 @@ def soak(directory: Path, steps: int, *, saves: bool = True) -> Found:
     finally:
         MetricsFile.write = write  # type: ignore[method-assign]
     warm = [s for s in samples if s.step > WARM_UP * steps]
+    early, late = warm[: len(warm) // 2], warm[len(warm) // 2 :]
     slope = np.polyfit([s.step for s in warm], [s.kilobytes for s in warm], 1)[0] * 1000
     return Found(
         slope=float(slope),
         resident=warm[-1].kilobytes,
-        files=(min(s.files for s in warm), max(s.files for s in warm)),
-        threads=(min(s.threads for s in warm), max(s.threads for s in warm)),
+        files=(min(s.files for s in early), min(s.files for s in late)),
+        threads=(min(s.threads for s in early), min(s.threads for s in late)),
         compiled=sum(WARM_UP * steps < step < steps for step, _ in compiled),
         seconds=time.monotonic() - began,
     )
@@ -112,8 +113,8 @@ def main() -> None:
     print(
         f"{given.steps:,} steps in {found.seconds:.0f} s, after the first {WARM_UP:.0%}:\n"
         f"resident memory  {found.slope:+.1f} KB per 1,000 steps, {found.resident / 1024:.0f} MB at the end\n"
-        f"open files       {found.files[0]} to {found.files[1]}\n"
-        f"threads          {found.threads[0]} to {found.threads[1]}\n"
+        f"open files       at least {found.files[0]} in the first half, {found.files[1]} in the second\n"
+        f"threads          at least {found.threads[0]} in the first half, {found.threads[1]} in the second\n"
         f"compilations     {found.compiled}"
     )
 
