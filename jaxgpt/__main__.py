@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from jaxgpt.config import LARGEST_COUNT, LARGEST_SIZE, Experiment
+from jaxgpt.checks import LARGEST_COUNT, LARGEST_SIZE
+from jaxgpt.config import Experiment
 from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.experiment_file import close, load_experiment
 from jaxgpt.options import EvaluateOptions, PlanOptions, ReplayOptions, SampleOptions, TrainOptions

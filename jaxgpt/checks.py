@@ -1,4 +1,4 @@
-"""Whether the fields of a dataclass hold what their annotations say, told in words."""
+"""Whether the fields of a dataclass hold what their annotations say and what is possible, told in words."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from jaxgpt.errors import UserError
 
 LARGEST_INTEGER = 2**63 - 1  # that arrays can hold, and every reader of JSON
+# Far beyond any model, and small enough that products of them, and loops over them, are harmless.
+LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
 
 short = reprlib.Repr().repr  # of values that nobody has looked at yet, in some dozens of characters
 
@@ -53,3 +55,30 @@ def _say(hint: Any) -> str:
         type(None): "nothing (None)",
     }
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def at_least(config: Any, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise UserError(f"{name}={value}: needs at least {low}")
+
+
+def at_most(config: Any, high: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > high:
+            raise UserError(f"{name}={value}: needs at most {high:,}")
+
+
+def above_zero(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise UserError(f"{name}={value}: needs more than 0")
+
+
+def in_range(config: Any, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if not low <= value < high:
+        raise UserError(f"{name}={value}: needs at least {low:g} and less than {high:g}")

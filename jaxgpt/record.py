@@ -15,8 +15,8 @@ from typing import Any
 
 import filelock
 
-from jaxgpt.checks import short
-from jaxgpt.config import LARGEST_SIZE, Experiment, differences, from_dict, to_dict
+from jaxgpt.checks import LARGEST_SIZE, short
+from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxgpt.checks import short
-from jaxgpt.config import LARGEST_SIZE
+from jaxgpt.checks import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 

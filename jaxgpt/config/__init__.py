@@ -1,0 +1,26 @@
+"""Every option of jaxgpt: frozen dataclasses, validated where they are made, to and from JSON.
+
+One default, one place: nothing else in the package has a fallback for a field. The comment behind a field is
+its help text on the command line.
+"""
+
+from typing import Literal
+
+from jaxgpt.config.dicts import differences, from_dict, to_dict
+from jaxgpt.config.experiment import DataConfig, Experiment, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config.model import GPTConfig
+
+Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
+
+__all__ = [
+    "DataConfig",
+    "Experiment",
+    "GPTConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Precision",
+    "TrainConfig",
+    "differences",
+    "from_dict",
+    "to_dict",
+]

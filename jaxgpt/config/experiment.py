@@ -1,0 +1,172 @@
+"""An experiment: the architecture, the data, the optimiser, the loop, the hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxgpt.checks import LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range, short
+from jaxgpt.config.model import GPTConfig
+from jaxgpt.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, and how it becomes tokens."""
+
+    corpus: str = "python-docs"  # a name in the registry: python-docs, shakespeare, sancho, quijote
+    path: str | None = None  # instead of a corpus: a UTF-8 file, a folder of .txt files, or .bin token shards
+    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
+    bpe_vocab_size: int = 4096  # tokens of the BPE to train
+    val_fraction: float = 0.1  # the last share of the characters is held out
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        at_least(self, 257, "bpe_vocab_size")  # 256 bytes and the end-of-text token
+        at_most(self, LARGEST_SIZE, "bpe_vocab_size")
+        for name in ("path", "tokenizer"):
+            if getattr(self, name) == "":
+                raise UserError(f"data.{name} is empty: name one, or leave the option out")
+        if not 0.0 < self.val_fraction < 1.0:
+            raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimiser and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
+    learning_rate: float = 1e-3  # peak, of AdamW
+    muon_learning_rate: float = 0.02  # peak, of Muon's matrices
+    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 100  # linear from 0
+    decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
+    min_lr_ratio: float = 0.1  # final learning rate over peak
+    beta1: float = 0.9  # AdamW's first moment
+    beta2: float = 0.99  # AdamW's second moment
+    eps: float = 1e-8  # AdamW's denominator
+    weight_decay: float = 0.1  # on matrices only, times the learning rate
+    momentum: float = 0.95  # Muon's
+    grad_clip: float | None = 1.0  # global norm; None: no clipping
+    # skip a step whose gradient norm is over so many times the median of the last 128 taken; None: take any finite one
+    skip_spikes: float | None = None
+    max_skipped: int = 10  # steps skipped in a row, as spikes or as not finite, that end the run
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        above_zero(self, "learning_rate", "muon_learning_rate", "eps", "grad_clip")
+        at_least(self, 0, "warmup_steps", "weight_decay")
+        at_least(self, 1, "max_skipped")
+        if self.skip_spikes is not None and self.skip_spikes <= 1.0:
+            raise UserError(
+                f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
+            )
+        for name in ("beta1", "beta2", "momentum"):
+            in_range(self, name, 0.0, 1.0)
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
+        if not 0.0 < self.decay_fraction <= 1.0:
+            raise UserError(f"decay_fraction={self.decay_fraction} is outside (0, 1]: 0.2 decays over the last fifth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop. A step is one optimiser step, whatever the devices and the accumulation."""
+
+    steps: int = 1000  # optimiser steps
+    batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
+    seed: int = 0  # of initialisation, data order and dropout
+    # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # kernel; auto: splash on TPU, cudnn on Nvidia's, where shape and dropout allow, else plain
+    attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 250  # steps between validations; one more at the end
+    eval_tokens: int | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
+    checkpoint_every: int = 1000  # steps between checkpoints; the best validation and the end are kept as well
+    keep_last: int = 2  # checkpoints kept besides the best; the second is there should the first be damaged
+    keep_every: int | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
+    sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
+    sample_tokens: int = 400  # tokens of that sample
+    sample_temperature: float = 0.8  # of that sample
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        at_least(self, 1, "steps", "batch_size", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
+        at_least(self, 1, "keep_last", "keep_every")
+        at_most(self, 2**40, "steps")  # what the pipeline counts to
+        at_most(self, LARGEST_SIZE, "batch_size", "sample_tokens")
+        at_least(self, 0, "sample_tokens", "sample_temperature")
+        in_range(self, "seed", 0, 2**32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The hardware and how the run fits on it: arguments of a run, never part of the experiment's identity."""
+
+    # auto: one device plainly, several by pmap; single: one device; pmap: a copy of the model on each device;
+    # mesh: data x fsdp x tensor devices, of which fsdp and tensor split the model
+    strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
+    data: int = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
+    fsdp: int = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
+    tensor: int = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # sequences at once on a device, at most; what is left of its share follows as accumulation. None: the whole share
+    micro_batch_size: int | None = None
+    loss_chunk: int | None = None  # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    coordinator: str | None = None  # HOST:PORT of process 0, where JAX cannot find it by itself
+    processes: int | None = None  # with a coordinator: how many
+    process_id: int | None = None  # with a coordinator: which one this is, from 0
+    connect_timeout: int = 300  # seconds to wait for the other processes
+    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and ends; 0: never
+    watchdog: float = 60.0
+    # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
+    check_replicas_every: int | None = 100
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout", "check_replicas_every")
+        at_least(self, 0, "process_id", "watchdog")
+        sizes = (self.data, self.fsdp, self.tensor)
+        at_most(self, LARGEST_SIZE, "processes", "data", "fsdp", "tensor")
+        if any(n < 1 and n != -1 for n in sizes) or sizes.count(-1) > 1:
+            raise UserError(
+                f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
+            )
+        given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
+        if any(given) and not all(given):
+            raise UserError(
+                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster tells them"
+            )
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides the result of a run."""
+
+    name: str  # letters, digits, - and _; the run goes to runs/NAME unless told otherwise
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
+            raise UserError(
+                f"name={short(self.name)}: it names a directory, so letters, digits, '-' and '_' only, at most 200 bytes"
+            )
+        chunk, context = self.parallel.loss_chunk, self.model.block_size
+        if chunk is not None and chunk < context and context % chunk:
+            near = [n for n in range(1, context) if context % n == 0]
+            below, above = max(n for n in near if n < chunk), min([n for n in near if n > chunk], default=context)
+            raise UserError(
+                f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {below} or {above}"
+            )
+        if self.optim.warmup_steps > self.train.steps:
+            raise UserError(
+                f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"
+            )
