@@ -10,7 +10,7 @@ def count_parameters(params) -> int:
 
 
 def train_flops_per_token(config: GPTConfig, n_params: int) -> float:
-    """Forward and backward: 6 per weight in a matrix product, and 12 L D T for attention's two products.
+    """Forward and backward: 6 per weight in a matrix product, and 12 L N H T for attention's two products.
 
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Looked-up embeddings multiply nothing, unless
     they are the output matrix as well. The causal half that kernels skip is counted, as is usual.
@@ -18,9 +18,13 @@ def train_flops_per_token(config: GPTConfig, n_params: int) -> float:
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:
         looked_up += config.vocab_size * config.n_embd
-    return 6.0 * (n_params - looked_up) + 12.0 * config.n_layer * config.n_embd * config.block_size
+    return 6.0 * (n_params - looked_up) + 6.0 * attention_flops(config)
 
 
 def attention_flops(config: GPTConfig) -> float:
-    """Of one of attention's products over all layers, per token, the masked half included: 2 L N H T."""
-    return 2.0 * config.n_layer * config.n_head * config.head_size * config.block_size
+    """Of one of attention's products over all layers, per token, the masked half included: 2 L N H T.
+
+    A layer with a sliding window has that for T.
+    """
+    read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
+    return 2.0 * config.n_head * config.head_size * read

@@ -81,8 +81,10 @@ class GPT(nn.Module):
             )
             self.h: Any = scanned(c, self.attention, self.dtype, self.spread)
         else:
-            self.h: Any = [block(c, self.attention, self.dtype, self.spread) for _ in range(c.n_layer)]
-        if c.norm_position == "pre":  # post-norm blocks end in a norm already
+            self.h: Any = [
+                block(c, self.attention, self.dtype, self.spread, c.window(layer)) for layer in range(c.n_layer)
+            ]
+        if c.norm_position != "post":  # those blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
             self.lm_head = self.param("lm_head", named(init, "embed", "vocab"), (c.n_embd, c.vocab_size), jnp.float32)
@@ -130,7 +132,7 @@ class GPT(nn.Module):
             for layer, cache in zip(self.h, caches or [None] * c.n_layer, strict=True):
                 x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place)
                 extended.append(cache)
-        return self.ln_f(x_BTD) if c.norm_position == "pre" else x_BTD, tuple(extended)
+        return x_BTD if c.norm_position == "post" else self.ln_f(x_BTD), tuple(extended)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
         """Logits_BTV of features. bfloat16 inputs, float32 sums: rounded logits would shift the loss by 0.1%."""
@@ -169,7 +171,8 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
 
         @nn.compact
         def __call__(self, x_BTD, positions_BT, train):
-            one = block(self.config, self.attention, self.dtype, self.spread, name="block")
+            window = self.config.window(0)  # that of every layer
+            one = block(self.config, self.attention, self.dtype, self.spread, window, name="block")
             return one(x_BTD, positions_BT, train)
 
     return Layer

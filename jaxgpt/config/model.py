@@ -20,20 +20,41 @@ class GPTConfig:
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
     n_kv_head: int | None = None
     n_embd: int = 768  # width of the residual stream
-    # hidden width of the MLP; None: 4 n_embd, for swiglu 8/3 n_embd (the same parameter count)
+    head_dim: int | None = None  # size of a head; None: n_embd / n_head
+    # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
     mlp_dim: int | None = None
     dropout: float = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
     bias: bool = True  # biases in linear layers and LayerNorm
+    qkv_bias: bool | None = None  # of the projections to queries, keys and values; None: as bias
+    out_bias: bool | None = None  # of attention's output; None: as bias
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # arXiv:1607.06450, arXiv:1910.07467
-    norm_position: Literal["pre", "post"] = "pre"  # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017
+    # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656);
+    # sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
+    norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_eps: float = 1e-5  # added to the variance
-    # gelu is the erf form, gelu_tanh GPT-2's
-    activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    norm_offset: bool = False  # RMSNorm's scales are kept as their distance from 1, as in Gemma
+    parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
+    # gelu is the erf form, gelu_tanh GPT-2's; those with glu are gated (arXiv:2002.05202)
+    activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token knows its place
     rope_theta: float = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
-    qk_norm: bool = False  # RMSNorm over each query and key head before their product (arXiv:2302.05442)
+    rope_fraction: float = 1.0  # share of each head that is turned, from its first number on
+    # for texts longer than those of pre-training; linear: all wavelengths times rope_factor (arXiv:2306.15595);
+    # llama3: those over rope_original_context / rope_low_freq_factor, and less of it down to rope_high_freq_factor
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_context: int = 8192  # tokens
+    sliding_window: int | None = None  # tokens that attention reads, itself included (arXiv:2004.05150); None: all
+    global_every: int | None = None  # each so manyeth layer reads all tokens all the same; None: no layer does
+    rope_local_theta: float | None = None  # rope_theta of layers with a sliding window, unscaled; None: as the others
+    qk_norm: bool = False  # RMSNorm over queries and keys before their product (arXiv:2302.05442)
+    qk_norm_over: Literal["head", "heads"] = "head"  # each head by itself, or all of them side by side, as in OLMo 2
+    query_scale: float | None = None  # scores are divided by its square root; None: the head size
+    attention_softcap: float | None = None  # c tanh(score / c), before the softmax (arXiv:2408.00118); None: no cap
     tie_embeddings: bool = True  # the output matrix is the token embedding
-    scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017
+    scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
     logit_softcap: float | None = None  # c tanh(logits / c); None: no cap
     # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
     residual_init: Literal["scaled", "zero"] = "scaled"
@@ -43,12 +64,14 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_dim")
-        at_most(self, LARGEST_SIZE, "vocab_size", "block_size", "mlp_dim", "n_embd")
-        at_most(self, LARGEST_COUNT, "n_layer", "n_head", "n_kv_head")
+        at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_dim")
+        at_least(self, 1, "rope_factor", "rope_original_context", "sliding_window", "global_every")
+        at_most(self, LARGEST_SIZE, "vocab_size", "block_size", "mlp_dim", "n_embd", "head_dim", "sliding_window")
+        at_most(self, LARGEST_COUNT, "n_layer", "n_head", "n_kv_head", "global_every")
         in_range(self, "dropout", 0.0, 1.0)
-        above_zero(self, "norm_eps", "rope_theta", "logit_softcap")
-        if self.n_embd % self.n_head:
+        above_zero(self, "norm_eps", "rope_theta", "rope_local_theta", "rope_low_freq_factor", "query_scale")
+        above_zero(self, "logit_softcap", "attention_softcap")
+        if self.head_dim is None and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
             raise UserError(
@@ -59,9 +82,34 @@ class GPTConfig:
             raise UserError(
                 f"n_head={self.n_head} is not divisible by n_kv_head={self.kv_heads}: take n_kv_head from {choices}"
             )
-        if self.position == "rope" and self.head_size % 2:
+        if not 0.0 < self.rope_fraction <= 1.0:
+            raise UserError(f"rope_fraction={self.rope_fraction} is outside (0, 1]: 0.25 turns a quarter of each head")
+        if self.position == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+            whole = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
+            part = (
+                ""
+                if self.rope_fraction == 1.0
+                else f", of which rope_fraction={self.rope_fraction} is {self.rotary_size}"
+            )
             raise UserError(
-                f"head size {self.head_size} (n_embd={self.n_embd} / n_head={self.n_head}) is odd: rope turns pairs, so it must be even"
+                f"head size {self.head_size} ({whole}){part}: rope turns pairs, so it must be even and not 0"
+            )
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise UserError(
+                f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor={self.rope_low_freq_factor}"
+            )
+        if self.norm_offset and self.norm != "rmsnorm":
+            raise UserError(f"norm_offset=True with norm={self.norm}: only rmsnorm has it")
+        if self.parallel_residual and self.norm_position != "pre":
+            raise UserError(f"parallel_residual=True with norm_position={self.norm_position}: needs pre")
+        if self.sliding_window is None and (self.global_every is not None or self.rope_local_theta is not None):
+            raise UserError(
+                "global_every and rope_local_theta are for layers with a window: give sliding_window as well"
+            )
+        if self.scan_layers and self.global_every is not None:
+            raise UserError(
+                f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, so they "
+                "must be alike; take scan_layers=False"
             )
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(
@@ -74,12 +122,28 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Numbers of each head that rope turns."""
+        return int(self.head_size * self.rope_fraction)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its hidden units."""
+        return "glu" in self.activation
 
     @property
     def mlp_hidden(self) -> int:
         if self.mlp_dim is not None:
             return self.mlp_dim
-        if self.activation != "swiglu":
+        if not self.gated:
             return 4 * self.n_embd
         return -(-8 * self.n_embd // 3 // 8) * 8  # up to a multiple of 8, which every accelerator's tiles like
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a layer's attention reads; None: all."""
+        if self.global_every is not None and (layer + 1) % self.global_every == 0:
+            return None
+        return self.sliding_window

@@ -12,7 +12,7 @@ from jaxgpt.layers.block import Block
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
-from jaxgpt.layers.position import rope, sinusoidal
+from jaxgpt.layers.position import Rope, rope, sinusoidal
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,6 +24,7 @@ __all__ = [
     "LayerNorm",
     "Place",
     "RMSNorm",
+    "Rope",
     "attend",
     "attend_cached",
     "layer_norm",

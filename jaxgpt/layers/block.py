@@ -1,5 +1,6 @@
 """One Transformer block: attention, then MLP, each added to the residual stream."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,14 +16,32 @@ from jaxgpt.layers.cache import LayerCache, Place
 from jaxgpt.layers.linear import take_rows
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
+from jaxgpt.layers.position import Rope
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 
 
 def make_norm(config: GPTConfig, name: str) -> nn.Module:
     if config.norm == "rmsnorm":
-        return RMSNorm(config.norm_eps, name=name)
+        return RMSNorm(config.norm_eps, offset=config.norm_offset, name=name)
     return LayerNorm(config.norm_eps, use_bias=config.bias, name=name)
+
+
+def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
+    """The rotations of a layer that reads `window` tokens, None: all."""
+    if config.position != "rope":
+        return None
+    if window is not None and config.rope_local_theta is not None:
+        return Rope(config.rotary_size, config.rope_local_theta)
+    return Rope(
+        config.rotary_size,
+        config.rope_theta,
+        config.rope_scaling,
+        config.rope_factor,
+        config.rope_low_freq_factor,
+        config.rope_high_freq_factor,
+        config.rope_original_context,
+    )
 
 
 def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
@@ -50,12 +69,17 @@ ON_ONE_DEVICE = Spread()
 
 
 class Block(nn.Module):
-    """x_BTD -> (x_BTD, cache). Pre-norm keeps the stream untouched from end to end; post-norm is 2017's Add & Norm."""
+    """x_BTD -> (x_BTD, cache): two branches, f, each added to the residual stream x, as `norm_position` says.
+
+    pre: x + f(norm(x)), which leaves the stream untouched from end to end. post: norm(x + f(x)), 2017's Add & Norm.
+    output: x + norm(f(x)). sandwich: x + norm(f(norm(x))). window: tokens that attention reads; None: all.
+    """
 
     config: GPTConfig
     attention: str = "plain"
     dtype: DTypeLike = jnp.float32
     spread: Spread = ON_ONE_DEVICE
+    window: int | None = None
 
     @nn.compact
     def __call__(
@@ -68,7 +92,6 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         shared = {
-            "use_bias": c.bias,
             "dropout": c.dropout,
             "kernel_init": nn.initializers.normal(INIT_STD),
             "residual_init": residual_init(c),
@@ -77,23 +100,43 @@ class Block(nn.Module):
         attn = CausalSelfAttention(
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
-            qk_norm=c.qk_norm,
-            norm_eps=c.norm_eps,
-            rope_theta=c.rope_theta if c.position == "rope" else None,
+            head_dim=c.head_size,
+            qkv_bias=c.bias if c.qkv_bias is None else c.qkv_bias,
+            out_bias=c.bias if c.out_bias is None else c.out_bias,
+            qk_norm=c.qk_norm_over if c.qk_norm else None,
+            make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
+            rope=make_rope(c, self.window),
+            scale=None if c.query_scale is None else c.query_scale**-0.5,
+            window=self.window,
+            softcap=c.attention_softcap,
             kernel=self.attention,
             spread=self.spread.attend,
             name="attn",
             **shared,
         )
-        mlp = MLP(hidden=c.mlp_hidden, activation=c.activation, name="mlp", **shared)
+        mlp = MLP(hidden=c.mlp_hidden, activation=c.activation, use_bias=c.bias, name="mlp", **shared)
         norm_1, norm_2 = make_norm(c, "ln_1"), make_norm(c, "ln_2")
-        pre = c.norm_position == "pre"
 
-        out_BTD, cache = attn(norm_1(x_BTD) if pre else x_BTD, positions_BT, train=train, cache=cache, place=place)
-        if pre:
-            x_BTD = x_BTD + out_BTD
-            x_BTD = x_BTD + mlp(norm_2(x_BTD), train=train)
+        def attend(x_BTD: jax.Array) -> jax.Array:
+            nonlocal cache
+            out_BTD, cache = attn(x_BTD, positions_BT, train=train, cache=cache, place=place)
+            return out_BTD
+
+        def feed_forward(x_BTD: jax.Array) -> jax.Array:
+            return mlp(x_BTD, train=train)
+
+        if c.parallel_residual:
+            x_BTD = x_BTD + attend(norm_1(x_BTD)) + feed_forward(norm_2(x_BTD))
+        elif c.norm_position == "pre":
+            x_BTD = x_BTD + attend(norm_1(x_BTD))
+            x_BTD = x_BTD + feed_forward(norm_2(x_BTD))
+        elif c.norm_position == "post":
+            x_BTD = norm_1(x_BTD + attend(x_BTD))
+            x_BTD = norm_2(x_BTD + feed_forward(x_BTD))
+        elif c.norm_position == "output":
+            x_BTD = x_BTD + norm_1(attend(x_BTD))
+            x_BTD = x_BTD + norm_2(feed_forward(x_BTD))
         else:
-            x_BTD = norm_1(x_BTD + out_BTD)
-            x_BTD = norm_2(x_BTD + mlp(x_BTD, train=train))
+            x_BTD = x_BTD + make_norm(c, "ln_1_out")(attend(norm_1(x_BTD)))
+            x_BTD = x_BTD + make_norm(c, "ln_2_out")(feed_forward(norm_2(x_BTD)))
         return self.spread.rows(x_BTD), cache

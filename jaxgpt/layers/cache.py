@@ -22,7 +22,14 @@ class Place(flax.struct.PyTreeNode):
 
     positions_BT: jax.Array  # int32, each token's place in its text; EMPTY: padding, seen by nobody
     slots_T: jax.Array  # int32, consecutive modulo S
-    visible_BTS: jax.Array | None = None  # bool, which slots each token reads: `KVCache.placed` finds it
+    # What `KVCache.placed` finds: bool, which slots each token reads; and how many tokens before it they hold
+    visible_BTS: jax.Array | None = None
+    behind_BTS: jax.Array | None = None
+
+    def within(self, window: int) -> jax.Array:
+        """visible_BTS of a layer that reads the last `window` tokens alone."""
+        assert self.visible_BTS is not None and self.behind_BTS is not None
+        return self.visible_BTS & (self.behind_BTS < window)
 
 
 class LayerCache(flax.struct.PyTreeNode):
@@ -83,7 +90,7 @@ class KVCache(flax.struct.PyTreeNode):
         positions_BS = _put(self.positions_BS, place.positions_BT, place, axis=1)
         behind_BTS = place.positions_BT[:, :, None] - positions_BS[:, None, :]
         visible_BTS = (behind_BTS >= 0) & (behind_BTS < window) & (positions_BS != EMPTY)[:, None, :]
-        return self.replace(positions_BS=positions_BS), place.replace(visible_BTS=visible_BTS)
+        return self.replace(positions_BS=positions_BS), place.replace(visible_BTS=visible_BTS, behind_BTS=behind_BTS)
 
 
 def _put(buffer: jax.Array, new: jax.Array, place: Place, *, axis: int) -> jax.Array:

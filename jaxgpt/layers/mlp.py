@@ -16,12 +16,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
-    "swiglu": jax.nn.silu,  # of the gate; Shazeer 2020, arXiv:2002.05202
+    # Of the gate; Shazeer 2020, arXiv:2002.05202.
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
+    "geglu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
 
 class MLP(nn.Module):
-    """x_BTD -> x_BTD, each token by itself: `c_proj(act(c_fc(x)))`, for swiglu `c_proj(silu(c_gate(x)) * c_fc(x))`.
+    """x_BTD -> x_BTD, each token by itself: `c_proj(act(c_fc(x)))`, gated `c_proj(act(c_gate(x)) * c_fc(x))`.
 
     hidden: F, the width in between.
     """
@@ -41,7 +44,7 @@ class MLP(nn.Module):
 
         act = ACTIVATIONS[self.activation]
         h_BTF = linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_fc")(x_BTD)
-        if self.activation == "swiglu":
+        if "glu" in self.activation:
             h_BTF = act(linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD)) * h_BTF
         else:
             h_BTF = act(h_BTF)

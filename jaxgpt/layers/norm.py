@@ -53,8 +53,12 @@ class RMSNorm(nn.Module):
     eps: float = 1e-5
     param_dtype: DTypeLike = jnp.float32
     axis: str | None = "embed"
+    offset: bool = False  # the parameter is the scale minus 1
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        scale_D = self.param("scale", named(nn.initializers.ones, self.axis), (x_BTD.shape[-1],), self.param_dtype)
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale_D = self.param("scale", named(init, self.axis), (x_BTD.shape[-1],), self.param_dtype)
+        if self.offset:
+            scale_D = 1.0 + scale_D.astype(jnp.float32)
         return rms_norm(x_BTD, scale_D, self.eps)

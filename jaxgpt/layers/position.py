@@ -3,6 +3,8 @@
 Learned positions are an embedding like any other, and live in `model.py`.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -18,15 +20,45 @@ def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
     return jnp.stack([jnp.sin(angle_BTD2), jnp.cos(angle_BTD2)], axis=-1).reshape(*positions_BT.shape, width)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
-    """Turn each pair (x_i, x_{i+H/2}) by `position / theta^(2i/H)` radians; a score then depends on distance alone.
+class Rope(NamedTuple):
+    """Which rotations: their wavelengths, and how much of a head they turn."""
 
-    Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama (halves, not neighbours).
-    Length is kept, and so is x's dtype; H is even. B of the positions may be 1: the same for every row.
+    size: int  # numbers of each head that are turned, from the first on: even
+    theta: float
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def frequencies(self) -> jax.Array:
+        """Radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer texts.
+
+        "linear" (Chen et al. 2023, arXiv:2306.15595) divides all by factor. "llama3" (Llama 3.1's, in Grattafiori et
+        al. 2024, arXiv:2407.21783) divides those that turn less than low_freq_factor times in the original context,
+        leaves those that turn more than high_freq_factor times, and blends between.
+        """
+        half = self.size // 2
+        frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        if self.scaling == "linear":
+            return frequency / self.factor
+        if self.scaling == "llama3":
+            turns = self.original_context * frequency / (2 * jnp.pi)
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            kept = jnp.clip(kept, 0.0, 1.0)
+            return kept * frequency + (1.0 - kept) * frequency / self.factor
+        return frequency
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rope) -> jax.Array:
+    """Turn each pair (x_i, x_{i+R/2}) of the first R numbers by `position * frequency_i` radians.
+
+    A score then depends on distance alone. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama
+    (halves, not neighbours). Length is kept, and so is x's dtype. B of the positions may be 1: the same for every row.
     """
-    half = x_BTNH.shape[-1] // 2
-    frequency_H2 = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1H2 = (positions_BT.astype(jnp.float32)[..., None] * frequency_H2[None, None])[:, :, None]
-    sin, cos = jnp.sin(angle_BT1H2), jnp.cos(angle_BT1H2)
-    x1, x2 = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)
+    angle_BT1R2 = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
+    sin, cos = jnp.sin(angle_BT1R2), jnp.cos(angle_BT1R2)
+    turned, rest = x_BTNH[..., : rotation.size], x_BTNH[..., rotation.size :]
+    x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -21,12 +21,21 @@ def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
     return None
 
 
-def splash(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Causal softmax(q k / sqrt(H)) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
+def splash(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
     The same as `attend(..., kernel="plain")`, block by block: splash attention, Google's TPU kernel that comes with
     JAX, is FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that the mask leaves. T and S are equal;
-    a T that is no multiple of 128 is padded. One dtype for all, bfloat16 or float32; products are at TPU precision.
+    a T that is no multiple of 128 is padded. window, softcap: as for `attend`. One dtype for all, bfloat16 or float32; products are at TPU precision.
     interpret: run the kernel's program without a TPU, slowly, for tests.
     Raises NotImplementedError in a program that the compiler should split over several TPUs, for it cannot split a
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
@@ -37,10 +46,13 @@ def splash(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, interpret
 
     T, N, H = q_BTNH.shape[1:]
     padding = -T % LANES
-    mask = masks.MultiHeadMask([masks.CausalMask((T + padding, T + padding))] * N)
+    scale = H**-0.5 if scale is None else scale
+    square = (T + padding, T + padding)
+    mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
     # Not kept from call to call: made inside a trace, its arrays belong to that trace.
     kernel = kernels.make_splash_mha_single_device(
-        mask,
+        masks.MultiHeadMask([mask] * N),
+        attn_logits_soft_cap=softcap,
         block_sizes=_block_sizes(T + padding, H),
         interpret=interpret,
         residual_checkpoint_name=KEPT,
@@ -51,7 +63,7 @@ def splash(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, interpret
         return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
 
     # The kernel does not scale. In bfloat16 this rounds q once more, unless H is a power of 4: exact for 64.
-    q_BNTH, k_BKSH, v_BKSH = heads_first(q_BTNH * H**-0.5), heads_first(k_BSKH), heads_first(v_BSKH)
+    q_BNTH, k_BKSH, v_BKSH = heads_first(q_BTNH * scale), heads_first(k_BSKH), heads_first(v_BSKH)
     # Mapped over B. With the batch folded into the heads the compiler copies more: GPT-2's layer at B=8, T=1024
     # then spends 2.4 million cycles of a v5e around the kernel, not 1.9.
     out_BNTH: Any = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH)

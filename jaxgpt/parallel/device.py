@@ -18,6 +18,8 @@ from jaxgpt.layers.splash import why_not_splash
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.paths import cache_directory
 
+CAPPED = "it cannot cap scores (model.attention_softcap)"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
@@ -59,7 +61,7 @@ def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | N
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
     why_not = {
         "plain": None,
-        "xla": None,
+        "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model),
         "splash": why_not_splash(model.block_size, model.head_size, dtype)
         if device.platform == "tpu"
@@ -87,6 +89,8 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
         return f"compute capability {capability} is below 8.0"
     if dtype != "bfloat16":
         return f"it needs 16-bit numbers and dtype is {dtype}"
+    if model.attention_softcap is not None:
+        return CAPPED
     if model.head_size % 8 or model.head_size > largest_head:
         return f"head size {model.head_size} is not a multiple of 8 up to {largest_head}"
     return None

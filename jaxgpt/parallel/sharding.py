@@ -67,7 +67,10 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
                 f"{field}={size} does not divide over parallel.{axis}={n}: take {field}={near}, or {axis} from {counts}"
             )
     both = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    biases = {"n_head x head size": config.n_embd, "n_kv_head x head size": config.kv_heads * config.head_size}
+    biases = {
+        "n_head x head size": config.n_head * config.head_size,
+        "n_kv_head x head size": config.kv_heads * config.head_size,
+    }
     for field, size in (biases | {"mlp_dim": config.mlp_hidden} if config.bias else {}).items():
         if size % both:
             raise UserError(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxgpt.layers import CausalSelfAttention, attend
+from jaxgpt.layers import CausalSelfAttention, RMSNorm, Rope, attend
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
@@ -19,7 +19,7 @@ def qkv(dims="BTNH", kv_dims="BTKH"):
     )
 
 
-def attend_in_loops(q_BTNH, k_BSKH, v_BSKH):
+def attend_in_loops(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=None):
     """Causal attention as the lessons write it: one head, one token at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BSKH, v_BSKH))
     B, T, N, H = q.shape
@@ -28,17 +28,26 @@ def attend_in_loops(q_BTNH, k_BSKH, v_BSKH):
     for b in range(B):
         for n in range(N):
             for t in range(T):
-                scores = k[b, : t + 1, n // G] @ q[b, t, n] / np.sqrt(H)
+                read = slice(max(0, t + 1 - (window or T)), t + 1)
+                scores = k[b, read, n // G] @ q[b, t, n] * (scale or 1 / np.sqrt(H))
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
                 weights = np.exp(scores - scores.max())
-                out[b, t, n] = weights / weights.sum() @ v[b, : t + 1, n // G]
+                out[b, t, n] = weights / weights.sum() @ v[b, read, n // G]
     return out
 
 
+@pytest.mark.parametrize("how", [{}, {"scale": 0.3, "window": 3}, {"window": 1}])
 @pytest.mark.parametrize("kernel", ["plain", "xla"])
-def test_every_kernel_equals_the_loops(kernel):
-    out_BTNH = attend(*qkv(), kernel=kernel)
+def test_every_kernel_equals_the_loops(kernel, how):
+    out_BTNH = attend(*qkv(), kernel=kernel, **how)
     chex.assert_shape(out_BTNH, DIMS["BTNH"])
-    np.testing.assert_allclose(out_BTNH, attend_in_loops(*qkv()), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(out_BTNH, attend_in_loops(*qkv(), **how), **FLOAT32_REORDERED)
+
+
+def test_capped_scores_equal_the_loops():
+    how = {"softcap": 0.7, "window": 4}
+    np.testing.assert_allclose(attend(*qkv(), **how), attend_in_loops(*qkv(), **how), **FLOAT32_REORDERED)
 
 
 def test_kernels_have_the_same_gradients():
@@ -75,18 +84,32 @@ def make_attention(**kwargs):
     options = dict(
         n_head=SIZES["N"],
         n_kv_head=SIZES["K"],
-        use_bias=True,
+        head_dim=SIZES["H"],
+        qkv_bias=True,
+        out_bias=True,
         dropout=0.0,
-        qk_norm=False,
-        norm_eps=1e-5,
-        rope_theta=None,
+        qk_norm=None,
+        make_norm=RMSNorm,
+        rope=None,
+        scale=None,
+        window=None,
+        softcap=None,
     )
     layer = CausalSelfAttention(**options | kwargs, kernel_init=init, residual_init=init)
     x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
     return layer, nn.unbox(layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"qk_norm": True}, {"rope_theta": 100.0}, {"n_kv_head": 6, "use_bias": False}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"qk_norm": "head"},
+        {"qk_norm": "heads", "softcap": 1.0},
+        {"rope": Rope(4, 100.0)},
+        {"n_kv_head": 6, "qkv_bias": False, "head_dim": 7},
+    ],
+)
 def test_no_token_sees_the_future(kwargs):
     """The gradient of token t's output is zero for every later input, and not for any earlier one."""
     layer, variables, x_BTD = make_attention(**kwargs)
@@ -98,7 +121,7 @@ def test_no_token_sees_the_future(kwargs):
 
 
 def test_parameter_shapes():
-    _, variables, _ = make_attention(qk_norm=True)
+    _, variables, _ = make_attention(qk_norm="head")
     D, N, K, H = (SIZES[x] for x in "DNKH")
     shapes = jax.tree.map(jnp.shape, variables["params"])
     assert shapes["q"] == {"kernel": (D, N * H), "bias": (N * H,)}

@@ -56,8 +56,8 @@ def test_the_formula(activation):
     p = variables["params"]
     x = jax.random.normal(jax.random.key(1), (3, D))
     h = x @ p["c_fc"]["kernel"]
-    gate = x @ p["c_gate"]["kernel"] if activation == "swiglu" else h
-    h = ACTIVATIONS[activation](gate) * (h if activation == "swiglu" else 1.0)
+    gate = x @ p["c_gate"]["kernel"] if "glu" in activation else h
+    h = ACTIVATIONS[activation](gate) * (h if "glu" in activation else 1.0)
     np.testing.assert_allclose(
         mlp.apply(variables, x), h @ p["c_proj"]["kernel"], **FLOAT32_REORDERED
     )  # biases start at 0

@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.layers import rope, sinusoidal
+from jaxgpt.layers import Rope, rope, sinusoidal
+from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
 
@@ -24,7 +25,7 @@ def test_positions_are_not_rounded():
 
 def test_rope_keeps_lengths_and_position_0():
     x_BTNH = jax.random.normal(jax.random.key(0), DIMS["BTNH"])
-    y_BTNH = rope(x_BTNH, jnp.arange(DIMS["T"][0])[None], 10_000.0)
+    y_BTNH = rope(x_BTNH, jnp.arange(DIMS["T"][0])[None], Rope(SIZES["H"], 10_000.0))
     np.testing.assert_allclose(jnp.linalg.norm(y_BTNH, axis=-1), jnp.linalg.norm(x_BTNH, axis=-1), **FLOAT32_REORDERED)
     np.testing.assert_array_equal(y_BTNH[:, 0], x_BTNH[:, 0])
 
@@ -34,8 +35,29 @@ def test_rope_scores_depend_on_distance_alone():
     positions = jnp.arange(DIMS["T"][0])[None]
 
     def scores(shift):
-        q, k = (rope(x, positions + shift, 10_000.0) for x in (q_BTNH, k_BTNH))
+        q, k = (rope(x, positions + shift, Rope(SIZES["H"], 10_000.0)) for x in (q_BTNH, k_BTNH))
         return jnp.einsum("BTNH,BSNH->BNTS", q, k)
 
     np.testing.assert_allclose(scores(0), scores(37), rtol=1e-3, atol=1e-3)  # float32 angles of about 40 radians
     assert not np.allclose(scores(0), jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH), atol=1e-2)
+
+
+def test_part_of_a_head_is_turned_and_the_rest_left():
+    x_BTNH = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    positions = jnp.arange(5)[None]
+    y_BTNH = rope(x_BTNH, positions, Rope(4, 100.0))
+    np.testing.assert_array_equal(y_BTNH[..., 4:], x_BTNH[..., 4:])
+    np.testing.assert_array_equal(y_BTNH[..., :4], rope(x_BTNH[..., :4], positions, Rope(4, 100.0)))
+
+
+def test_scaling_for_longer_texts():
+    """Linear: all wavelengths. Llama 3's: those above 8192 tokens eightfold, those below 2048 not, and between between."""
+    plain = np.asarray(Rope(128, 500_000.0).frequencies())
+    np.testing.assert_allclose(Rope(128, 500_000.0, "linear", 8.0).frequencies(), plain / 8.0, rtol=1e-6)
+    scaled = np.asarray(Rope(128, 500_000.0, "llama3", 8.0, 1.0, 4.0, 8192).frequencies())
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8.0, rtol=1e-6)
+    np.testing.assert_array_equal(scaled[wavelength < 2048], plain[wavelength < 2048])
+    between = (wavelength > 2048) & (wavelength < 8192)
+    assert between.sum() == 6  # of 64 pairs
+    assert ((scaled < plain) & (scaled > plain / 8.0))[between].all()

@@ -22,12 +22,12 @@ def out_and_gradients(attention, q_BTNH, k_BSKH, v_BSKH, dout_BTNH):
     return out_BTNH, *pull_back(dout_BTNH)
 
 
-def compare(B, T, N, K, H, dtype):
+def compare(B, T, N, K, H, dtype, **how):
     """(splash's output and three gradients, the plain kernel's), which all have the shape and dtype of the inputs."""
     keys = jax.random.split(jax.random.key(0), 4)
     inputs = [jax.random.normal(key, (B, T, n, H), dtype) for key, n in zip(keys, (N, K, K, N), strict=True)]
-    ours = out_and_gradients(functools.partial(splash, interpret=True), *inputs)
-    theirs = out_and_gradients(attend, *inputs)
+    ours = out_and_gradients(functools.partial(splash, interpret=True, **how), *inputs)
+    theirs = out_and_gradients(functools.partial(attend, **how), *inputs)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     return jax.tree.map(lambda x: x.astype(jnp.float32), (ours, theirs))
 
@@ -44,6 +44,11 @@ def compare(B, T, N, K, H, dtype):
 )
 def test_splash_is_attention(B, T, N, K, H):
     chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32), **FLOAT32_REORDERED)
+
+
+@pytest.mark.parametrize("how", [{"window": 100}, {"window": 300, "scale": 0.2}, {"softcap": 2.0, "window": 7}])
+def test_windows_and_caps(how):
+    chex.assert_trees_all_close(*compare(1, 384, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
 
 
 def test_in_bfloat16_to_its_precision():

@@ -23,6 +23,14 @@ HEADS = ({}, {"n_kv_head": 1}, {"qk_norm": True}, {"n_kv_head": 2, "qk_norm": Tr
 GRID = [
     dict(position=position, norm_position=("pre", "post")[(p + h) % 2], norm=("layernorm", "rmsnorm")[h % 2], **heads)
     for (p, position), (h, heads) in itertools.product(enumerate(POSITIONS), enumerate(HEADS))
+] + [
+    dict(
+        position="rope", norm_position="sandwich", sliding_window=3, global_every=2, attention_softcap=1.0, head_dim=6
+    ),
+    dict(
+        position="rope", norm_position="output", sliding_window=4, qk_norm=True, qk_norm_over="heads", query_scale=3.0
+    ),
+    dict(position="rope", parallel_residual=True, rope_fraction=0.5, rope_scaling="linear", rope_factor=2.0),
 ]
 
 ROWS = [[3], [1, 2, 3, 4, 5], [10, 9, 8, 7, 6, 5, 4], [0, 2, 2, 9, 1]]
