@@ -16,7 +16,7 @@ def quickstart() -> Experiment:
             n_embd=128,
             bias=False,
             norm="rmsnorm",
-            activation="relu2",
+            activation="swiglu",
             position="rope",
             qk_norm=True,
             residual_init="zero",
