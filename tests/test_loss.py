@@ -49,8 +49,7 @@ def test_logits_are_summed_in_float32():
 CHUNKED = dict(rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("chunk", [1, 2, 8])
+@pytest.mark.parametrize(("chunk", "tie"), [(1, True), (2, False), (8, True)])
 def test_in_chunks_it_is_the_same_loss_and_the_same_gradient(chunk, tie):
     config = dataclasses.replace(TINY, n_layer=1, tie_embeddings=tie, logit_softcap=5.0)
     model, params = make_model(config)

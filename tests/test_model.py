@@ -98,8 +98,7 @@ def test_scan_equals_loop(kind):
     np.testing.assert_allclose(apply(scanned, stacked, inputs), apply(model, params, inputs), **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize(("remat", "scan_layers"), [("dots", False), ("full", True), ("dots", True)])
 def test_remat_changes_nothing(remat, scan_layers):
     """Same loss and gradients, dropout included; and it does recompute: the jaxpr says so."""
     plain = tiny(dropout=0.3, scan_layers=scan_layers)

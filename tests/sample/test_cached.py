@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,11 @@ CACHED = dict(rtol=1e-4, atol=1e-4)
 
 POSITIONS = ("learned", "sinusoidal", "rope", "none")
 HEADS = ({}, {"n_kv_head": 1}, {"qk_norm": True}, {"n_kv_head": 2, "qk_norm": True})
-# Every pair of position and heads, the norm's place in turn: all pairs of values of any two.
+# Each position with norms before and after, each kind of heads with two positions; and what later families brought.
 GRID = [
-    dict(position=position, norm_position=("pre", "post")[(p + h) % 2], norm=("layernorm", "rmsnorm")[h % 2], **heads)
-    for (p, position), (h, heads) in itertools.product(enumerate(POSITIONS), enumerate(HEADS))
+    dict(position=position, norm_position=("pre", "post")[h // 2], norm=("layernorm", "rmsnorm")[h % 2], **HEADS[h])
+    for p, position in enumerate(POSITIONS)
+    for h in (p % 2, p % 2 + 2)
 ] + [
     dict(
         position="rope", norm_position="sandwich", sliding_window=3, global_every=2, attention_softcap=1.0, head_dim=6
