@@ -9,31 +9,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import io
 import json
 import os
-import re
 import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import tyro
+from typing import Any
 
 from jaxgpt.checks import LARGEST_COUNT, LARGEST_SIZE
 from jaxgpt.config import Experiment
 from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.experiment_file import close, load_experiment
-from jaxgpt.options import EvaluateOptions, PlanOptions, ReplayOptions, SampleOptions, TrainOptions
+from jaxgpt.options import (
+    EvaluateOptions,
+    ExportOptions,
+    ImportOptions,
+    PlanOptions,
+    ReplayOptions,
+    SampleOptions,
+    TrainOptions,
+    parse,
+)
 from jaxgpt.paths import find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
 from jaxgpt.start import start_jax
-
-T = TypeVar("T")
+from jaxgpt.tell import quote, say, told_in_words
 
 USAGE = """\
 usage: jaxgpt VERB [OPTIONS]
@@ -42,6 +45,8 @@ usage: jaxgpt VERB [OPTIONS]
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per character on held-out text
   replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
+  import-hf DIR        a model in Hugging Face's format becomes a run
+  export-hf [RUN]      a run becomes a model in Hugging Face's format
   plan [EXPERIMENT]    memory, exchanges and speed of a training step, here or on a TPU slice, without running it
 
 `jaxgpt VERB --help` lists the options. RUN is a run directory; without one, the newest under runs/.
@@ -50,7 +55,7 @@ usage: jaxgpt VERB [OPTIONS]
 
 def train(argv: list[str]) -> None:
     experiment = _named_experiment(argv) or _default_experiment(argv)
-    options = _parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
+    options = parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
     _train(options)
 
 
@@ -65,47 +70,47 @@ def _train(options: TrainOptions) -> None:
         faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
     began = time.monotonic()
     try:
-        with second_leaves_at_once(_say):
+        with second_leaves_at_once(say):
             run = fit(options.experiment, options.run_dir, fresh=options.fresh)
     except (Interrupted, Diverged, ReplicasDiffer) as e:
         if is_leader():
-            _say(str(e))
+            say(str(e))
         raise SystemExit(1) from None
     except SaveFailed as e:
-        _say(str(e))
+        say(str(e))
         leave(1)  # a usual exit would print pages of TensorStore's
     except BaseException as e:
         if not joined():
             raise
         if isinstance(e, UserError | ProcessLost):
-            _say(f"jaxgpt: {e}")
+            say(f"jaxgpt: {e}")
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
         leave(status_of(e))
     if not is_leader():
         return
     t = options.experiment.train
-    _say(
+    say(
         f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * run.model.config.block_size:,} tokens"
     )
     if run.val_loss is not None:
-        _say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
+        say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
     prompt = t.sample_prompt
     try:
         run.tokenizer.encode(prompt)
     except UserError as e:  # the experiment's prompt, another text than it was written for
-        _say(f"sampling from nothing, not from {prompt!r}: {e}")
+        say(f"sampling from nothing, not from {prompt!r}: {e}")
         prompt = ""
     if t.sample_tokens:
         text = prompt + str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
         with contextlib.suppress(OSError):  # it is printed as well
             write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
-    print(f"next: jaxgpt sample {run.directory}" + (f" --prompt {_quote(prompt)}" if prompt.strip() else ""))
+    print(f"next: jaxgpt sample {run.directory}" + (f" --prompt {quote(prompt)}" if prompt.strip() else ""))
 
 
 def sample(argv: list[str]) -> None:
-    options = _parse(SampleOptions, argv, "jaxgpt sample [RUN]")
+    options = parse(SampleOptions, argv, "jaxgpt sample [RUN]")
     for name, value, most in (
         ("max-new-tokens", options.max_new_tokens, LARGEST_SIZE),
         ("num-samples", options.num_samples, LARGEST_COUNT),
@@ -126,7 +131,7 @@ def sample(argv: list[str]) -> None:
     Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
     run = load(options.run).packed(options.weights)
     if not options.prompt:
-        _say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
+        say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
     how: dict[str, Any] = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype")}
     how |= given
     if options.draft:
@@ -148,7 +153,7 @@ def sample(argv: list[str]) -> None:
 
 
 def evaluate(argv: list[str]) -> None:
-    options = _parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
+    options = parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
     find_run(options.run)
     start_jax()
     from jaxgpt.run import evaluate_run, load
@@ -164,27 +169,53 @@ def evaluate(argv: list[str]) -> None:
 
 
 def replay(argv: list[str]) -> None:
-    options = _parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
+    options = parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
     find_run(options.run)
     start_jax()
     from jaxgpt.autopsy import in_json
     from jaxgpt.replay import replay, replay_table
 
-    found = replay(options.run, options.step, say=_say)
+    found = replay(options.run, options.step, say=say)
     print(json.dumps(in_json(dataclasses.asdict(found))) if options.json else replay_table(found))
 
 
 def plan(argv: list[str]) -> None:
     experiment = _named_experiment(argv) or EXPERIMENTS["quickstart"]()
-    options = _parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
+    options = parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
     if options.topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     start_jax()
     from jaxgpt.plan import plan, table
     from jaxgpt.run import vocabulary
 
-    found = plan(options.experiment, vocabulary(options.experiment), topology=options.topology, say=_say)
+    found = plan(options.experiment, vocabulary(options.experiment), topology=options.topology, say=say)
     print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
+
+
+def import_hf(argv: list[str]) -> None:
+    options = parse(ImportOptions, argv, "jaxgpt import-hf DIR")
+    start_jax()
+    from jaxgpt.import_hf import import_hf
+
+    source = import_hf(options.model, options.run_dir, dtype=options.dtype, tokenizer=options.tokenizer)
+    if options.json:
+        print(
+            json.dumps({"run": options.run_dir, "model_type": source.family.model_type, "tensors": len(source.tensors)})
+        )
+        return
+    print(f"{source.family.model_type}: {len(source.tensors)} tensors of {source.directory} are in {options.run_dir}")
+    print(f'next: jaxgpt sample {options.run_dir} --prompt "..."')
+
+
+def export_hf(argv: list[str]) -> None:
+    options = parse(ExportOptions, argv, "jaxgpt export-hf [RUN]")
+    find_run(options.run)
+    start_jax()
+    from jaxgpt.export_hf import export_hf
+
+    place = export_hf(options.run, options.out, dtype=options.dtype)
+    files = sorted(path.name for path in place.iterdir())
+    print(json.dumps({"out": str(place), "files": files}) if options.json else f"{place}: {', '.join(files)}")
 
 
 VERBS: dict[str, Callable[[list[str]], None]] = {
@@ -193,13 +224,15 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "evaluate": evaluate,
     "replay": replay,
     "plan": plan,
+    "import-hf": import_hf,
+    "export-hf": export_hf,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `jaxgpt`. Exit status 0: done; 2: the user's mistake, told in a line or two; 1: anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with _told_in_words():
+    with told_in_words():
         if not arguments or arguments[0] in ("-h", "--help"):
             print(USAGE.format(experiments=", ".join(EXPERIMENTS)), end="")
             return
@@ -213,75 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_experiment(experiment: Experiment) -> None:
     """What an experiment file ends with: `jaxgpt train FILE`, with the options of this command line."""
-    with _told_in_words():
-        _train(_parse(TrainOptions, sys.argv[1:], Path(sys.argv[0]).name, TrainOptions(experiment=experiment)))
-
-
-@contextlib.contextmanager
-def _told_in_words():
-    def showwarning(message, category, *where, **kwargs):
-        if category is UserWarning:  # ours, for the user
-            _say(f"jaxgpt: {message}")
-        else:
-            usual(message, category, *where, **kwargs)
-
-    def unraisablehook(unraisable):
-        # What TensorStore's threads print, dozens of times, after a write has failed and was told.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(unraisable)
-
-    usual = warnings.showwarning
-    sys.unraisablehook = unraisablehook
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = showwarning
-            yield
-    except UserError as e:
-        _say(_on_one_line(f"jaxgpt: {e}"))
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:  # before or after the loop, which saves: there is nothing to save
-        _say("interrupted")
-        raise SystemExit(1) from None
-    except BrokenPipeError:  # `jaxgpt sample | head`
-        sys.stderr.close()
-        raise SystemExit(1) from None
-    except OSError as e:  # a full disk, a directory without permission: the place, not the program
-        if e.filename is None:
-            raise
-        _say(_on_one_line(f"jaxgpt: {e.filename}: {e.strerror}"))
-        raise SystemExit(2) from None
-
-
-def _on_one_line(text: str, most: int = 1000) -> str:
-    """What came from files and arguments may hold anything: line ends, control codes, megabytes."""
-    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-
-
-def _parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
-    """tyro's parse, with its framed messages told in one line."""
-    told = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(told):
-            options = tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)
-        for name in ("run", "run_dir", "data", "draft", "topology"):
-            if getattr(options, name, None) == "":
-                raise UserError(f"{name} is empty: name one, or leave it out. See {prog} --help")
-        return options
-    except SystemExit as e:
-        if e.code in (0, None):
-            raise
-        raise UserError(_one_line(told.getvalue(), prog)) from None
-
-
-def _one_line(framed: str, prog: str) -> str:
-    """The words of one of tyro's boxes, without frame, repeated help or pointer to the help."""
-    words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
-    text = " ".join(w for w in words if w and not set(w) <= set("─"))
-    text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
-    text = re.sub(r"Perhaps you meant: (--[\w.-]+).*", r"Did you mean \1?", text)
-    text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
-    return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"
+    with told_in_words():
+        _train(parse(TrainOptions, sys.argv[1:], Path(sys.argv[0]).name, TrainOptions(experiment=experiment)))
 
 
 def _named_experiment(argv: list[str]) -> Experiment | None:
@@ -300,16 +266,6 @@ def _default_experiment(argv: list[str]) -> Experiment:
 
                 return read_record(directory).experiment
     return EXPERIMENTS["quickstart"]()
-
-
-def _quote(text: str) -> str:
-    """For a shell, on one line: a newline at the end of a prompt is left to the reader."""
-    text = text.rstrip("\n")
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

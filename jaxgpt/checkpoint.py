@@ -29,6 +29,7 @@ from jaxgpt.train import TrainState
 
 # Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
 PARAMS, REST = "params", "rest"
+DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 
 
 class Checkpoints:
@@ -59,11 +60,17 @@ class Checkpoints:
 
         Raises `SaveFailed`, for this step or for the one before it.
         """
+        self._save({PARAMS: state.params, REST: _rest(state)}, step, val_loss)
+
+    def save_params(self, params: Any, step: int) -> None:
+        """Parameters that nothing was trained with here, in whatever dtype: to be used, and no run to go on with."""
+        self._save({PARAMS: params}, step, None)
+
+    def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
         self.wait()
         if self._writer is None:
             self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             self._pool = ThreadPoolExecutor(1)
-        items = {PARAMS: state.params, REST: _rest(state)}
         partial = self._directory / f"{step}.saving"
         try:
             if multihost.is_leader():
@@ -80,7 +87,7 @@ class Checkpoints:
                 "jaxgpt": metadata.version("jaxgpt"),
                 "step": step,
                 "val_loss": None if val_loss is None or not math.isfinite(val_loss) else val_loss,
-                "arrays": {name: _describe(tree) for name, tree in items.items()},
+                "arrays": {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()},
             }
             self._sealing = self._pool.submit(self._seal, partial, about)
 
@@ -230,12 +237,21 @@ class Checkpoints:
         return TrainState(params=restored[PARAMS], **restored[REST])
 
     def restore_params(self, step: int, like: Any) -> Any:
-        """The parameters alone."""
-        return self._restore(step, **{PARAMS: like})[PARAMS]
+        """The parameters alone, in the dtype in which they were saved; `like` gives shapes and places."""
+        saved = self._arrays(step)[PARAMS]
+
+        def as_saved(path: Any, x: Any) -> Any:
+            kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
+            return x.update(dtype=kind) if kind in DTYPES else x
+
+        return self._restore(step, **{PARAMS: jax.tree.map_with_path(as_saved, like)})[PARAMS]
+
+    def _arrays(self, step: int) -> dict[str, dict[str, str]]:
+        return (self._about.get(step) or self._read(step, manifest.read))["arrays"]
 
     def _restore(self, step: int, **like: Any) -> Any:
         directory = self._directory / str(step)
-        saved = (self._about.get(step) or self._read(step, manifest.read))["arrays"]
+        saved = self._arrays(step)
         for name, tree in like.items():  # before anything is allocated
             wanted = _describe(tree)
             for path in sorted(saved[name].keys() ^ wanted.keys()):

@@ -94,7 +94,13 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                     raise UserError(
                         f"another process has just begun a run in {directory}: start again to go on with it"
                     )
-                write_record(directory, experiment, dataset, resolved.model.vocab_size)
+                write_record(
+                    directory,
+                    experiment,
+                    dataset.tokenizer,
+                    data=dataset.fingerprint,
+                    vocab_size=resolved.model.vocab_size,
+                )
             checkpoints.clean()
             step = checkpoints.good() or 0
             checkpoints.set_aside_after(step)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Annotated
+import io
+import re
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from jaxgpt.config import Experiment, Precision
+from jaxgpt.errors import UserError
+
+T = TypeVar("T")
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,27 @@ class EvaluateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """A model in Hugging Face's format becomes a run, to sample, to evaluate, and to export again."""
+
+    model: tyro.conf.Positional[str]  # its directory, or its id on the Hub, such as openai-community/gpt2
+    run_dir: str  # where the run goes
+    dtype: WeightsDtype | None = None  # of the parameters; None: as stored
+    tokenizer: str | None = None  # another tokenizer.json, or ids for none; None: the directory's
+    json: bool = False  # print JSON instead of text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """A run becomes a directory that transformers, vLLM and llama.cpp's converters open."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    out: str  # the directory to write
+    dtype: WeightsDtype | None = None  # of the tensors; None: as in the run
+    json: bool = False  # print JSON instead of text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Compile a training step, without running it: memory, exchanges, and how fast it could be."""
 
@@ -70,3 +99,29 @@ class ReplayOptions:
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     step: int  # the step to see again; all since the newest checkpoint before it are taken again
     json: bool = False  # print JSON instead of text
+
+
+def parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:
+    """tyro's parse, with its framed messages told in one line."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            options = tyro.cli(cls, args=argv, prog=prog, default=default, description=cls.__doc__)
+        for name in ("run", "run_dir", "data", "draft", "topology", "model", "out", "tokenizer"):
+            if getattr(options, name, None) == "":
+                raise UserError(f"{name} is empty: name one, or leave it out. See {prog} --help")
+        return options
+    except SystemExit as e:
+        if e.code in (0, None):
+            raise
+        raise UserError(_one_line(told.getvalue(), prog)) from None
+
+
+def _one_line(framed: str, prog: str) -> str:
+    """The words of one of tyro's boxes, without frame, repeated help or pointer to the help."""
+    words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
+    text = " ".join(w for w in words if w and not set(w) <= set("─"))
+    text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()
+    text = re.sub(r"Perhaps you meant: (--[\w.-]+).*", r"Did you mean \1?", text)
+    text = re.sub(r"^Error parsing (\S+): ", lambda m: "" if not m[1].startswith("-") else f"{m[1]}: ", text)
+    return f"{text if text.endswith('?') else text.rstrip('.') + '.'} See {prog} --help"

@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from typing import Any
 import filelock
 
 from jaxgpt.checks import LARGEST_SIZE, short
-from jaxgpt.config import Experiment, differences, from_dict, to_dict
+from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json
 from jaxgpt.parallel.device import device_kind
@@ -47,10 +50,29 @@ class Record:
     experiment: Experiment
     vocab_size: int
     data: dict[str, Any]  # the dataset's fingerprint
+    imported: dict[str, Any] | None  # of a model that was not trained here: where it came from
+    device: str  # its kind, where the run was begun
+    command: str | None  # by which it was begun
+
+    @property
+    def model(self) -> GPTConfig:
+        """With the size of its vocabulary."""
+        return dataclasses.replace(self.experiment.model, vocab_size=self.vocab_size)
 
 
-def write_record(directory: Path, experiment: Experiment, dataset: Dataset, vocab_size: int | None) -> None:
-    """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun."""
+def write_record(
+    directory: Path,
+    experiment: Experiment,
+    tokenizer: Tokenizer,
+    *,
+    data: dict[str, Any],
+    vocab_size: int | None,
+    imported: dict[str, Any] | None = None,
+) -> None:
+    """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
+
+    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone.
+    """
     # Where the other processes were is nobody's business later: the run may go on alone.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
     experiment = dataclasses.replace(experiment, parallel=here)
@@ -58,7 +80,8 @@ def write_record(directory: Path, experiment: Experiment, dataset: Dataset, voca
         "format": FORMAT,
         "experiment": to_dict(experiment),
         "vocab_size": vocab_size,
-        "data": dataset.fingerprint,
+        "data": data,
+        "imported": imported,
         "versions": {
             "python": platform.python_version(),
             **{
@@ -67,9 +90,10 @@ def write_record(directory: Path, experiment: Experiment, dataset: Dataset, voca
             },
         },
         "device": device_kind(),
+        "command": _command(),
         "git_commit": _git_commit(),
     }
-    write_whole(directory / "tokenizer.json", dataset.tokenizer.to_json())
+    write_whole(directory / "tokenizer.json", tokenizer.to_json())
     write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
 
 
@@ -91,7 +115,27 @@ def read_record(directory: Path) -> Record:
         dataclasses.replace(experiment.model, vocab_size=vocab_size)
     except UserError as e:
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
-    return Record(experiment=experiment, vocab_size=vocab_size, data=data)
+    imported = record.get("imported")
+    if not isinstance(imported, dict | None):
+        raise UserError(f"{path} is damaged: imported={short(imported)}")
+    command = record.get("command")
+    return Record(
+        experiment=experiment,
+        vocab_size=vocab_size,
+        data=data,
+        imported=imported,
+        device=str(record.get("device")),
+        command=command if isinstance(command, str) else None,
+    )
+
+
+def _command() -> str | None:
+    """Of this process, as one would type it."""
+    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+    if program is None:
+        return None
+    name = "jaxgpt" if program.name == "__main__.py" else program.name
+    return shlex.join([f"python {name}" if name.endswith(".py") else name, *sys.argv[1:]])
 
 
 def _git_commit() -> str | None:
@@ -123,9 +167,12 @@ def existing_run(directory: Path, fresh: bool) -> bool:
 def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     """A run continues only as what it was. Hardware may change, what fits on it, the place of the same data, and what
     is kept of it."""
+    record = read_record(directory)
+    if record.imported is not None:
+        raise UserError(f"{directory} holds an imported model, not a run to go on with: name another --run-dir")
     changed = {
         name: values
-        for name, values in differences(read_record(directory).experiment, experiment).items()
+        for name, values in differences(record.experiment, experiment).items()
         if not name.startswith("parallel.") and name not in CHANGEABLE
     }
     if changed:

@@ -120,7 +120,8 @@ class Run:
         return for_decoding(self.model, self.params)
 
     def _ids(self, prompt: str) -> list[int]:
-        return self.tokenizer.encode(prompt).tolist() or [start_token(self.tokenizer)[0]]
+        ids = [*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()]
+        return ids or [start_token(self.tokenizer)[0]]
 
     def _how(
         self,
@@ -190,7 +191,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
             "text. Put back the file that experiment.json names by its SHA-256."
         )
     experiment = record.experiment
-    config = dataclasses.replace(experiment.model, vocab_size=record.vocab_size)
+    config = record.model
     model = GPT(config, **compute_options(config, experiment.train).for_model())
     checkpoints = open_checkpoints(directory)
     try:
@@ -218,9 +219,12 @@ def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
     Returns loss (nats per token), perplexity, tokens, and bits_per_character (None where only token ids are known).
     """
     config, data = run.model.config, run.experiment.data
+    record = read_record(run.directory)
     if path is None:
+        if record.imported is not None:
+            raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
         dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
-        if changed := changed_data(read_record(run.directory).data, dataset.fingerprint):
+        if changed := changed_data(record.data, dataset.fingerprint):
             raise UserError(
                 f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
             )

@@ -3,6 +3,7 @@
 `table()` puts the rows together; the files that they name are those of `bad_place`.
 """
 
+from tests.bad_models import MODELS
 from tests.bad_place import LONG
 
 # Of the damaged runs, what is said. Every verb that reads a run meets each.
@@ -245,6 +246,27 @@ OPTIONS = [
     (["replay", "runs/tiny", "--stpe", "1"], "--step"),
     (["replay", "runs/moved", "--step", "1"], "no file or folder at gone.txt"),
     (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
+    (["import-hf"], "its directory, or its id on the Hub"),
+    (["import-hf", "models/good"], "--run-dir"),
+    (["import-hf", "models/good", "--run-dir", ""], "run_dir is empty"),
+    (["import-hf", "", "--run-dir", "new"], "model is empty"),
+    (["import-hf", "models/good", "--run-dir", "runs/tiny"], "runs/tiny is there and not empty"),
+    (["import-hf", "models/good", "--run-dir", "t.txt"], "t.txt is there and not empty"),
+    (["import-hf", "models/good", "--run-dir", LONG], "File name too long"),
+    (["import-hf", "models/good", "--run-dir", "new", "--dtype", "float64"], "float64"),
+    (["import-hf", "models/good", "--run-dir", "new", "--tokenizer", "nowhere.json"], "no tokenizer at nowhere.json"),
+    (["import-hf", "models/good", "--run-dir", "new", "--tokenizer", "tokenizer_deep.json"], "nested too deeply"),
+    (["import-hf", "../x", "--run-dir", "new"], "no directory at ../x"),
+    (["import-hf", "a/b/c", "--run-dir", "new"], "no directory at a/b/c"),
+    (["import-hf", "no such\nmodel", "--run-dir", "new"], r"no directory at no such\nmodel"),
+    (["import-hf", LONG, "--run-dir", "new"], "File name too long"),
+    (["export-hf", "runs/tiny"], "--out"),
+    (["export-hf", "runs/tiny", "--out", ""], "out is empty"),
+    (["export-hf", "runs/tiny", "--out", "with a file"], "with a file is there and not empty"),
+    (["export-hf", "runs/tiny", "--out", "t.txt"], "t.txt is there and not empty"),
+    (["export-hf", "runs/tiny", "--out", LONG], "File name too long"),
+    (["export-hf", "runs/tiny", "--out", "new", "--dtype", "int8"], "int8"),
+    (["export-hf", "runs/tiny", "--outt", "new"], "--out"),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology"], "Missing value for argument '--topology'"),
     (["plan", "--topology", ""], "topology is empty"),
@@ -289,6 +311,17 @@ NUMBERS = [
     ("--model.rope-theta", "-1"),
     ("--model.logit-softcap", "0"),
     ("--model.norm", "batchnorm"),
+    ("--model.head-dim", "0"),
+    ("--model.rope-fraction", "0"),
+    ("--model.rope-fraction", "1.5"),
+    ("--model.rope-factor", "0.5"),
+    ("--model.sliding-window", "0"),
+    ("--model.global-every", "2"),
+    ("--model.rope-local-theta", "100"),
+    ("--model.query-scale", "-1"),
+    ("--model.attention-softcap", "0"),
+    ("--model.rope-high-freq-factor", "1"),
+    ("--model.norm-position", "both"),
     ("--model.position", "ＲＯＰＥ"),
     ("--model.activation", ""),
     ("--data.val-fraction", "0"),
@@ -460,6 +493,9 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [([*TRAIN[:-2], *IDS, "--data.path", path], {}, said) for path, said in SHARDS]
     rows += [([*TRAIN, "--data.tokenizer", path], {}, said) for path, said in TOKENIZERS]
     rows += [(["train", path], {}, said) for path, said in EXPERIMENT_FILES]
+    rows += [(["import-hf", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]
+    rows += [(["export-hf", f"broken/{name}", "--out", "new"], {}, BROKEN[name]) for name in ("half", "width", "pipe")]
+    rows += [(["export-hf", path, "--out", "new"], {}, said) for path, said in NO_RUN[:6]]
     rows += [([*SAMPLE, *argv], {}, said) for argv, said in SAMPLING]
     rows += [(["sample", "runs/tiny", "--prompt", prompt], {}, said) for prompt, said in PROMPTS]
     rows += [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.bad_models import prepare_models
 from tests.conftest import TEXT
 
 LONG = "x" * 300  # longer than a file name may be
@@ -24,6 +25,7 @@ def prepare_place(place: Path, run: Path) -> None:
     _tokenizers(place)
     _experiments(place)
     _runs(place)
+    prepare_models(place)
     (place / "empty").mkdir()
     (place / "with a file").mkdir()
     (place / "with a file/notes.md").write_text("not a run")

@@ -26,6 +26,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Ll
 class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
     end_of_text: int | None  # the id that separates documents, if there is one
+    prefix: tuple[int, ...]  # ids that a text begins with, if the models of this tokenizer want any
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32. Special tokens written out in the text are text."""
@@ -44,6 +45,7 @@ class CharTokenizer:
     """One id per Unicode character, in code point order, as in nanoGPT and sancho-mini."""
 
     end_of_text = None
+    prefix: tuple[int, ...] = ()
 
     def __init__(self, characters: Iterable[str]):
         self.characters = "".join(sorted(set(characters)))
@@ -77,6 +79,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     end_of_text = None
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int32)
@@ -92,6 +95,7 @@ class IdTokenizer:
     """Token files without a tokenizer: the text is the numbers, separated by spaces."""
 
     end_of_text = None
+    prefix: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -131,6 +135,10 @@ class BPETokenizer:
             raise UserError(f"its ids go up to {self.vocab_size - 1}: needs at least one, below {LARGEST_SIZE:,}")
         known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
         self.end_of_text = next((i for i in known if i is not None), None)
+        # What its template puts before a text: Llama's and Gemma's models write poorly without their first token.
+        template = _hf(self._tokenizer.encode, "a", _what="its template cannot be used")
+        first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
+        self.prefix = tuple(template.ids[:first])
 
     def encode(self, text: str) -> np.ndarray:
         _utf8(text)

@@ -118,7 +118,7 @@ def run(series, tmp_path):
     directory.mkdir()
     experiment = tiny_experiment(series)
     experiment = dataclasses.replace(experiment, data=DataConfig(path=str(series), tokenizer="ids"))
-    write_record(directory, experiment, bins(series), 1000)
+    write_record(directory, experiment, bins(series).tokenizer, data=bins(series).fingerprint, vocab_size=1000)
     return directory
 
 

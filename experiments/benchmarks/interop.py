@@ -1,0 +1,107 @@
+"""Weights in and out: seconds and peak memory of import, export, and transformers' own load, of a model made on the spot.
+
+    python experiments/benchmarks/interop.py [--size 1558M] [--rounds 3]       (wants `jaxgpt[hf,bench]`)
+
+The checkpoint has GPT-2's shape, random numbers in bfloat16 and one file. Each measurement is a process of its own;
+peak is the largest resident memory of its life, base that of a process which only imports the same packages. Files have
+been read once before, so that no measurement waits for the disk alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MEASURE = """
+import json, resource, sys, time
+{imports}
+began = time.monotonic()
+{work}
+print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+
+OURS = "from jaxgpt.start import start_jax; start_jax(); import jax; jax.devices()\n"
+IMPORTS = {
+    "import": OURS + "from jaxgpt.import_hf import import_hf",
+    "export": OURS + "from jaxgpt.export_hf import export_hf",
+    "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
+}
+WORK = {
+    "import": "import_hf(sys.argv[1] + '/hf', sys.argv[2], tokenizer='ids')",
+    "export": "export_hf(sys.argv[1] + '/run', sys.argv[2])",
+    "transformers": "model = Model.from_pretrained(sys.argv[1] + '/hf', dtype=torch.bfloat16)\n"
+    "sum(float(x.sum()) for x in model.parameters())",  # else its pages are mapped and not read
+}
+
+
+def make(directory: Path, size: str) -> int:
+    """A random checkpoint; its bytes."""
+    import ml_dtypes
+    import numpy as np
+
+    from jaxgpt.interop.families import GPT2
+    from jaxgpt.interop.params import shapes_of
+    from jaxgpt.interop.tensors import their_shape
+    from jaxgpt.interop.weights import Made, write
+    from jaxgpt.presets import gpt2
+
+    config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
+    shapes, rng = shapes_of(config), np.random.default_rng(0)
+    tensors = {}
+    for row in GPT2.tensors(config, shapes):
+        shape = their_shape([shapes[path] for path in row.ours], row.layout)
+        make = lambda shape=shape: (rng.standard_normal(shape, np.float32) * 0.02).astype(kind)  # noqa: E731
+        tensors[row.theirs] = Made(shape=shape, dtype=kind, make=make)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(GPT2.write(config) | {"dtype": "bfloat16"}))
+    write(directory, tensors)
+    return sum(tensor.bytes for tensor in tensors.values())
+
+
+def measure(what: str, place: Path, number: int, work: str | None = None) -> tuple[float, int]:
+    code = MEASURE.format(imports=IMPORTS[what], work=WORK[what] if work is None else work)
+    target = place / f"{what}-{number}"
+    done = subprocess.run([sys.executable, "-c", code, str(place), str(target)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    if what == "import" and target.exists() and not (place / "run").exists():
+        target.rename(place / "run")
+    elif target.exists():
+        subprocess.run(["rm", "-r", str(target)], check=True)
+    seconds, peak = json.loads(done.stdout.splitlines()[-1])
+    return seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1558M", help="of GPT-2: 124M, 350M, 774M, 1558M")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        place = Path(root)
+        began = time.monotonic()
+        size = make(place / "hf", given.size)
+        print(f"{given.size}: {size / 1e9:.2f} GB in bfloat16, made in {time.monotonic() - began:.0f} s\n")
+        print(
+            "| what | seconds, median (least to most) | peak GB, over the base | times the checkpoint |\n|---|---|---|---|"
+        )
+        base = {what: measure(what, place, 99, work="pass")[1] for what in WORK}
+        found: dict[str, list[tuple[float, int]]] = {what: [] for what in WORK}
+        for number in range(given.rounds):  # in turn, so that the machine's moods hit all alike
+            for what in WORK:
+                found[what].append(measure(what, place, number))
+        for what, rounds in found.items():
+            seconds = sorted(s for s, _ in rounds)
+            peak = max(p for _, p in rounds) - base[what]
+            print(
+                f"| {what} | {statistics.median(seconds):.1f} ({seconds[0]:.1f} to {seconds[-1]:.1f}) "
+                f"| {peak / 1e9:.2f} | {peak / size:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

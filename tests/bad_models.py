@@ -1,0 +1,189 @@
+"""Models in Hugging Face's format that will not do, and what is said of each: part of the table of bad inputs."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from jaxgpt.interop.families import GPT2
+from jaxgpt.interop.params import shapes_of
+from jaxgpt.interop.tensors import their_shape
+from jaxgpt.interop.weights import Made, write
+
+CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+
+# Directories under models/, with what is said.
+MODELS = [
+    ("nowhere", "no directory at models/nowhere"),
+    ("file", "models/file is a file: give the directory"),
+    ("empty", "has no config.json"),
+    ("only_config", "has no tokenizer.json"),
+    ("no_weights", "has no .safetensors files: there are no weights"),
+    ("pickled", "has only pickled weights (pytorch_model.bin), which could run any code"),
+    ("list", "config.json holds list, needs an object"),
+    ("damaged", "config.json is damaged"),
+    ("nan", "NaN is not JSON"),
+    ("no_type", "model_type=None is unknown: known are gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text"),
+    ("bert", "model_type='bert' is unknown"),
+    ("gpt3", "model_type='gpt3' is unknown (near: gpt2): known are gpt2, llama"),
+    ("mixed", "model_type=['gpt2'] is unknown"),
+    ("no_width", "config.json: it has no n_embd"),
+    ("text_width", "config.json: n_embd='8': needs a whole number"),
+    ("huge_width", "n_embd=1152921504606846976"),
+    ("odd_heads", "n_embd=8 is not divisible by n_head=3"),
+    ("activation", "activation_function='swish': known are gelu_new"),
+    ("scaled", "scale_attn_by_inverse_layer_idx=True, of which only False can be expressed"),
+    ("quantised", "its weights are quantised"),
+    ("yarn", "rope_type='yarn': known are default, linear, llama3"),
+    ("half_llama3", "needs low_freq_factor, high_freq_factor, original_max_position_embeddings as well"),
+    ("rope_list", "rope_scaling=[8.0]: needs an object"),
+    ("layers_list", "layer_types=['full_attention']: needs 2"),
+    ("missing", "missing transformer.h.0-1.ln_2.bias, transformer.wpe.weight"),
+    ("extra", "unknown transformer.h.0-1.attn.q_norm.weight"),
+    ("misshapen", "transformer.wte.weight is [61, 8], config.json makes it [60, 8]"),
+    ("all_at_once", "missing transformer.ln_f.bias; unknown adapter; transformer.wpe.weight is [4, 8]"),
+    ("integers", "transformer.wpe.weight holds I32, needs one of F32, F16, BF16"),
+    ("cut", "model.safetensors is not a whole safetensors file"),
+    ("nothing", "model.safetensors is not a whole safetensors file"),
+    ("text", "model.safetensors is not a whole safetensors file"),
+    ("long_head", "model.safetensors is not a whole safetensors file"),
+    ("beyond", "model.safetensors is not a whole safetensors file"),
+    ("backwards", "model.safetensors is not a whole safetensors file"),
+    ("enormous", "model.safetensors is not a whole safetensors file"),
+    ("overlap", "model.safetensors is not a whole safetensors file"),
+    ("pipe", "model.safetensors is a pipe, needs a regular file"),
+    ("two_files", "has 2 .safetensors files and no model.safetensors.index.json"),
+    ("index_list", "needs a weight_map"),
+    ("index_dots", "names '../good/model.safetensors': needs the name of a .safetensors file beside it"),
+    ("index_pickle", "names 'model.bin': needs the name of a .safetensors file"),
+    ("index_gone", "model-2.safetensors is missing, which model.safetensors.index.json names"),
+    ("index_lies", "says that more is in model.safetensors, which has no such tensor"),
+    ("tokenizer_large", "tokenizer.json has ids up to 77, config.json a vocab_size of 60"),
+    ("tokenizer_damaged", "tokenizer.json is not a tokenizer.json"),
+]
+
+
+def prepare_models(place: Path) -> None:
+    root = place / "models"
+    root.mkdir()
+    (root / "file").write_text("x")
+    (root / "empty").mkdir()
+    good = _tensors()
+    _model(root / "good", CONFIG, good)
+    for name, changed in {
+        "no_type": {"model_type": None},
+        "bert": {"model_type": "bert"},
+        "gpt3": {"model_type": "gpt3"},
+        "mixed": {"model_type": ["gpt2"]},
+        "text_width": {"n_embd": "8"},
+        "huge_width": {"n_embd": 2**60},
+        "odd_heads": {"n_head": 3},
+        "activation": {"activation_function": "swish"},
+        "scaled": {"scale_attn_by_inverse_layer_idx": True},
+        "quantised": {"quantization_config": {"bits": 4}},
+    }.items():
+        _model(root / name, CONFIG | changed)
+    _model(root / "no_width", {key: value for key, value in CONFIG.items() if key != "n_embd"})
+    llama = {
+        "model_type": "llama",
+        "vocab_size": 60,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    _model(root / "yarn", llama | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    _model(root / "half_llama3", llama | {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}})
+    _model(root / "rope_list", llama | {"rope_scaling": [8.0]})
+    _model(root / "layers_list", llama | {"model_type": "qwen2", "layer_types": ["full_attention"]})
+    for name, raw in {"list": "[]", "damaged": '{"model_type": "gp', "nan": '{"n_embd": NaN}'}.items():
+        _model(root / name, CONFIG)
+        (root / name / "config.json").write_text(raw)
+    _model(root / "only_config", CONFIG)
+    (root / "only_config/tokenizer.json").unlink()
+    _model(root / "no_weights", CONFIG)
+    _model(root / "pickled", CONFIG)
+    (root / "pickled/pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+
+    small = np.ones(8, np.float32)
+    extra = {f"transformer.h.{i}.attn.q_norm.weight": small for i in range(2)}
+    without = {n: x for n, x in good.items() if not n.endswith("ln_2.bias") and "wpe" not in n}
+    wrong = {"transformer.wpe.weight": np.ones((4, 8), np.float32), "adapter": small}
+    _model(root / "missing", CONFIG, without)
+    _model(root / "extra", CONFIG, good | extra)
+    _model(root / "misshapen", CONFIG, good | {"transformer.wte.weight": np.ones((61, 8), np.float32)})
+    _model(root / "all_at_once", CONFIG, {n: x for n, x in (good | wrong).items() if "ln_f.bias" not in n})
+    _files(root)
+    _model(root / "tokenizer_large", CONFIG, good, characters=78)
+    _model(root / "tokenizer_damaged", CONFIG, good)
+    (root / "tokenizer_damaged/tokenizer.json").write_text('{"model": ')
+
+
+def _files(root: Path) -> None:
+    """Files that are none, heads that lie, and indexes."""
+    whole = (root / "good/model.safetensors").read_bytes()
+
+    def head(**tensors) -> bytes:
+        raw = json.dumps(tensors).encode()
+        return len(raw).to_bytes(8, "little") + raw + bytes(64)
+
+    def tensor(shape, *offsets, dtype="F32") -> dict:
+        return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+    for name, raw in {
+        "cut": whole[:-100],
+        "nothing": b"",
+        "text": b"<html>not found</html>" * 10,
+        "long_head": (2**60).to_bytes(8, "little") + b'{"a":',
+        "beyond": head(a=tensor([16], 0, 2**40)),
+        "backwards": head(a=tensor([16], 64, 0)),
+        "enormous": head(a=tensor([2**60, 2**60], 0, 64)),
+        "overlap": head(a=tensor([16], 0, 64), b=tensor([16], 0, 64)),
+        "integers": whole[:0] + _integers(whole),
+    }.items():
+        _model(root / name, CONFIG)
+        (root / name / "model.safetensors").write_bytes(raw)
+    _model(root / "pipe", CONFIG)
+    os.mkfifo(root / "pipe/model.safetensors")
+    _model(root / "two_files", CONFIG)
+    for name in ("a.safetensors", "b.safetensors"):
+        (root / "two_files" / name).write_bytes(whole)
+    for name, weight_map in {
+        "index_list": [],
+        "index_dots": {"transformer.wte.weight": "../good/model.safetensors"},
+        "index_pickle": {"transformer.wte.weight": "model.bin"},
+        "index_gone": {"transformer.wte.weight": "model-2.safetensors"},
+        "index_lies": {"more": "model.safetensors"},
+    }.items():
+        shutil.copytree(root / "good", root / name)
+        (root / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _integers(whole: bytes) -> bytes:
+    """With one tensor said to be of integers as wide as it is."""
+    size = int.from_bytes(whole[:8], "little")
+    head = json.loads(whole[8 : 8 + size])
+    head["transformer.wpe.weight"]["dtype"] = "I32"
+    raw = json.dumps(head).encode()
+    return len(raw).to_bytes(8, "little") + raw + whole[8 + size :]
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    config = GPT2.read(CONFIG)
+    shapes = shapes_of(config)
+    return {
+        row.theirs: np.zeros(their_shape([shapes[path] for path in row.ours], row.layout), np.float32)
+        for row in GPT2.tensors(config, shapes)
+    }
+
+
+def _model(directory: Path, config: dict, tensors: dict[str, np.ndarray] | None = None, characters: int = 60) -> None:
+    """Without tensors: no file of them."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    letters = "".join(chr(0x21 + i) for i in range(characters))
+    (directory / "tokenizer.json").write_text(json.dumps({"jaxgpt": "char", "characters": letters}))
+    if tensors is not None:
+        write(directory, {n: Made(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()})
