@@ -191,7 +191,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         )
     experiment = record.experiment
     config = dataclasses.replace(experiment.model, vocab_size=record.vocab_size)
-    model = GPT(config, **compute_options(config, experiment.train).for_model())
+    model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_chat).for_model())
     checkpoints = open_checkpoints(directory)
     try:
         step = checkpoints.good(which)

@@ -19,6 +19,7 @@ class Batch(NamedTuple):
     inputs_BT: Any  # int32
     targets_BT: Any  # int32: inputs shifted by one
     mask_BT: Any = None  # bool: the targets that count; None: all
+    segments_BT: Any = None  # int32: the document that each input belongs to, 0 for padding; None: one in each row
 
 
 def training_batches(
