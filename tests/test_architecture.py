@@ -37,6 +37,7 @@ HOMES = {
     "orbax": ["checkpoint"],
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
+    "jinja2": ["data.jinja"],
     "matplotlib": ["viz.curves"],
     "filelock": ["record"],
     "tyro": ["__main__", "options"],
