@@ -36,7 +36,7 @@ CHANGEABLE = (
     "train.keep_every",
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
-BEGINNINGS = re.compile(r"\.lock|(tokenizer|experiment)\.json(\..*)?")
+BEGINNINGS = re.compile(r"\.lock|(tokenizer|tokenizer_config|experiment)\.json(\..*)?")
 LARGEST_RECORD = 2**24  # bytes of experiment.json: a hundred thousand token files
 
 
@@ -70,6 +70,8 @@ def write_record(directory: Path, experiment: Experiment, dataset: Dataset, voca
         "git_commit": _git_commit(),
     }
     write_whole(directory / "tokenizer.json", dataset.tokenizer.to_json())
+    if dataset.tokenizer_config:
+        write_whole(directory / "tokenizer_config.json", json.dumps(dataset.tokenizer_config, indent=1) + "\n")
     write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
 
 
