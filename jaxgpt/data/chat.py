@@ -68,12 +68,19 @@ def _listed(words: Iterable[str]) -> str:
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, which of them the assistant is to write) of every conversation. What a template refuses is `UserError`."""
+    """(ids, which of them the assistant is to write) of every conversation, up to the end of its last answer.
+
+    What comes after it nobody is to write, or to read. What a template refuses is `UserError`.
+    """
     for where, messages in read_messages(path):
         try:
-            yield tokenise(template.write(messages), tokenizer)
+            ids, answers = tokenise(template.write(messages), tokenizer)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
+        if not answers.any():
+            raise UserError(f"{where}: the chat template writes nothing of the assistant's: give another one")
+        end = np.flatnonzero(answers)[-1] + 1
+        yield ids[:end], answers[:end]
 
 
 class Conversations:

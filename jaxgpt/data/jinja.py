@@ -79,7 +79,9 @@ def compile_template(source: str) -> Callable[..., str]:
         template = environment.from_string(source)
     except (jinja2.TemplateError, RecursionError) as e:
         line = getattr(e, "lineno", None)
-        raise UserError(f"the chat template is no Jinja template{f', line {line}' if line else ''}: {e}") from None
+        raise UserError(
+            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {e}. Repair it, or give another"
+        ) from None
 
     def render(**variables: Any) -> str:
         text, length = [], 0
@@ -94,7 +96,10 @@ def compile_template(source: str) -> Callable[..., str]:
         except UserError:
             raise
         except Exception as e:  # a program of somebody else's: of any kind
-            raise UserError(f"the chat template refuses it: {e or type(e).__name__}") from None
+            said = str(e)[:300].rstrip(".") or type(e).__name__
+            raise UserError(
+                f"the chat template refuses it: {said}. Repair the conversation, or give another tokenizer"
+            ) from None
         return "".join(text)
 
     return render
