@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import chex
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 import jaxgpt
 from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.config import ParallelConfig, differences
+from jaxgpt.config import differences
 from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
@@ -147,13 +148,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, mon
 
 
 def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
-    """And replay, and answer; with accumulation, so that rows are shared out."""
+    """And replay, evaluate, and answer."""
     e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
-    e = dataclasses.replace(
-        e,
-        model=dataclasses.replace(e.model, n_layer=1, block_size=112, dropout=0.2),
-        parallel=ParallelConfig(micro_batch_size=2),
-    )
+    e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
     whole = fit(e, tmp_path / "whole", progress=False)
     monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=4))
     with pytest.raises(Killed):
@@ -165,7 +162,7 @@ def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
 
     assert replay(tmp_path / "whole", 2).equal
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(open(e.data.path).readlines()[36:]))
+    held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
     assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
     assert "\x03" not in whole.sample("1 and 0?", max_new_tokens=9, chat=True)
     (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
