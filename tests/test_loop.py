@@ -148,7 +148,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, mon
 
 
 def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
-    """And replay, evaluate, and answer."""
+    """And replay, evaluate, and are asked as they were learnt."""
     e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
     e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
     whole = fit(e, tmp_path / "whole", progress=False)
@@ -164,7 +164,12 @@ def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
     assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
-    assert "\x03" not in whole.sample("1 and 0?", max_new_tokens=9, chat=True)
+    end = whole.tokenizer.encode("\x03").tolist()
+    assert (
+        whole._how(max_new_tokens=9, chat=True)["stop_tokens"] == end
+        and whole._how(max_new_tokens=9)["stop_tokens"] == []
+    )
+    assert whole.tokenizer.decode(whole._ids("1 and 0?", True)) == "User:\n1 and 0?\x03\nAssistant:\n"
     (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
     with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
         load(tmp_path / "whole").sample("1", chat=True)
