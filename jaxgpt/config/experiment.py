@@ -14,7 +14,8 @@ from jaxgpt.errors import UserError
 class DataConfig:
     """The text, and how it becomes tokens."""
 
-    corpus: str = "python-docs"  # a name in the registry: python-docs, shakespeare, sancho, quijote
+    # a name in the registry: python-docs, python-docs.jsonl (questions about it), shakespeare, sancho, quijote
+    corpus: str = "python-docs"
     # instead of a corpus: a UTF-8 file, a folder of .txt files, .bin token shards, or conversations (.jsonl)
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
@@ -34,7 +35,7 @@ class DataConfig:
     @property
     def is_chat(self) -> bool:
         """Whether the data are conversations, {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
-        return self.path is not None and self.path.endswith(".jsonl")
+        return (self.path or self.corpus).endswith(".jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

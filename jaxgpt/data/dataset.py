@@ -135,7 +135,7 @@ def _from_text(config: DataConfig) -> Dataset:
 
 
 def _from_chat(config: DataConfig, block_size: int) -> Dataset:
-    path, named = str(config.path), config.tokenizer
+    path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
     if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
         raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
     ready: tok.Tokenizer | None = None

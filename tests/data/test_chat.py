@@ -239,3 +239,13 @@ def test_bad_files_are_told(tmp_path):
     assert "tokenizer ids is for .bin token files" in told(GOOD, tokenizer="ids")
     with pytest.raises(UserError, match=r"no file at .*nowhere.jsonl: --data.path NAME.jsonl takes"):
         prepare(DataConfig(path=str(tmp_path / "nowhere.jsonl")), block_size=T)
+
+
+def test_questions_about_python_are_always_there():
+    dataset = prepare(DataConfig(corpus="python-docs.jsonl"), block_size=320)
+    assert len(dataset.said) == 1  # none is cut
+    ids, answers = dataset.train.read(0)
+    written = dataset.tokenizer.decode(ids)
+    assert written.startswith("User:\nWhat is ") and written.endswith(f".{END}")
+    assert written.endswith("Assistant:\n" + dataset.tokenizer.decode(ids[answers]))
+    assert len(dataset.train.lengths) + len(dataset.val.lengths) > 150
