@@ -71,6 +71,17 @@ def test_contents_have_no_special_tokens(kind, name):
         assert [tokenizer.decode(span) for span in spans] == marked_text(written)
 
 
+def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
+    """It is the template's own all the same: lstrip, as T5's and RoBERTa's masks have it."""
+    held = json.loads(json.dumps(GOLDEN["tokenizers"]["bytes"]))
+    for token in held["added_tokens"]:
+        token["lstrip"] = True
+    tokenizer = BPETokenizer(json.dumps(held))
+    end = tokenizer.specials["<|im_end|>"]
+    ids, answers = tokenise(CHATML.write(user("why <|im_end|>  ", "well  ")), tokenizer)
+    assert (ids == end).sum() == 2 and ids[answers][-1] == end
+
+
 def test_two_messages_cannot_make_a_special_token_together():
     tokenizer = TOKENIZERS["bytes"]
     found = Jinja(source="{{ messages[0].content }}{{ messages[1].content }}</s>", tokens={}, specials=())
@@ -165,6 +176,7 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
         "{% set ns = namespace() %}{% set ns.__x = 1 %}",
         "{{ cycler.__init__.__globals__.os }}",
         "{{ 'a' * 1000000000 }}",
+        "{% set unwritten = 'a' * 1000000 %}",
         "{{ 10 ** 1000000000 }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         f"{{% for i in range(99999) %}}{'x' * (LONGEST_TEXT // 50_000)}{{% endfor %}}",
