@@ -1,6 +1,7 @@
 """Several documents in a row: each is what it would be alone, for every kernel and kind of model."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -21,9 +22,10 @@ DOCUMENTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5], [8])  # and 4 of padding
 PACKED = np.array([[*itertools.chain(*DOCUMENTS), 0, 0, 0, 0], [7] * T], np.int32)
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] + [0] * 4, [1] * T], np.int32)
 
-KINDS = ARCHITECTURES | {
+# Every way to place a token, both kernels, a window and none, layers alike and not.
+KINDS = {name: ARCHITECTURES[name] for name in ("gpt2", "2017", "gemma 2")} | {
+    "mistral, xla": ARCHITECTURES["mistral"] | {"sliding_window": 4, "attention": "xla"},
     "scanned and rematted": dict(position="rope", scan_layers=True, remat="full", sliding_window=4),
-    "xla": dict(position="rope", sliding_window=4, attention="xla"),
 }
 
 
@@ -79,23 +81,25 @@ def test_nothing_of_another_document_is_read(made):
         assert (reach[mine] > 0).all()
 
 
-@pytest.mark.parametrize("how", [{}, {"window": 3}])
-def test_every_kernel_keeps_documents_apart(how):
+def test_every_kernel_keeps_documents_apart():
     """The same as each document's tokens attended to alone; grouped heads."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, T, n, 4)) for key, n in zip(keys, (6, 3, 3), strict=True))
-    plain, xla = (
-        attend(q, k, v, segments_BT=jnp.asarray(SEGMENTS), kernel=kernel, **how) for kernel in ("plain", "xla")
-    )
+    q, k, v = (np.random.default_rng(n).normal(size=(2, T, n, 4)).astype(np.float32) for n in (6, 3, 3))
+
+    @jax.jit
+    def both(q, k, v):
+        return [
+            attend(q, k, v, segments_BT=jnp.asarray(SEGMENTS), kernel=kernel, window=3) for kernel in ("plain", "xla")
+        ]
+
+    plain, xla = both(q, k, v)
     np.testing.assert_allclose(plain, xla, **FLOAT32_REORDERED)
-    alone = attend(q[:1, 5:11], k[:1, 5:11], v[:1, 5:11], **how)
+    alone = jax.jit(functools.partial(attend, window=3))(q[:1, 5:11], k[:1, 5:11], v[:1, 5:11])
     np.testing.assert_allclose(plain[:1, 5:11], alone, **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize("loss_chunk", [None, 4])
-def test_the_loss_is_that_of_separate_rows(loss_chunk):
+def test_the_loss_is_that_of_separate_rows():
     """Sums over the counted targets; what padding and uncounted targets hold does not matter."""
-    model, params = make_model(dataclasses.replace(TINY, block_size=T, position="rope"))
+    model, params = make_model(dataclasses.replace(TINY, block_size=T, position="rope", n_layer=1))
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 11, PACKED.shape).astype(np.int32)
     mask = (SEGMENTS > 0) & (rng.random(PACKED.shape) < 0.5)
@@ -104,7 +108,7 @@ def test_the_loss_is_that_of_separate_rows(loss_chunk):
     @jax.jit
     def loss_and_gradient(batch):
         def loss(params):
-            return batch_loss(params, batch, None, model=model, loss_chunk=loss_chunk)
+            return batch_loss(params, batch, None, model=model, loss_chunk=4)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
