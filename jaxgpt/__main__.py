@@ -101,12 +101,15 @@ def _train(options: TrainOptions) -> None:
     except UserError as e:  # the experiment's prompt, another text than it was written for
         say(f"sampling from nothing, not from {prompt!r}: {e}")
         prompt = ""
+    chat = options.experiment.data.is_chat
     if t.sample_tokens:
-        text = prompt + str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed))
+        written = str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed, chat=chat))
+        text = f"{prompt}\n\n{written}" if chat else prompt + written
         with contextlib.suppress(OSError):  # it is printed as well
             write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
-    print(f"next: jaxgpt sample {run.directory}" + (f" --prompt {quote(prompt)}" if prompt.strip() else ""))
+    asked = f" --prompt {quote(prompt)}" if prompt.strip() else ""
+    print(f"next: jaxgpt sample {run.directory}{' --chat' * chat}{asked}")
 
 
 def sample(argv: list[str]) -> None:
@@ -130,14 +133,17 @@ def sample(argv: list[str]) -> None:
     given = {name: getattr(options, name) for name in filters}
     Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
     run = load(options.run).packed(options.weights)
-    if not options.prompt:
+    if not options.prompt and not options.chat:
         say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
-    how: dict[str, Any] = {name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype")}
+    how: dict[str, Any] = {
+        name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype", "chat")
+    }
     how |= given
+    shown = "" if options.chat else options.prompt
     if options.draft:
         how["draft"] = load(options.draft).packed(options.weights)
     if options.stream and sys.stdout.isatty() and not options.json and options.num_samples == 1:
-        print(options.prompt, end="", flush=True)
+        print(shown, end="", flush=True)
         for piece in run.stream(options.prompt, **how):
             print(piece, end="", flush=True)
         print()
@@ -149,7 +155,7 @@ def sample(argv: list[str]) -> None:
     for number, text in enumerate(texts):
         if number:
             print("-" * 40)
-        print(options.prompt + text)
+        print(shown + text)
 
 
 def evaluate(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ from jaxgpt.files import is_there, read_json
 from jaxgpt.interop.card import model_card
 from jaxgpt.interop.families import family_for
 from jaxgpt.interop.params import to_tensors
-from jaxgpt.interop.source import KEPT, LARGEST_CONFIG
+from jaxgpt.interop.source import BESIDE_TOKENIZER, KEPT, LARGEST_CONFIG
 from jaxgpt.interop.tokenizers import tokenizer_config, tokenizer_json
 from jaxgpt.interop.weights import SHARD, write
 from jaxgpt.paths import find_run
@@ -71,13 +71,14 @@ def _write_tokenizer(place: Path, directory: Path, run: Run) -> None:
     if text is None:
         return
     (place / "tokenizer.json").write_text(text, encoding="utf-8")
-    kept = [
-        directory / KEPT / name for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-    ]
-    for path in (path for path in kept if path.exists()):
-        shutil.copyfile(path, place / path.name)
-    if not kept[0].exists():
-        _write_json(place / "tokenizer_config.json", tokenizer_config(run.tokenizer, run.model.config.block_size))
+    for name in BESIDE_TOKENIZER:
+        if (directory / name).exists():
+            shutil.copyfile(directory / name, place / name)
+    path = place / BESIDE_TOKENIZER[0]
+    said = read_json(path, LARGEST_CONFIG) if path.exists() else {}
+    if not isinstance(said, dict) or "tokenizer_class" not in said:  # else it is whole, and stays as it is
+        usual = tokenizer_config(run.tokenizer, run.model.config.block_size)
+        _write_json(path, usual | said if isinstance(said, dict) else usual)
 
 
 def _write_generation(place: Path, directory: Path, run: Run) -> None:

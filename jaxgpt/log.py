@@ -51,6 +51,8 @@ class Log:
             f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
             f"vocabulary {experiment.model.vocab_size}; {self._tokens_per_step:,} tokens per step; run in {self._directory}"
         )
+        for line in dataset.said:
+            say(line)
         if self._start:
             say(f"continuing at step {self._start} of {train.steps}")
 

@@ -100,6 +100,7 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                     dataset.tokenizer,
                     data=dataset.fingerprint,
                     vocab_size=resolved.model.vocab_size,
+                    tokenizer_config=dataset.tokenizer_config,
                 )
             checkpoints.clean()
             step = checkpoints.good() or 0

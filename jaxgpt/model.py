@@ -14,7 +14,7 @@ from jaxgpt.layers.axes import named
 from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
 from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.layers.linear import Embedding
-from jaxgpt.layers.position import sinusoidal
+from jaxgpt.layers.position import positions_in, sinusoidal
 from jaxgpt.layers.splash import KEPT
 
 
@@ -75,7 +75,7 @@ class GPT(nn.Module):
                 _scan_body(block),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(nn.broadcast, nn.broadcast),
+                in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
                 length=c.n_layer,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
@@ -89,18 +89,23 @@ class GPT(nn.Module):
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
             self.lm_head = self.param("lm_head", named(init, "embed", "vocab"), (c.n_embd, c.vocab_size), jnp.float32)
 
-    def __call__(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
-        """Logits of each next token. T is at most block_size; `train=True` drops, with `rngs={"dropout": key}`."""
-        return self.unembed(self.features(tokens_BT, train=train))
+    def __call__(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
+        """Logits of each next token. T is at most block_size; `train=True` drops, with `rngs={"dropout": key}`.
 
-    def features(self, tokens_BT: jax.Array, *, train: bool = False) -> jax.Array:
+        segments_BT: int32, the document of each token where a row holds several, one after the other: positions start
+        anew in each, and no token reads another document than its own. None: a row is one document.
+        """
+        return self.unembed(self.features(tokens_BT, segments_BT=segments_BT, train=train))
+
+    def features(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
         """The residual stream after the last norm, x_BTD, in `dtype`."""
         T = tokens_BT.shape[-1]
         if self.config.block_size < T:
             raise UserError(
                 f"{T} tokens exceed block_size={self.config.block_size}: cut the input to its last {self.config.block_size}"
             )
-        return self._features(tokens_BT, jnp.arange(T)[None], train=train)[0]
+        positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_in(segments_BT)
+        return self._features(tokens_BT, positions_BT, train=train, segments_BT=segments_BT)[0]
 
     def extend(self, tokens_BT: jax.Array, cache: KVCache, place: Place) -> tuple[jax.Array, KVCache]:
         """(x_BTD, cache): `features` of T more tokens of texts whose beginnings are in the cache.
@@ -114,7 +119,7 @@ class GPT(nn.Module):
         x_BTD, layers = self._features(tokens_BT, place.positions_BT, caches=cache.layers, place=place)
         return x_BTD, cache.replace(layers=layers)
 
-    def _features(self, tokens_BT, positions_BT, *, train=False, caches=None, place=None):
+    def _features(self, tokens_BT, positions_BT, *, train=False, caches=None, place=None, segments_BT=None):
         c = self.config
         x_BTD = self.wte(tokens_BT)
         if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: else the sines drown N(0, 0.02) embeddings
@@ -127,10 +132,10 @@ class GPT(nn.Module):
         x_BTD = self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
         extended = []
         if c.scan_layers:
-            x_BTD, _ = self.h(x_BTD, positions_BT, train)
+            x_BTD, _ = self.h(x_BTD, positions_BT, train, segments_BT)
         else:
             for layer, cache in zip(self.h, caches or [None] * c.n_layer, strict=True):
-                x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place)
+                x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place, segments_BT)
                 extended.append(cache)
         return x_BTD if c.norm_position == "post" else self.ln_f(x_BTD), tuple(extended)
 
@@ -170,9 +175,9 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
         spread: Spread
 
         @nn.compact
-        def __call__(self, x_BTD, positions_BT, train):
+        def __call__(self, x_BTD, positions_BT, train, segments_BT):
             window = self.config.window(0)  # that of every layer
             one = block(self.config, self.attention, self.dtype, self.spread, window, name="block")
-            return one(x_BTD, positions_BT, train)
+            return one(x_BTD, positions_BT, train, None, None, segments_BT)
 
     return Layer

@@ -33,6 +33,7 @@ class SampleOptions:
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     prompt: str = ""  # what to continue; empty: from the end-of-text token, or a newline
+    chat: bool = False  # the prompt is what a user says; written is the assistant's answer alone
     max_new_tokens: int = 400  # tokens to write
     num_samples: int = 1  # texts to write
     temperature: float | None = None  # below 1 safer, above 1 bolder, 0 greedy; None: the experiment's
@@ -56,7 +57,7 @@ class EvaluateOptions:
     """Loss, perplexity and bits per character of a run, on its validation split or on any text."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
-    data: str | None = None  # a UTF-8 text file; None: the run's validation split
+    data: str | None = None  # a UTF-8 text file, or conversations (.jsonl); None: the run's validation split
     # of the matrices, to see what fewer bits cost; None: as trained
     weights: Precision | None = None
     json: bool = False  # print JSON instead of text

@@ -160,6 +160,9 @@ def _strategy(experiment: Experiment) -> str:
 def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
     trainer = make_trainer(experiment, devices)
     batch = trainer.strategy.batch(experiment.train.batch_size, experiment.model.block_size)
+    if experiment.data.is_chat:
+        counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
+        batch = batch._replace(mask_BT=counted, segments_BT=batch.inputs_BT)
     key = jax.eval_shape(lambda: jax.random.key(0))
     lowered = trainer.step.lower(trainer.strategy.state, batch, key)
     try:

@@ -39,7 +39,7 @@ CHANGEABLE = (
     "train.keep_every",
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
-BEGINNINGS = re.compile(r"\.lock|(tokenizer|experiment)\.json(\..*)?")
+BEGINNINGS = re.compile(r"\.lock|(tokenizer|tokenizer_config|experiment)\.json(\..*)?")
 LARGEST_RECORD = 2**24  # bytes of experiment.json: a hundred thousand token files
 
 
@@ -67,6 +67,7 @@ def write_record(
     *,
     data: dict[str, Any],
     vocab_size: int | None,
+    tokenizer_config: dict[str, Any] | None = None,
     imported: dict[str, Any] | None = None,
 ) -> None:
     """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
@@ -94,6 +95,8 @@ def write_record(
         "git_commit": _git_commit(),
     }
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
+    if tokenizer_config:
+        write_whole(directory / "tokenizer_config.json", json.dumps(tokenizer_config, indent=1) + "\n")
     write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
 
 

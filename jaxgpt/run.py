@@ -13,10 +13,13 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.config import Experiment, GPTConfig, Precision
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, Precision
+from jaxgpt.data.chat import encode_all, in_memory
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
+from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
@@ -56,6 +59,7 @@ class Run:
         ends after max_new_tokens, at the end-of-text token, or before a stop string, and past the context it goes on
         as `generate` says. The same seed gives a prompt the same text, on every call and in every batch.
 
+        chat: each prompt is what a user says, and the text is the assistant's answer, by `template`.
         seed: 0. stop: strings. cache_dtype: see `generate`.
         temperature (None: the experiment's `train.sample_temperature`), top_k, top_p, min_p, repetition_penalty,
             greedy: see `Sampling`.
@@ -73,7 +77,8 @@ class Run:
         texts = [""] * len(prompts)
         # Stop strings are looked for every so often; without any the program need not come back before the end.
         every = STOP_STRINGS_EVERY if stop else max(max_new_tokens - 1, 1)
-        for news in stream(*self._decoder, [self._ids(p) for p in prompts], **how, every=every):
+        rows = [self._ids(p, options.get("chat", False)) for p in prompts]
+        for news in stream(*self._decoder, rows, **how, every=every):
             texts = [text + s.push(new) for text, s, new in zip(texts, streams, news, strict=True)]
             if all(s.stopped for s in streams):
                 break
@@ -86,7 +91,7 @@ class Run:
         every: tokens between looks. The other options are those of `sample`.
         """
         how = self._how(max_new_tokens=max_new_tokens, **options)
-        draft, ids = how.pop("draft"), self._ids(prompt)
+        draft, ids = how.pop("draft"), self._ids(prompt, options.get("chat", False))
         if draft is None:
             news = (rows[0] for rows in stream(*self._decoder, [ids], **how, every=every))
         else:
@@ -119,7 +124,21 @@ class Run:
     def _decoder(self) -> tuple[GPT, dict]:
         return for_decoding(self.model, self.params)
 
-    def _ids(self, prompt: str) -> list[int]:
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """How it was taught to read conversations: the tokenizer's own template, or one of `data.template`."""
+        template = find_template(self.tokenizer, self.directory)
+        known = read_record(self.directory).data.get("template_sha256")
+        if known is not None and known != template_fingerprint(template):
+            raise UserError(
+                f"the chat template in {self.directory / 'tokenizer_config.json'} is not the one that the run was trained "
+                "with: put back the file that experiment.json names by its SHA-256"
+            )
+        return template
+
+    def _ids(self, prompt: str, chat: bool) -> list[int]:
+        if chat:
+            return prompt_ids(self.template, self.tokenizer, prompt)
         ids = [*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()]
         return ids or [start_token(self.tokenizer)[0]]
 
@@ -132,6 +151,7 @@ class Run:
         cache_dtype: Precision | None = None,
         draft: Run | None = None,
         temperature: float | None = None,
+        chat: bool = False,
         **filters: Any,
     ) -> dict[str, Any]:
         """Options of `sample` as those of `generate`, checked."""
@@ -144,12 +164,12 @@ class Run:
             temperature = self.experiment.train.sample_temperature
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: needs at least 0 and less than 4294967296")
-        end = self.tokenizer.end_of_text
+        ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
         return {
             "key": jax.random.key(seed),
             "max_new_tokens": max_new_tokens,
             "sampling": Sampling(temperature=temperature, **filters),
-            "stop_tokens": [] if end is None else [end],
+            "stop_tokens": [end for end in ends if end is not None],
             "vocab_size": self.tokenizer.vocab_size,
             "cache_dtype": cache_dtype,
             "draft": draft,
@@ -192,7 +212,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         )
     experiment = record.experiment
     config = record.model
-    model = GPT(config, **compute_options(config, experiment.train).for_model())
+    model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_chat).for_model())
     checkpoints = open_checkpoints(directory)
     try:
         step = checkpoints.good(which)
@@ -214,7 +234,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
 
 
 def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
-    """Loss of a run on its validation split, or on the whole of a text file: every token once.
+    """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
 
     Returns loss (nats per token), perplexity, tokens, and bits_per_character (None where only token ids are known).
     """
@@ -228,21 +248,25 @@ def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
             raise UserError(
                 f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
             )
-        tokens, characters = dataset.val, dataset.val_characters
+        held, characters = dataset.val, dataset.val_characters
+    elif DataConfig(path=path).is_chat:
+        held, characters = in_memory(encode_all(path, run.tokenizer, run.template), config.block_size), None
+        if not len(held):
+            raise UserError(f"{path} has no conversation with an answer that ends within {config.block_size} tokens")
     else:
         text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
         ids = run.tokenizer.encode(text)
         if len(ids) < 2:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
-        tokens, characters = Tokens([ids]), len(text)
-    windows = validation_batches(tokens, block_size=config.block_size, batch_size=run.experiment.train.batch_size)
+        held, characters = Tokens([ids]), len(text)
+    windows = validation_batches(held, block_size=config.block_size, batch_size=run.experiment.train.batch_size)
     loss, count = mean_loss(jax.jit(functools.partial(eval_step, model=run.model)), run.params, windows)
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
         "tokens": count,
         # The first token has nothing before it, so its characters are not counted either: a ratio of the whole.
-        "bits_per_character": None if characters is None else loss / math.log(2) * len(tokens) / characters,
+        "bits_per_character": None if characters is None else loss / math.log(2) * len(held) / characters,
     }
 
 

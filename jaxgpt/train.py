@@ -153,7 +153,11 @@ def batch_loss(
 
     loss_chunk: tokens of each sequence whose logits are in memory at once, a divisor of T; None: all.
     """
-    how: Any = {"train": key is not None, "rngs": None if key is None else {"dropout": key}}
+    how: Any = {
+        "train": key is not None,
+        "rngs": None if key is None else {"dropout": key},
+        "segments_BT": micro.segments_BT,
+    }
     if loss_chunk is None or loss_chunk >= micro.targets_BT.shape[1]:
         logits_BTV: Any = model.apply({"params": params}, micro.inputs_BT, **how)
         return next_token_loss(logits_BTV, micro.targets_BT, micro.mask_BT)

@@ -102,6 +102,34 @@ SHARDS = [
     ("nowhere.bin", "no file or folder at nowhere.bin"),
 ]
 
+# Conversations that will not do, for --data.path.
+CHATS = [
+    ("nowhere.jsonl", "no file at nowhere.jsonl: --data.path NAME.jsonl takes"),
+    ("empty.jsonl", "empty.jsonl has 0 conversations"),
+    ("one.jsonl", "one.jsonl has 1 conversations"),
+    ("half.jsonl", "half.jsonl:2: the line is damaged"),
+    ("text.jsonl", "text.jsonl:1: got {'text': 'a story'}, needs {"),
+    ("role.jsonl", "role.jsonl:3: message 1 has the role 'tool': needs one of system, user, assistant"),
+    ("content.jsonl", "content.jsonl:1: message 2 has the content None: needs a text"),
+    ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
+    ("latin1.jsonl", "latin1.jsonl:1: the line is damaged: 'utf-8'"),
+    ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),
+    ("long.jsonl", "no conversation of the training split of long.jsonl has an answer that ends within block_size=8"),
+    ("folder.jsonl", "no file at folder.jsonl"),
+    ("pipe.jsonl", "pipe.jsonl is a pipe"),
+    ("\x1b.jsonl", r"no file at \x1b.jsonl"),
+]
+
+# Folders of a tokenizer whose chat template will not do.
+TEMPLATES = [
+    ("template_syntax", "the chat template is no Jinja template, line 1"),
+    ("template_refuses", "good.jsonl:1: the chat template refuses it: not today"),
+    ("template_escapes", "good.jsonl:1: the chat template refuses it: "),
+    ("template_list", "is damaged: needs a text, or a list with one named default"),
+    ("template_config", "tokenizer_config.json is damaged: it holds list, needs an object"),
+    ("template_silent", "good.jsonl:1: the chat template writes nothing of the assistant's"),
+]
+
 TOKENIZERS = [
     ("nowhere.json", "no tokenizer at nowhere.json"),
     ("chars", "no tokenizer at chars"),
@@ -226,6 +254,8 @@ OPTIONS = [
     (["train", "--\udcff", "3"], "Unrecognized options"),
     (["train", "--", "3"], "3"),
     (["sample", "--temprature", "1"], "--temperature"),
+    (["sample", "runs/tiny", "--chat", "maybe"], "maybe"),
+    (["sample", "runs/tiny", "--chat", "--prompt", "a"], "not in this tokenizer's"),
     (["sample", "--prompt"], "Missing value for argument '--prompt'"),
     (["sample", "runs/tiny", "runs/tiny"], "runs/tiny"),
     (["sample", "--weights", "int4"], "int4"),
@@ -491,6 +521,13 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in NO_TEXT]
     rows += [(["evaluate", "runs/tiny", "--data", path], {}, said) for path, said in NO_TEXT]
     rows += [([*TRAIN[:-2], *IDS, "--data.path", path], {}, said) for path, said in SHARDS]
+    rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in CHATS]
+    rows += [([*TRAIN[:-2], *IDS, "--data.path", "good.jsonl"], {}, "conversations need char, byte, bpe")]
+    rows += [(["evaluate", "runs/tiny", "--data", "half.jsonl"], {}, "half.jsonl:1: not in this tokenizer's")]
+    rows += [
+        ([*TRAIN[:-2], "--data.path", "good.jsonl", "--data.tokenizer", f"{name}/tokenizer.json"], {}, said)
+        for name, said in TEMPLATES
+    ]
     rows += [([*TRAIN, "--data.tokenizer", path], {}, said) for path, said in TOKENIZERS]
     rows += [(["train", path], {}, said) for path, said in EXPERIMENT_FILES]
     rows += [(["import-hf", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]

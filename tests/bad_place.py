@@ -23,6 +23,7 @@ def prepare_place(place: Path, run: Path) -> None:
     _texts(place)
     _shards(place)
     _tokenizers(place)
+    _chats(place)
     _experiments(place)
     _runs(place)
     prepare_models(place)
@@ -105,6 +106,41 @@ def _tokenizers(place: Path) -> None:
     }.items():
         (place / f"tokenizer_{name}.json").write_text(text)
     (place / "tokenizer_latin1.json").write_bytes('{"jaxgpt": "char", "characters": "ñ"}'.encode("latin-1"))
+
+
+def _chats(place: Path) -> None:
+    def line(*messages: tuple) -> str:
+        return json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]}) + "\n"
+
+    good = line(("user", "a"), ("assistant", "b"))
+    for name, text in {
+        "good": good * 3,
+        "empty": "",
+        "one": good,
+        "half": good + good[:20],
+        "text": '{"text": "a story"}\n',
+        "role": good + good + line(("tool", "a"), ("assistant", "b")),
+        "content": line(("user", "a"), ("assistant", None)),
+        "alone": line(("user", "a")),
+        "end": good + line(("user", "a\x03"), ("assistant", "b")),
+        "long": line(("user", "a" * 30), ("assistant", "b")) * 3,
+    }.items():
+        (place / f"{name}.jsonl").write_text(text)
+    (place / "latin1.jsonl").write_bytes(good.replace('"a"', '"ñ"').encode("latin-1"))
+    (place / "folder.jsonl").mkdir()
+    os.mkfifo(place / "pipe.jsonl")
+    for name, config in {
+        "syntax": {"chat_template": "{% for %}"},
+        "refuses": {"chat_template": "{{ raise_exception('not today') }}"},
+        "escapes": {"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"},
+        "list": {"chat_template": [{"name": "rag", "template": "x"}]},
+        "config": [],
+        "silent": {"chat_template": "hello"},
+    }.items():
+        directory = place / f"template_{name}"
+        directory.mkdir()
+        (directory / "tokenizer.json").write_text('{"jaxgpt": "byte"}')
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 GOOD = "from jaxgpt import *\nexperiment = Experiment(name='x')\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,19 @@ def tiny_experiment(text: Path, **train) -> Experiment:
             | train
         ),
     )
+
+
+def chat_file(directory: Path) -> Path:
+    """40 conversations of one to three turns, which differ in length, and all in their words."""
+    path = directory / "chat.jsonl"
+    with path.open("w") as f:
+        for n in range(40):
+            contents = [
+                word for turn in range(1 + n % 3) for word in (f"{n} and {turn}?", "x" * (n % 7) + str(n + turn))
+            ]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+            f.write(json.dumps({"messages": messages}) + "\n")
+    return path
 
 
 def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:

@@ -38,6 +38,7 @@ HOMES = {
     "orbax": ["checkpoint"],
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
+    "jinja2": ["data.jinja"],
     "matplotlib": ["viz.curves"],
     "filelock": ["record"],
     "safetensors": ["interop.weights"],

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import chex
 import jax
@@ -19,9 +20,10 @@ from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.record import read_record
+from jaxgpt.replay import replay
 from jaxgpt.run import evaluate_run, load
 from jaxgpt.train import Guard, TrainState
-from tests.helpers import tiny_experiment
+from tests.helpers import chat_file, tiny_experiment
 
 
 def losses(directory):
@@ -143,6 +145,34 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, mon
     assert losses(directory) == losses(run.directory)
     assert val_losses(directory) == val_losses(run.directory)
     chex.assert_trees_all_equal(resumed.params, run.params)
+
+
+def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
+    """And replay, evaluate, and are asked as they were learnt."""
+    e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
+    e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
+    whole = fit(e, tmp_path / "whole", progress=False)
+    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=4))
+    with pytest.raises(Killed):
+        fit(e, tmp_path / "resumed", progress=False)
+    monkeypatch.undo()
+    resumed = fit(e, tmp_path / "resumed", progress=False)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 4
+    chex.assert_trees_all_equal(resumed.params, whole.params)
+
+    assert replay(tmp_path / "whole", 2).equal
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
+    assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
+    end = whole.tokenizer.encode("\x03").tolist()
+    assert (
+        whole._how(max_new_tokens=9, chat=True)["stop_tokens"] == end
+        and whole._how(max_new_tokens=9)["stop_tokens"] == []
+    )
+    assert whole.tokenizer.decode(whole._ids("1 and 0?", True)) == "User:\n1 and 0?\x03\nAssistant:\n"
+    (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
+    with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
+        load(tmp_path / "whole").sample("1", chat=True)
 
 
 def _raise_at(write, step):

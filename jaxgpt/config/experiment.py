@@ -14,11 +14,13 @@ from jaxgpt.errors import UserError
 class DataConfig:
     """The text, and how it becomes tokens."""
 
-    corpus: str = "python-docs"  # a name in the registry: python-docs, shakespeare, sancho, quijote
-    path: str | None = None  # instead of a corpus: a UTF-8 file, a folder of .txt files, or .bin token shards
+    # a name in the registry: python-docs, python-docs.jsonl (questions about it), shakespeare, sancho, quijote
+    corpus: str = "python-docs"
+    # instead of a corpus: a UTF-8 file, a folder of .txt files, .bin token shards, or conversations (.jsonl)
+    path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
     bpe_vocab_size: int = 4096  # tokens of the BPE to train
-    val_fraction: float = 0.1  # the last share of the characters is held out
+    val_fraction: float = 0.1  # the last share of the characters, or of the conversations, is held out
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -29,6 +31,11 @@ class DataConfig:
                 raise UserError(f"data.{name} is empty: name one, or leave the option out")
         if not 0.0 < self.val_fraction < 1.0:
             raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the data are conversations, {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
+        return (self.path or self.corpus).endswith(".jsonl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

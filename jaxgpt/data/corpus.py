@@ -6,6 +6,8 @@ import codecs
 import dataclasses
 import hashlib
 import http.client
+import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -71,16 +73,19 @@ CORPORA = {
     )
 }
 
-PYTHON_DOCS = "python-docs"  # the corpus that is always there
+# The corpora that are always there: the second is made of the first, as conversations.
+PYTHON_DOCS, PYTHON_QUESTIONS = "python-docs", "python-docs.jsonl"
 
 
 def corpus_files(name: str) -> list[Path]:
     """The files of a registered corpus, made or downloaded if need be."""
     if name == PYTHON_DOCS:
-        return [_python_docs()]
+        return [_kept(f"{PYTHON_DOCS}.txt", _python_docs())]
+    if name == PYTHON_QUESTIONS:
+        return [_kept(PYTHON_QUESTIONS, "".join(json.dumps({"messages": m}) + "\n" for m in python_questions()))]
     if name not in CORPORA:
         raise UserError(
-            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, *CORPORA])}; for a text of your own use --data.path"
+            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, PYTHON_QUESTIONS, *CORPORA])}; for a text of your own use --data.path"
         )
     corpus = CORPORA[name]
     path = cache_directory() / "corpora" / f"{name}.txt"
@@ -175,12 +180,37 @@ def _fetch(url: str, timeout: float) -> bytes:
     return raw
 
 
-def _python_docs() -> Path:
+def _python_docs() -> str:
     """Python's own reference, about 460 KB of English prose that `help()` shows; a little different in each release."""
     from pydoc_data import topics
 
-    text = "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
-    path = cache_directory() / "corpora" / f"{PYTHON_DOCS}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
+    return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
+
+
+def python_questions() -> list[list[dict[str, str]]]:
+    """Conversations of one turn: what something is, by the first sentence of its section in Python's reference.
+
+    Some 215, in an order that is mixed and always the same, so that the held-out ones are of every kind.
+    """
+    heading = r"^(\S.{2,59})\n([*=~-])\2+\n\n((?:[A-Z].*\n)(?:\S.*\n)*)"
+    definition = r"^( *)((?:[a-z]\w*\.)+\w+)(?:\(.*\))?\n\n((?:\1   \S.*\n)+)"
+    text, found = _python_docs(), {}
+    for match in (*re.finditer(heading, text, re.M), *re.finditer(definition, text, re.M)):
+        name = match[1].strip() or match[2]
+        sentence = re.match(r"[A-Z].{20,250}?\.(?= [A-Z]|$)", " ".join(match[3].split()))
+        if sentence is not None:
+            found.setdefault(name, sentence[0])
+    pairs = sorted(found.items(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    return [
+        [{"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": answer}]
+        for name, answer in pairs
+    ]
+
+
+def _kept(name: str, text: str) -> Path:
+    """The text in a file, whose name tells what it holds."""
+    stem, _, suffix = name.rpartition(".")
+    path = cache_directory() / "corpora" / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.{suffix}"
     if not path.exists():
         make_cache(path.parent)
         write_whole(path, text)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
-import os
-import shutil
-import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import DataConfig
+from jaxgpt.data import template as chat_template
 from jaxgpt.data import tokenizer as tok
+from jaxgpt.data.cache import SPLITS, read_tokens, write_tokens
+from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
+from jaxgpt.data.packing import Packing
 from jaxgpt.data.shards import bin_files, cut, open_shard, scan
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json, sha256
-from jaxgpt.paths import cache_directory, make_cache
+from jaxgpt.files import is_there, sha256
+from jaxgpt.paths import cache_directory
+
+OF_CHAT = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
+CHAT_FORMAT = 1  # of what the cache holds of conversations; raised when the same file gives other tokens
 
 
 class Tokens:
@@ -52,20 +56,25 @@ class Tokens:
 class Dataset:
     """The two splits, the tokenizer they are written in, and what makes two runs comparable."""
 
-    train: Tokens
-    val: Tokens
+    train: Tokens | Conversations
+    val: Tokens | Conversations
     tokenizer: tok.Tokenizer
-    val_characters: int | None  # for bits per character; None where the text is not known
+    val_characters: int | None = None  # for bits per character; None where the text is not known
     fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
+    # the chat template that came with the tokenizer, as tokenizer_config.json has it; empty: there was none
+    tokenizer_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    said: tuple[str, ...] = ()  # what the user should know about it
 
 
 def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = None) -> Dataset:
     """The dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
 
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
-    validation file) is held out. vocab_size: the model's, which tokenizer "ids" needs.
+    validation file; of the conversations, of chat) is held out. vocab_size: the model's, which tokenizer "ids" needs.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
+    if config.is_chat:
+        return _from_chat(config, block_size)
     shards = bin_files(config.path)
     dataset = _from_bins(config, shards, vocab_size) if shards else _from_text(config)
     source = config.path or config.corpus
@@ -107,81 +116,118 @@ def _from_text(config: DataConfig) -> Dataset:
 
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     directory = cache_directory() / "tokens" / key
-    cached = _read_tokens(directory)
+    cached = read_tokens(directory)
     if cached is None:
         if ready is None:
             train_text = (p for split, p in _split(read_text(files), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
-        _write_tokens(directory, files, train_characters, ready)
-        cached = _read_tokens(directory)
+        write_tokens(directory, ready, _encoded(files, train_characters, ready))
+        cached = read_tokens(directory)
         assert cached is not None
-    return dataclasses.replace(cached, val_characters=characters - train_characters)
-
-
-def _read_tokens(directory: Path) -> Dataset | None:
-    """What `_write_tokens` wrote, if its bytes are still those. What is damaged is said, and moved out of the way."""
-    if not directory.exists():
-        return None
-    try:
-        meta = read_json(directory / "meta.json", 2**20)
-        fingerprint = meta["fingerprint"]
-        for split in ("train", "val"):
-            if sha256(directory / f"{split}.bin") != fingerprint[f"{split}_sha256"]:
-                raise UserError(f"{split}.bin is not what was written")
-        tokenizer = tok.load_tokenizer(directory / "tokenizer.json")
-        if tok.fingerprint(tokenizer) != fingerprint["tokenizer_sha256"]:
-            raise UserError("tokenizer.json is not what was written")
-        dtype = _dtype(tokenizer)
-        train, val = (np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "val"))
-        if (len(train), len(val)) != (fingerprint["train_tokens"], fingerprint["val_tokens"]):
-            raise UserError("meta.json is not what was written")
-    except (ValueError, KeyError, TypeError) as e:
-        warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
-        with contextlib.suppress(FileNotFoundError):  # another process was first
-            aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
-            os.replace(directory, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        return None
+    arrays, tokenizer, fingerprint = cached
     return Dataset(
-        train=Tokens([train]), val=Tokens([val]), tokenizer=tokenizer, val_characters=None, fingerprint=fingerprint
+        train=Tokens([arrays["train"]]),
+        val=Tokens([arrays["val"]]),
+        tokenizer=tokenizer,
+        val_characters=characters - train_characters,
+        fingerprint=fingerprint,
     )
 
 
-def _dtype(tokenizer: tok.Tokenizer) -> np.dtype:
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+def _from_chat(config: DataConfig, block_size: int) -> Dataset:
+    path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
+    if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
+        raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
+    ready: tok.Tokenizer | None = None
+    if named not in ("char", "bpe"):
+        if named == "ids":
+            raise UserError(
+                "tokenizer ids is for .bin token files; conversations need char, byte, bpe or a tokenizer.json"
+            )
+        ready = tok.ByteTokenizer() if named == "byte" else tok.load_tokenizer(named)
+    beside = Path(named).parent if named not in ("char", "byte", "bpe") else None
+    spec: dict[str, Any] = {"chat": CHAT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    spec |= {"tokenizer": named} if ready is None else {"tokenizer": tok.fingerprint(ready)}
+    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if named == "bpe" else {}
+    if ready is not None:
+        spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside))
+
+    directory = (
+        cache_directory() / "tokens" / hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+    )
+    cached = read_tokens(directory, OF_CHAT)
+    if cached is None:
+        alphabet, count = set[str](), 0
+        for _, messages in read_messages(path):  # so that a bad line is told before much is done with the good ones
+            count += 1
+            if named == "char":
+                alphabet.update(*(m["content"] for m in messages))
+        train = int(count * (1.0 - config.val_fraction))
+        if not 0 < train < count:
+            raise UserError(f"{path} has {count} conversations: needs at least one to train on and one to validate on")
+        if named == "char":
+            ready = tok.CharTokenizer(alphabet | set(chat_template.plain_characters()))
+        elif ready is None:
+            first = itertools.islice(read_messages(path), train)
+            ready = tok.train_bpe((m["content"] for _, messages in first for m in messages), config.bpe_vocab_size)
+        template = chat_template.find_template(ready, beside)
+        write_tokens(directory, ready, _conversations(path, train, ready, template), OF_CHAT)
+        cached = read_tokens(directory, OF_CHAT)
+        assert cached is not None
+    arrays, tokenizer, fingerprint = cached
+    template = chat_template.find_template(tokenizer, beside)
+    train, val = (
+        Conversations(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
+        for split in SPLITS
+    )
+    for name, conversations in (("training", train), ("validation", val)):
+        if not len(conversations):
+            raise UserError(
+                f"no conversation of the {name} split of {path} has an answer that ends within block_size={block_size} "
+                "tokens: raise --model.block-size, or give shorter conversations"
+            )
+    return Dataset(
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint | {"template_sha256": chat_template.fingerprint(template)},
+        tokenizer_config=template.config(),
+        said=tuple(_about(train, val, block_size)),
+    )
 
 
-def _write_tokens(directory: Path, files: list[Path], train_characters: int, tokenizer: tok.Tokenizer) -> None:
-    """Stream the text into train.bin and val.bin beside the tokenizer; the directory appears whole or not at all."""
-    make_cache(directory.parent)
-    dtype = _dtype(tokenizer)
+def _about(train: Conversations, val: Conversations, block_size: int) -> Iterator[str]:
+    n, m = len(train.lengths), len(val.lengths)
+    filled = Packing(train, block_size).filled
+    yield f"{n:,} training and {m:,} validation conversations, in rows of {block_size} tokens that are {filled:.1%} full"
+    shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
+    if shortened or left_out:
+        yield (
+            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, of which {shortened:,} end after "
+            f"the last answer that fits, and {left_out:,} are left out, for no answer of theirs does"
+        )
 
-    def encode(text: str | None) -> np.ndarray:
+
+def _conversations(
+    path: str, train: int, tokenizer: tok.Tokenizer, template: chat_template.ChatTemplate
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name in OF_CHAT, what comes next in it), of which the first `train` are for training."""
+    ends = dict.fromkeys(SPLITS, 0)
+    for number, (ids, answers) in enumerate(encode_all(path, tokenizer, template)):
+        split = SPLITS[number >= train]
+        ends[split] += len(ids)
+        yield split, ids
+        yield f"{split}_answers", answers
+        yield f"{split}_ends", np.array([ends[split]])
+
+
+def _encoded(files: list[Path], train_characters: int, tokenizer: tok.Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
+    """(split, the ids that come next in it)."""
+    for split, text in _split(read_text(files), train_characters):
         if text is None and tokenizer.end_of_text is not None:
-            return np.array([tokenizer.end_of_text])
-        return tokenizer.encode("\n" if text is None else text)
-
-    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
-    try:
-        counts, digests = {"train": 0, "val": 0}, {"train": hashlib.sha256(), "val": hashlib.sha256()}
-        with contextlib.ExitStack() as stack:
-            out = {s: stack.enter_context((partial / f"{s}.bin").open("wb")) for s in counts}
-            for split, text in _split(read_text(files), train_characters):
-                ids = encode(text).astype(dtype).tobytes()
-                out[split].write(ids)
-                digests[split].update(ids)
-                counts[split] += len(ids) // dtype.itemsize
-        for split, count in counts.items():
-            if not count:
-                raise UserError(f"the {split} split is empty: the text is too short to split")
-        (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
-        (partial / "meta.json").write_text(json.dumps(meta))
-        os.replace(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not (directory / "meta.json").is_file():  # another process may have been first with the same tokens
-            raise
+            yield split, np.array([tokenizer.end_of_text])
+        else:
+            yield split, tokenizer.encode("\n" if text is None else text)
 
 
 def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tuple[str, str | None]]:
@@ -220,14 +266,6 @@ def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tupl
         yield from parts(kept)
 
 
-def _fingerprint(counts: dict, digests: dict, tokenizer: tok.Tokenizer) -> dict:
-    return {
-        **{f"{split}_tokens": counts[split] for split in counts},
-        **{f"{split}_sha256": digests[split].hexdigest() for split in digests},
-        "tokenizer_sha256": tok.fingerprint(tokenizer),
-    }
-
-
 def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
     """nanoGPT's train.bin and val.bin (bare uint16), or llm.c's shards with a header (`*_val_*.bin` is held out)."""
     if config.tokenizer in ("char", "bpe"):
@@ -256,7 +294,6 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
         train=train_tokens,
         val=val_tokens,
         tokenizer=tokenizer,
-        val_characters=None,
         fingerprint={
             "train_tokens": len(train_tokens),
             "val_tokens": len(val_tokens),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxgpt.data.chat import Conversations
 from jaxgpt.data.dataset import Tokens
+from jaxgpt.data.packing import Packing, endless, filled_row
 
 MOST_STEPS = 2**40  # what an endless run takes
 
@@ -19,10 +21,11 @@ class Batch(NamedTuple):
     inputs_BT: Any  # int32
     targets_BT: Any  # int32: inputs shifted by one
     mask_BT: Any = None  # bool: the targets that count; None: all
+    segments_BT: Any = None  # int32: the document that each input belongs to, 0 for padding; None: one in each row
 
 
 def training_batches(
-    tokens: Tokens,
+    data: Tokens | Conversations,
     *,
     block_size: int,
     batch_size: int,
@@ -31,9 +34,9 @@ def training_batches(
     rows: Sequence[int] | np.ndarray | None = None,
     prefetch: int = 16,
 ) -> Generator[Batch, None, None]:
-    """Endless batches from `start_step` on: batch t depends on (tokens, seed, t) alone, so resuming needs no state.
+    """Endless batches from `start_step` on: batch t depends on (data, seed, t) alone, so resuming needs no state.
 
-    Each epoch cuts the text into windows that touch but do not overlap, and visits each once, in an order of its
+    Conversations are packed into rows, each one once an epoch: see `Packing`. Of a text, each epoch cuts it into windows that touch but do not overlap, and visits each once, in an order of its
     own. Where the first window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the
     fewer than 2 block_size tokens left over at the two ends are skipped in that epoch.
     rows: those of each batch to read, where other processes read the others; None: all. prefetch: batches made
@@ -41,18 +44,26 @@ def training_batches(
     """
     import grain  # 1.5 s to import: only for those who train
 
-    windows = windows_per_epoch(len(tokens), block_size)
-    order: Any = grain.MapDataset.range(windows).shuffle(seed=seed).repeat()  # a new shuffle each epoch
+    row: Callable[[int], Any]  # the n-th of the run
+    if isinstance(data, Conversations):
+        row = endless(data, block_size, seed)
+    else:
+        windows = windows_per_epoch(len(data), block_size)
+        order: Any = grain.MapDataset.range(windows).shuffle(seed=seed).repeat()  # a new shuffle each epoch
+
+        def row(n: int) -> tuple[np.ndarray, np.ndarray]:
+            window_T1 = _window(data, block_size, windows, seed, n, order[n])
+            return window_T1[:-1], window_T1[1:]
+
     mine = range(batch_size) if rows is None else rows
 
-    def batch(step: int) -> np.ndarray:
-        numbers = (step * batch_size + int(row) for row in mine)
-        return np.stack([_window(tokens, block_size, windows, seed, n, order[n]) for n in numbers])
+    def batch(step: int) -> Batch:
+        made = [row(step * batch_size + int(number)) for number in mine]
+        return Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
 
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
     steps = grain.MapDataset.range(start_step, MOST_STEPS).map(batch)
-    for window_BT1 in steps.to_iter_dataset(options):
-        yield Batch(inputs_BT=window_BT1[:, :-1], targets_BT=window_BT1[:, 1:])
+    yield from steps.to_iter_dataset(options)
 
 
 def windows_per_epoch(n_tokens: int, block_size: int) -> int:
@@ -73,7 +84,7 @@ def _offset(largest: int, seed: int, epoch: int) -> int:
 
 
 def validation_batches(
-    tokens: Tokens,
+    data: Tokens | Conversations,
     *,
     block_size: int,
     batch_size: int,
@@ -86,11 +97,13 @@ def validation_batches(
     rows: those of each batch to read, as for training.
     """
     mine = np.arange(batch_size) if rows is None else np.asarray(rows)
-    targets = len(tokens) - 1
+    if isinstance(data, Conversations):
+        yield from _packed_validation(data, block_size, batch_size, max_tokens, mine)
+        return
+    targets = len(data) - 1
     starts = np.arange(0, targets, block_size)
     if max_tokens is not None and max_tokens < targets:
-        keep = max(1, max_tokens // block_size)
-        starts = starts[np.linspace(0, len(starts) - 1, keep).astype(int)]
+        starts = _spread(starts, max_tokens // block_size)
     for first in range(0, len(starts), batch_size):
         shape = (len(mine), block_size)
         inputs, outputs, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -99,6 +112,26 @@ def validation_batches(
                 continue
             start = starts[number]
             length = min(block_size, targets - int(start))
-            window = tokens.read(int(start), length + 1)
+            window = data.read(int(start), length + 1)
             inputs[row, :length], outputs[row, :length], mask[row, :length] = window[:-1], window[1:], True
         yield Batch(inputs_BT=inputs, targets_BT=outputs, mask_BT=mask)
+
+
+def _packed_validation(
+    data: Conversations, block_size: int, batch_size: int, max_tokens: int | None, mine: np.ndarray
+) -> Iterator[Batch]:
+    packing = Packing(data, block_size)
+    numbers = np.arange(packing.rows)
+    if max_tokens is not None and max_tokens < packing.rows * block_size:
+        numbers = _spread(numbers, max_tokens // block_size)
+    nobody = np.zeros(0, np.int64)
+    for first in range(0, len(numbers), batch_size):
+        at = (first + mine).tolist()
+        members = [packing.unshuffled(int(numbers[n])) if n < len(numbers) else nobody for n in at]
+        made = [filled_row(data, those, block_size) for those in members]
+        yield Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
+
+
+def _spread(items: np.ndarray, keep: int) -> np.ndarray:
+    """About so many, at least one, evenly from the first to the last."""
+    return items[np.linspace(0, len(items) - 1, max(1, keep)).astype(int)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json; Gemma 3's, of 262,144 tokens, is half as large
+NONE: Mapping[str, int] = types.MappingProxyType({})
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
 
 
@@ -27,9 +29,14 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
     end_of_text: int | None  # the id that separates documents, if there is one
     prefix: tuple[int, ...]  # ids that a text begins with, if the models of this tokenizer want any
+    specials: Mapping[str, int]  # ids that no text of a user's has, by how they are written
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32. Special tokens written out in the text are text."""
+        ...
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, [[start, end], ...]: the characters that each is of). specials: read those that are written out."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -46,6 +53,7 @@ class CharTokenizer:
 
     end_of_text = None
     prefix: tuple[int, ...] = ()
+    specials = NONE
 
     def __init__(self, characters: Iterable[str]):
         self.characters = "".join(sorted(set(characters)))
@@ -67,6 +75,10 @@ class CharTokenizer:
             )
         return ids.astype(np.int32)
 
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.arange(len(text))
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
+
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
 
@@ -80,9 +92,15 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text = None
     prefix: tuple[int, ...] = ()
+    specials = NONE
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int32)
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        starts = np.repeat(np.arange(len(text)), 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right"))
+        return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
@@ -96,6 +114,7 @@ class IdTokenizer:
 
     end_of_text = None
     prefix: tuple[int, ...] = ()
+    specials = NONE
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -111,6 +130,11 @@ class IdTokenizer:
             if not 0 <= i < self.vocab_size:
                 raise UserError(f"token {i} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         return np.array(ids, dtype=np.int32)
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        raise UserError(
+            "tokenizer ids has no text, and conversations are text: give char, byte, bpe or a tokenizer.json"
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -133,6 +157,8 @@ class BPETokenizer:
         self.vocab_size = max(ids, default=-1) + 1  # of ids with holes the count would be too few
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
             raise UserError(f"its ids go up to {self.vocab_size - 1}: needs at least one, below {LARGEST_SIZE:,}")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
         known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
         self.end_of_text = next((i for i in known if i is not None), None)
         # What its template puts before a text: Llama's and Gemma's models write poorly without their first token.
@@ -141,9 +167,19 @@ class BPETokenizer:
         self.prefix = tuple(template.ids[:first])
 
     def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoded(text).ids, dtype=np.int32)
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._tokenizer.encode_special_tokens = not specials
+        try:
+            found = self._encoded(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def _encoded(self, text: str) -> Any:
         _utf8(text)
-        found = _hf(self._tokenizer.encode, text, add_special_tokens=False, _what="the tokenizer cannot read the text")
-        return np.array(found.ids, dtype=np.int32)
+        return _hf(self._tokenizer.encode, text, add_special_tokens=False, _what="the tokenizer cannot read the text")
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -19,15 +19,11 @@ from jaxgpt.interop.params import check
 from jaxgpt.interop.weights import Tensor, stored
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
-# What goes with the model when it is exported again, and what a chat needs.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-KEPT = "hf"  # the folder of a run directory where they are
+# What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
+# where a chat looks for its template, and the others in a folder.
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+KEPT = "hf"
+IN_KEPT = ("config.json", "generation_config.json")
 PADDING = 1024  # ids that a model may have beyond its tokenizer's without a word: vocabularies are rounded up
 
 
@@ -90,7 +86,8 @@ def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokeniz
 
 def keep_companions(source: Path, run: Path) -> None:
     """Copy them into a run directory."""
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            (run / KEPT).mkdir(exist_ok=True)
-            shutil.copyfile(source / name, run / KEPT / name)
+    (run / KEPT).mkdir()
+    for folder, names in ((run, BESIDE_TOKENIZER), (run / KEPT, IN_KEPT)):
+        for name in names:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)

@@ -22,6 +22,7 @@ def attend(
     kernel: str = "plain",
     dropout: float = 0.0,
     key: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -32,17 +33,20 @@ def attend(
     kernel: "plain" (the reference, and the fastest on CPU), "splash" (TPU), or an implementation of
         `jax.nn.dot_product_attention`: "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
     dropout: share of the attention weights dropped, by `key`. Only "plain" can; the others fall back to it.
+    segments_BT: int32, the document of each token, which reads no other; None: a row is one. Not for "cudnn".
     scale: of the scores; None: 1 / sqrt(H). window: tokens that each one reads, itself included; None: all.
     softcap: c in c tanh(score / c); None: no cap. Not for "xla" and "cudnn".
     """
     if kernel == "splash" and key is None:
-        return splash(q_BTNH, k_BSKH, v_BSKH, scale=scale, window=window, softcap=softcap)
+        return splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scale=scale, window=window, softcap=softcap)
+    same_BTS = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
     if kernel != "plain" and key is None:
-        assert softcap is None, kernel
+        assert softcap is None and (same_BTS is None or kernel != "cudnn"), kernel
         return jax.nn.dot_product_attention(  # type: ignore[no-matching-overload]
             q_BTNH,
             k_BSKH,
             v_BSKH,
+            mask=None if same_BTS is None else same_BTS[:, None],
             scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
@@ -64,8 +68,11 @@ def attend(
     visible_TS = jnp.tril(jnp.ones((T, S), bool))
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
+    visible = jnp.tile(visible_TS, (G, 1))[None]
+    if same_BTS is not None:
+        visible = jnp.repeat(jnp.tile(visible_TS[None] & same_BTS, (1, G, 1)), K, axis=0)
     # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
-    scores = jnp.where(jnp.tile(visible_TS, (G, 1))[None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     if dropout and key is not None:
         keep = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
@@ -113,6 +120,7 @@ class CausalSelfAttention(nn.Module):
     """x_BTD -> x_BTD: every token reads those before it, through n_head heads of size H = head_dim.
 
     Query head n reads key/value head n // G. positions_BT are the tokens' places, which rope needs; B may be 1.
+    segments_BT: see `attend`; with a cache, None.
     With a cache, the tokens before are those in its slots. Returns (x_BTD, the extended cache or None).
     """
 
@@ -143,6 +151,7 @@ class CausalSelfAttention(nn.Module):
         train: bool = False,
         cache: LayerCache | None = None,
         place: Place | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         B, T, D = x_BTD.shape
         H = self.head_dim
@@ -182,7 +191,8 @@ class CausalSelfAttention(nn.Module):
                 window=self.window,
                 softcap=self.softcap,
             )
-            out_BTNH = (whole if self.spread is None else self.spread(whole))(q_BTNH, k_BTKH, v_BTKH, key=key)
+            placed = whole if self.spread is None else self.spread(whole)
+            out_BTNH = placed(q_BTNH, k_BTKH, v_BTKH, key=key, segments_BT=segments_BT)
         project = linear(
             D, axes=("heads", "embed"), use_bias=self.out_bias, kernel_init=self.residual_init, name="c_proj"
         )

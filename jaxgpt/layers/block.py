@@ -89,6 +89,7 @@ class Block(nn.Module):
         train: bool = False,
         cache: LayerCache | None = None,
         place: Place | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         shared = {
@@ -119,7 +120,7 @@ class Block(nn.Module):
 
         def attend(x_BTD: jax.Array) -> jax.Array:
             nonlocal cache
-            out_BTD, cache = attn(x_BTD, positions_BT, train=train, cache=cache, place=place)
+            out_BTD, cache = attn(x_BTD, positions_BT, train=train, cache=cache, place=place, segments_BT=segments_BT)
             return out_BTD
 
         def feed_forward(x_BTD: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ def splash(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    segments_BT: jax.Array | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -35,7 +36,7 @@ def splash(
 
     The same as `attend(..., kernel="plain")`, block by block: splash attention, Google's TPU kernel that comes with
     JAX, is FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that the mask leaves. T and S are equal;
-    a T that is no multiple of 128 is padded. window, softcap: as for `attend`. One dtype for all, bfloat16 or float32; products are at TPU precision.
+    a T that is no multiple of 128 is padded. segments_BT, window, softcap: as for `attend`. One dtype for all, bfloat16 or float32; products are at TPU precision.
     interpret: run the kernel's program without a TPU, slowly, for tests.
     Raises NotImplementedError in a program that the compiler should split over several TPUs, for it cannot split a
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
@@ -66,7 +67,11 @@ def splash(
     q_BNTH, k_BKSH, v_BKSH = heads_first(q_BTNH * scale), heads_first(k_BSKH), heads_first(v_BSKH)
     # Mapped over B. With the batch folded into the heads the compiler copies more: GPT-2's layer at B=8, T=1024
     # then spends 2.4 million cycles of a v5e around the kernel, not 1.9.
-    out_BNTH: Any = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH)
+    ids = None
+    if segments_BT is not None:
+        padded_BT = jnp.pad(segments_BT, ((0, 0), (0, padding)))
+        ids = kernels.SegmentIds(q=padded_BT, kv=padded_BT)
+    out_BNTH: Any = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, ids)
     return out_BNTH[:, :, :T].swapaxes(1, 2)
 
 

@@ -19,6 +19,7 @@ from jaxgpt.parallel.peaks import peaks
 from jaxgpt.paths import cache_directory
 
 CAPPED = "it cannot cap scores (model.attention_softcap)"
+PACKED = "it cannot keep several conversations in a row apart"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,14 @@ def device_kind() -> str:
     return first_device().device_kind
 
 
-def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | None = None) -> ComputeOptions:
+def compute_options(
+    model: GPTConfig, train: TrainConfig, device: jax.Device | None = None, *, packed: bool = False
+) -> ComputeOptions:
     """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
-    device: None: the first one. Raises `UserError` if a named kernel cannot do what is asked.
+    device: None: the first one. packed: rows hold several documents, which are to be kept apart.
+    Raises `UserError` if a named kernel cannot do what is asked.
     """
     device = first_device() if device is None else device
     dtype = train.dtype
@@ -62,7 +66,7 @@ def compute_options(model: GPTConfig, train: TrainConfig, device: jax.Device | N
     why_not = {
         "plain": None,
         "xla": CAPPED if model.attention_softcap is not None else None,
-        "cudnn": _why_not_cudnn(device, dtype, model),
+        "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if packed else None),
         "splash": why_not_splash(model.block_size, model.head_size, dtype)
         if device.platform == "tpu"
         else f"the device is {device.device_kind}",

@@ -79,20 +79,20 @@ def _spread(grid: jax.sharding.Mesh) -> Spread:
         return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH))
 
     def attend(plain: Callable) -> Callable:
-        def mine(q_BTNH, k_BSKH, v_BSKH, key):
+        def mine(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
-            return plain(q_BTNH, k_BSKH, v_BSKH, key=key)
+            return plain(q_BTNH, k_BSKH, v_BSKH, key=key, segments_BT=segments_BT)
 
-        def everywhere(q_BTNH, k_BSKH, v_BSKH, *, key):
+        def everywhere(q_BTNH, k_BSKH, v_BSKH, *, key, segments_BT):
             local = jax.shard_map(
                 mine,
                 mesh=grid,
-                in_specs=(rows_heads, rows_heads, rows_heads, P()),
+                in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH),
                 out_specs=rows_heads,
                 check_vma=False,  # Pallas kernels do not say how their results vary
             )
-            return local(q_BTNH, k_BSKH, v_BSKH, key)
+            return local(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
 
         return everywhere
 

@@ -32,7 +32,8 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
     Raises `UserError` for sizes that do not divide over the devices, and for what they cannot do.
     """
     train, parallel = experiment.train, experiment.parallel
-    options = compute_options(experiment.model, train, None if devices is None else devices[0])
+    device = None if devices is None else devices[0]
+    options = compute_options(experiment.model, train, device, packed=experiment.data.is_chat)
     model = GPT(experiment.model, **options.for_model())
     optimizer = make_optimizer(experiment.optim, train.steps)
     strategy = choose_strategy(parallel, model, optimizer, devices)

@@ -152,7 +152,9 @@ def test_pythons_documentation_is_always_there():
 
 
 def test_an_unknown_corpus_is_told():
-    with pytest.raises(UserError, match="unknown corpus 'bible': there are python-docs, shakespeare"):
+    with pytest.raises(
+        UserError, match="unknown corpus 'bible': there are python-docs, python-docs.jsonl, shakespeare"
+    ):
         corpus_files("bible")
 
 

@@ -30,7 +30,7 @@ def test_the_split_of_shakespeare_is_nanogpts(real_text):
 def test_prepared_once(text_file, monkeypatch):
     config = DataConfig(path=str(text_file), tokenizer="bpe", bpe_vocab_size=280)
     first = prepare(config, block_size=8)
-    monkeypatch.setattr("jaxgpt.data.dataset._write_tokens", None)  # would be called
+    monkeypatch.setattr("jaxgpt.data.dataset.write_tokens", None)  # would be called
     again = prepare(config, block_size=8)
     assert again.fingerprint == first.fingerprint
     assert ids(again.train) == ids(first.train)

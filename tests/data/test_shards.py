@@ -204,6 +204,6 @@ def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
 def test_a_meta_file_that_is_no_object_is_no_crash(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps([1]))
     with pytest.warns(UserWarning, match="damaged"):
-        from jaxgpt.data.dataset import _read_tokens
+        from jaxgpt.data.cache import read_tokens
 
-        assert _read_tokens(tmp_path) is None
+        assert read_tokens(tmp_path) is None

@@ -51,6 +51,13 @@ def test_windows_and_caps(how):
     chex.assert_trees_all_close(*compare(1, 384, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
 
 
+def test_documents_are_kept_apart():
+    """Also where a document ends within a block and where T is padded."""
+    segments_BT = jnp.asarray([[1] * 90 + [2] * 60 + [3] * 40 + [0] * 10, [1] * 200], jnp.int32)
+    how = {"segments_BT": segments_BT, "window": 50}
+    chex.assert_trees_all_close(*compare(2, 200, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
+
+
 def test_in_bfloat16_to_its_precision():
     chex.assert_trees_all_close(*compare(2, 128, 4, 2, 64, jnp.bfloat16), **BFLOAT16_ROUNDED)
 

@@ -15,6 +15,7 @@ from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
 
 STEPS, BATCH, T = 20, 16, 16
+DOCUMENTS = np.array([[1] * (2 + row // 2) + [2] * (T - 2 - row // 2) for row in range(BATCH)], np.int32)
 # Every axis divides over 8; dropout would draw other numbers on other devices.
 CONFIG = GPTConfig(
     vocab_size=16, block_size=T, n_layer=2, n_head=4, n_embd=16, position="rope", qk_norm=True, scan_layers=True
@@ -72,7 +73,7 @@ class Run:
         mask = np.ones((BATCH, T), bool)
         mask[3:] = False  # some devices have nothing to count
         text = tokens(99)
-        batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask)
+        batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask, segments_BT=DOCUMENTS)
         nats, count = self.evaluate(self.state.params, self.strategy.place(batch))
         assert float(count) == 3 * T
         return float(nats)
@@ -155,10 +156,10 @@ def guarded() -> dict:
             text = tokens(t)
             if t == 1:
                 text[-1, -1] = 16  # on the last device alone
-            batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+            batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], segments_BT=DOCUMENTS))
             state, metrics = run.step(state, batch, jax.random.key(1))
             seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
-            told.append([int(metrics["skipped"]), float(metrics["learning_rate"])])
+            told.append([int(metrics["skipped"]), float(metrics["learning_rate"]), float(metrics["loss"])])
         skipped = [[shard.data.item() for shard in state.guard.skipped.addressable_shards]]
         found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
     return found

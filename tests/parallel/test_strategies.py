@@ -129,10 +129,11 @@ def test_each_device_drops_its_own(places):
 
 @pytest.mark.parametrize("name", ["single", "pmap", "all, in pieces"])
 def test_a_bad_step_is_skipped_by_all_devices_alike(places, name):
-    """One row of one device is bad: no device moves, and all of them go on."""
+    """One row of one device is bad: no device moves, and all of them go on. Rows hold two documents each."""
     found = places["guard"][name]
     assert found["same"] == [True, False]
-    skipped, rates = zip(*found["told"], strict=True)
+    skipped, rates, losses = zip(*found["told"], strict=True)
+    np.testing.assert_allclose(losses, [told[2] for told in places["guard"]["single"]["told"]], **CURVES_EQUAL)
     assert skipped == (TAKEN, NOT_FINITE, TAKEN)
     assert rates[0] < rates[1] == rates[2]  # warm-up; the rate that was not used is used next
     assert found["skipped"] == [1] * (1 if name == "single" else 8)

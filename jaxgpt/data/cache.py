@@ -1,0 +1,104 @@
+"""What was tokenised once: memory-mapped arrays beside their tokenizer, in the user's cache, checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.data import tokenizer as tok
+from jaxgpt.errors import UserError
+from jaxgpt.files import read_json, sha256
+from jaxgpt.paths import make_cache
+
+SPLITS = ("train", "val")
+
+
+def read_tokens(
+    directory: Path, names: Sequence[str] = SPLITS
+) -> tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any]] | None:
+    """(arrays by name, tokenizer, fingerprint) that `write_tokens` wrote, if their bytes are still those.
+
+    What is damaged is said, and moved out of the way.
+    """
+    if not directory.exists():
+        return None
+    try:
+        meta = read_json(directory / "meta.json", 2**20)
+        fingerprint = meta["fingerprint"]
+        for name in names:
+            if sha256(directory / f"{name}.bin") != fingerprint[f"{name}_sha256"]:
+                raise UserError(f"{name}.bin is not what was written")
+        tokenizer = tok.load_tokenizer(directory / "tokenizer.json")
+        if tok.fingerprint(tokenizer) != fingerprint["tokenizer_sha256"]:
+            raise UserError("tokenizer.json is not what was written")
+        arrays: dict[str, np.ndarray] = {
+            name: np.memmap(directory / f"{name}.bin", dtype=_dtype(name, tokenizer), mode="r") for name in names
+        }
+        if any(len(arrays[split]) != fingerprint[f"{split}_tokens"] for split in SPLITS):
+            raise UserError("meta.json is not what was written")
+    except (ValueError, KeyError, TypeError) as e:
+        warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
+            os.replace(directory, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        return None
+    return arrays, tokenizer, fingerprint
+
+
+def _dtype(name: str, tokenizer: tok.Tokenizer) -> np.dtype:
+    if name.endswith("_answers"):
+        return np.dtype(np.bool_)
+    if name.endswith("_ends"):
+        return np.dtype(np.int64)
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def write_tokens(
+    directory: Path,
+    tokenizer: tok.Tokenizer,
+    pieces: Iterable[tuple[str, np.ndarray]],
+    names: Sequence[str] = SPLITS,
+) -> None:
+    """Stream pieces into NAME.bin beside the tokenizer; the directory appears whole or not at all."""
+    make_cache(directory.parent)
+    dtypes = {name: _dtype(name, tokenizer) for name in names}
+    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
+    try:
+        counts, digests = dict.fromkeys(names, 0), {name: hashlib.sha256() for name in names}
+        with contextlib.ExitStack() as stack:
+            out = {name: stack.enter_context((partial / f"{name}.bin").open("wb")) for name in names}
+            for name, piece in pieces:
+                raw = piece.astype(dtypes[name]).tobytes()
+                out[name].write(raw)
+                digests[name].update(raw)
+                counts[name] += len(piece)
+        for split in SPLITS:
+            if not counts[split]:
+                raise UserError(f"the {split} split is empty: the text is too short to split")
+        (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
+        (partial / "meta.json").write_text(json.dumps(meta))
+        os.replace(partial, directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not (directory / "meta.json").is_file():  # another process may have been first with the same tokens
+            raise
+
+
+def _fingerprint(counts: dict, digests: dict, tokenizer: tok.Tokenizer) -> dict:
+    return {
+        **{f"{split}_tokens": counts[split] for split in SPLITS},
+        **{f"{name}_sha256": digest.hexdigest() for name, digest in digests.items()},
+        "tokenizer_sha256": tok.fingerprint(tokenizer),
+    }

@@ -1,0 +1,129 @@
+"""Several documents in a row: each is what it would be alone, for every kernel and kind of model."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.data.pipeline import Batch
+from jaxgpt.layers.attention import attend
+from jaxgpt.layers.position import positions_in
+from jaxgpt.train import batch_loss
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+from tests.sample.test_cached import CACHED
+from tests.test_model import ARCHITECTURES
+
+T = 16
+DOCUMENTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5], [8])  # and 4 of padding
+PACKED = np.array([[*itertools.chain(*DOCUMENTS), 0, 0, 0, 0], [7] * T], np.int32)
+SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] + [0] * 4, [1] * T], np.int32)
+
+# Every way to place a token, both kernels, a window and none, layers alike and not.
+KINDS = {name: ARCHITECTURES[name] for name in ("gpt2", "2017", "gemma 2")} | {
+    "mistral, xla": ARCHITECTURES["mistral"] | {"sliding_window": 4, "attention": "xla"},
+    "scanned and rematted": dict(position="rope", scan_layers=True, remat="full", sliding_window=4),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS.keys())
+def made(request):
+    kind = dict(request.param)
+    attention = kind.pop("attention", "plain")
+    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention=attention)
+
+
+@jax.jit
+def positions(segments_BT):
+    return positions_in(segments_BT)
+
+
+def test_positions_start_anew():
+    expected = [[*range(5), *range(6), 0, *range(4)], [*range(T)]]
+    np.testing.assert_array_equal(positions(SEGMENTS), expected)
+    assert positions(SEGMENTS).dtype == jnp.int32
+
+
+def test_packed_equals_separate(made):
+    """A row for each document, padded at its end where no token of it looks, against one row for all."""
+    model, params = made
+    logits = jax.jit(lambda tokens, segments: model.apply({"params": params}, tokens, segments_BT=segments))
+    alone = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    rows = np.array([document + [0] * (T - len(document)) for document in DOCUMENTS], np.int32)
+    at, (packed, _), separate = 0, logits(PACKED, SEGMENTS), alone(rows)
+    for number, document in enumerate(DOCUMENTS):
+        np.testing.assert_allclose(packed[at : at + len(document)], separate[number, : len(document)], **CACHED)
+        at += len(document)
+
+
+def test_nothing_of_another_document_is_read(made):
+    """Exactly: the gradient of one document's logits is zero for every other's embeddings, padding's too."""
+    model, params = made
+    # Every token once, so that a row of the table is a place.
+    inputs_BT, segments_BT = np.arange(11, dtype=np.int32)[None], np.array([[1] * 4 + [2] * 5 + [0] * 2], np.int32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, document):
+        x_BTD = model.apply({"params": params}, inputs_BT, segments_BT=segments_BT, method="features")
+        directions_D = jnp.arange(
+            1.0, 1 + x_BTD.shape[-1]
+        )  # not wte: the tied output matrix would move with every token
+        return jnp.sum(x_BTD @ directions_D, where=segments_BT == document)
+
+    for document in (0, 1, 2):
+        mine = segments_BT[0] == document
+        reach = np.abs(gradient(params, document)["wte"]["embedding"]).sum(-1)
+        np.testing.assert_array_equal(reach[~mine], 0.0)
+        assert (reach[mine] > 0).all()
+
+
+def test_every_kernel_keeps_documents_apart():
+    """The same as each document's tokens attended to alone; grouped heads."""
+    q, k, v = (np.random.default_rng(n).normal(size=(2, T, n, 4)).astype(np.float32) for n in (6, 3, 3))
+
+    @jax.jit
+    def both(q, k, v):
+        return [
+            attend(q, k, v, segments_BT=jnp.asarray(SEGMENTS), kernel=kernel, window=3) for kernel in ("plain", "xla")
+        ]
+
+    plain, xla = both(q, k, v)
+    np.testing.assert_allclose(plain, xla, **FLOAT32_REORDERED)
+    alone = jax.jit(functools.partial(attend, window=3))(q[:1, 5:11], k[:1, 5:11], v[:1, 5:11])
+    np.testing.assert_allclose(plain[:1, 5:11], alone, **FLOAT32_REORDERED)
+
+
+def test_the_loss_is_that_of_separate_rows():
+    """Sums over the counted targets; what padding and uncounted targets hold does not matter."""
+    model, params = make_model(dataclasses.replace(TINY, block_size=T, position="rope", n_layer=1))
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, 11, PACKED.shape).astype(np.int32)
+    mask = (SEGMENTS > 0) & (rng.random(PACKED.shape) < 0.5)
+    mask[1] = False
+
+    @jax.jit
+    def loss_and_gradient(batch):
+        def loss(params):
+            return batch_loss(params, batch, None, model=model, loss_chunk=4)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    packed = Batch(inputs_BT=PACKED, targets_BT=targets, mask_BT=mask, segments_BT=SEGMENTS)
+    inputs, outputs, counted = (np.zeros((3, T), dtype) for dtype in (np.int32, np.int32, bool))
+    at = 0
+    for row, document in enumerate(DOCUMENTS):
+        here = slice(at, at + len(document))
+        for rows, whole in ((inputs, PACKED), (outputs, targets), (counted, mask)):
+            rows[row, : len(document)] = whole[0, here]
+        at += len(document)
+    found, expected = loss_and_gradient(packed), loss_and_gradient(Batch(inputs, outputs, counted))
+    assert float(found[0][1]) == mask.sum() > 3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CACHED), found, expected)
+    noisy = packed._replace(
+        targets_BT=np.where(mask, targets, -1), inputs_BT=np.where(SEGMENTS > 0, PACKED, 5).astype(np.int32)
+    )
+    jax.tree.map(np.testing.assert_array_equal, loss_and_gradient(noisy), found)
