@@ -40,7 +40,7 @@ usage: jaxgpt VERB [OPTIONS]
 
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
-  evaluate [RUN]       loss and bits per character on held-out text
+  evaluate [RUN]       loss and bits per byte on held-out text
   replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   plan [EXPERIMENT]    memory, exchanges and speed of a training step, here or on a TPU slice, without running it
 
@@ -151,16 +151,18 @@ def evaluate(argv: list[str]) -> None:
     options = _parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
     find_run(options.run)
     start_jax()
-    from jaxgpt.run import evaluate_run, load
+    from jaxgpt.evaluate import evaluate_run
+    from jaxgpt.run import load
 
     run = load(options.run)
-    found = evaluate_run(run if options.weights is None else run.packed(options.weights), options.data)
+    run = run if options.weights is None else run.packed(options.weights)
+    found = evaluate_run(run, options.data, stride=options.stride)
     if options.json:
         print(json.dumps(found))
         return
     print(f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}")
-    if found["bits_per_character"] is not None:
-        print(f"{found['bits_per_character']:.4f} bits per character")
+    if found["bits_per_byte"] is not None:
+        print(f"{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character")
 
 
 def replay(argv: list[str]) -> None:

@@ -45,10 +45,13 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Loss, perplexity and bits per character of a run, on its validation split or on any text."""
+    """Loss, perplexity and bits per byte of a run, on its validation split or on any text."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     data: str | None = None  # a UTF-8 text file; None: the run's validation split
+    # tokens that each window moves on, and block_size less as many are what each token is given at least: the smaller,
+    # the better the loss and the longer it takes; None: block_size, windows that touch
+    stride: int | None = None
     # of the matrices, to see what fewer bits cost; None: as trained
     weights: Precision | None = None
     json: bool = False  # print JSON instead of text

@@ -14,25 +14,21 @@ import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.config import Experiment, GPTConfig, Precision
-from jaxgpt.data.corpus import read_text, user_files
-from jaxgpt.data.dataset import Tokens, prepare
-from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
-from jaxgpt.evaluate import mean_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run
-from jaxgpt.record import changed_data, read_record
+from jaxgpt.record import read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
 from jaxgpt.sample.score import score
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.sample.text import TextStream, pieces
 from jaxgpt.sample.weights import for_decoding
-from jaxgpt.train import eval_step
 
 STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
@@ -210,36 +206,6 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         step=step,
         val_loss=val_loss,
     )
-
-
-def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
-    """Loss of a run on its validation split, or on the whole of a text file: every token once.
-
-    Returns loss (nats per token), perplexity, tokens, and bits_per_character (None where only token ids are known).
-    """
-    config, data = run.model.config, run.experiment.data
-    if path is None:
-        dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
-        if changed := changed_data(read_record(run.directory).data, dataset.fingerprint):
-            raise UserError(
-                f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
-            )
-        tokens, characters = dataset.val, dataset.val_characters
-    else:
-        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
-        ids = run.tokenizer.encode(text)
-        if len(ids) < 2:
-            raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
-        tokens, characters = Tokens([ids]), len(text)
-    windows = validation_batches(tokens, block_size=config.block_size, batch_size=run.experiment.train.batch_size)
-    loss, count = mean_loss(jax.jit(functools.partial(eval_step, model=run.model)), run.params, windows)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "tokens": count,
-        # The first token has nothing before it, so its characters are not counted either: a ratio of the whole.
-        "bits_per_character": None if characters is None else loss / math.log(2) * len(tokens) / characters,
-    }
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:

@@ -15,10 +15,11 @@ PACKAGE = REPOSITORY / "jaxgpt"
 ROWS = [
     ["__main__", "__init__"],
     ["loop", "plan", "replay", "start"],
+    ["evaluate"],
     ["run", "autopsy", "log"],
     ["progress"],
     ["record", "interrupts", "experiment_file"],
-    ["evaluate", "checkpoint", "sample"],
+    ["checkpoint", "sample"],
     ["parallel"],
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz", "manifest"],

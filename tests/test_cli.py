@@ -129,7 +129,7 @@ def test_an_empty_prompt_says_where_it_starts(trained):
 def test_evaluate(trained):
     directory, _ = trained
     found = json.loads(jaxgpt("evaluate", "--json", cwd=directory).stdout)
-    assert set(found) == {"loss", "perplexity", "tokens", "bits_per_character"}
+    assert set(found) == {"loss", "perplexity", "tokens", "stride", "bits_per_byte", "bits_per_character"}
 
 
 def test_training_again_goes_on_without_being_told_the_options(trained):

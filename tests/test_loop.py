@@ -16,10 +16,11 @@ import jaxgpt
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import differences
 from jaxgpt.errors import UserError
+from jaxgpt.evaluate import evaluate_run
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.record import read_record
-from jaxgpt.run import evaluate_run, load
+from jaxgpt.run import load
 from jaxgpt.train import Guard, TrainState
 from tests.helpers import tiny_experiment
 

@@ -56,6 +56,7 @@ class Dataset:
     val: Tokens
     tokenizer: tok.Tokenizer
     val_characters: int | None  # for bits per character; None where the text is not known
+    val_bytes: int | None  # of the same text in UTF-8, for bits per byte
     fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
 
 
@@ -91,7 +92,12 @@ def _from_text(config: DataConfig) -> Dataset:
         raise UserError(f"{config.path or config.corpus} is empty: there is nothing to learn from")
     train_characters = int(characters * (1.0 - config.val_fraction))
 
-    spec = {"text": digest.hexdigest(), "train_characters": train_characters, "tokenizer": config.tokenizer}
+    spec = {
+        "meta": "val_bytes",  # what meta.json has had since: a directory without it has another key
+        "text": digest.hexdigest(),
+        "train_characters": train_characters,
+        "tokenizer": config.tokenizer,
+    }
     ready: tok.Tokenizer | None = None
     if config.tokenizer == "char":
         ready = tok.CharTokenizer(alphabet)
@@ -133,7 +139,9 @@ def _read_tokens(directory: Path) -> Dataset | None:
             raise UserError("tokenizer.json is not what was written")
         dtype = _dtype(tokenizer)
         train, val = (np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r") for split in ("train", "val"))
-        if (len(train), len(val)) != (fingerprint["train_tokens"], fingerprint["val_tokens"]):
+        val_bytes = meta["val_bytes"]
+        counts = fingerprint["train_tokens"], fingerprint["val_tokens"]
+        if (len(train), len(val)) != counts or type(val_bytes) is not int or val_bytes < 1:
             raise UserError("meta.json is not what was written")
     except (ValueError, KeyError, TypeError) as e:
         warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
@@ -143,7 +151,12 @@ def _read_tokens(directory: Path) -> Dataset | None:
             shutil.rmtree(aside, ignore_errors=True)
         return None
     return Dataset(
-        train=Tokens([train]), val=Tokens([val]), tokenizer=tokenizer, val_characters=None, fingerprint=fingerprint
+        train=Tokens([train]),
+        val=Tokens([val]),
+        tokenizer=tokenizer,
+        val_characters=None,
+        val_bytes=val_bytes,
+        fingerprint=fingerprint,
     )
 
 
@@ -164,6 +177,7 @@ def _write_tokens(directory: Path, files: list[Path], train_characters: int, tok
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
     try:
         counts, digests = {"train": 0, "val": 0}, {"train": hashlib.sha256(), "val": hashlib.sha256()}
+        lengths = {"train": 0, "val": 0}  # bytes of UTF-8
         with contextlib.ExitStack() as stack:
             out = {s: stack.enter_context((partial / f"{s}.bin").open("wb")) for s in counts}
             for split, text in _split(read_text(files), train_characters):
@@ -171,11 +185,12 @@ def _write_tokens(directory: Path, files: list[Path], train_characters: int, tok
                 out[split].write(ids)
                 digests[split].update(ids)
                 counts[split] += len(ids) // dtype.itemsize
+                lengths[split] += len(("\n" if text is None else text).encode())
         for split, count in counts.items():
             if not count:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
+        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer), "val_bytes": lengths["val"]}
         (partial / "meta.json").write_text(json.dumps(meta))
         os.replace(partial, directory)
     except BaseException:
@@ -257,6 +272,7 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
         val=val_tokens,
         tokenizer=tokenizer,
         val_characters=None,
+        val_bytes=None,
         fingerprint={
             "train_tokens": len(train_tokens),
             "val_tokens": len(val_tokens),
