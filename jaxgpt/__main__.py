@@ -110,10 +110,7 @@ def sample(argv: list[str]) -> None:
         ("max-new-tokens", options.max_new_tokens, LARGEST_SIZE),
         ("num-samples", options.num_samples, LARGEST_COUNT),
     ):
-        if value < 1:
-            raise UserError(f"--{name} {value}: needs at least 1")
-        if value > most:
-            raise UserError(f"--{name} {value}: needs at most {most:,}")
+        _in_range(name, value, most)
     for run in (options.run, *([options.draft] if options.draft else [])):
         find_run(run)  # before jax is imported: a wrong path answers at once
     start_jax()
@@ -149,20 +146,28 @@ def sample(argv: list[str]) -> None:
 
 def evaluate(argv: list[str]) -> None:
     options = _parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
+    if options.batch_size is not None:
+        _in_range("batch-size", options.batch_size, LARGEST_COUNT)
+    if options.task is not None and options.data is None:
+        raise UserError(f"--task {options.task} needs --data FILE, a file of its questions, one JSON object a line")
+    if options.task is not None and options.stride is not None:
+        raise UserError("--stride is for texts: leave it out with --task")
     find_run(options.run)
     start_jax()
-    from jaxgpt.evaluate import evaluate_run
+    from jaxgpt.evaluate import evaluate_run, evaluate_task, read_questions, task_table, text_table
     from jaxgpt.run import load
 
+    # Before the weights, so that a mistake answers at once.
+    questions = read_questions(options.task, options.data) if options.task and options.data else []
     run = load(options.run)
     run = run if options.weights is None else run.packed(options.weights)
-    found = evaluate_run(run, options.data, stride=options.stride)
-    if options.json:
-        print(json.dumps(found))
-        return
-    print(f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}")
-    if found["bits_per_byte"] is not None:
-        print(f"{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character")
+    if options.task is not None:
+        found = evaluate_task(run, options.task, questions, batch_size=options.batch_size)
+        table = task_table
+    else:
+        found = evaluate_run(run, options.data, stride=options.stride, batch_size=options.batch_size)
+        table = text_table
+    print(json.dumps(found) if options.json else table(found))
 
 
 def replay(argv: list[str]) -> None:
@@ -252,6 +257,13 @@ def _told_in_words():
             raise
         _say(_on_one_line(f"jaxgpt: {e.filename}: {e.strerror}"))
         raise SystemExit(2) from None
+
+
+def _in_range(name: str, value: int, most: int) -> None:
+    if value < 1:
+        raise UserError(f"--{name} {value}: needs at least 1")
+    if value > most:
+        raise UserError(f"--{name} {value}: needs at most {most:,}")
 
 
 def _on_one_line(text: str, most: int = 1000) -> str:

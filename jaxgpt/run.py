@@ -25,7 +25,7 @@ from jaxgpt.paths import find_run
 from jaxgpt.record import read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
-from jaxgpt.sample.score import score
+from jaxgpt.sample.score import Likelihood, likelihoods, score
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.sample.text import TextStream, pieces
 from jaxgpt.sample.weights import for_decoding
@@ -102,6 +102,15 @@ class Run:
             )
             for text, row, logprobs in zip(texts, ids, score(*self._decoder, ids), strict=True)
         ]
+
+    def likelihoods(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, batch_size: int | None = None
+    ) -> list[Likelihood]:
+        """How likely the model finds the second list of ids of each pair, given the first: see `sample.score`.
+
+        `pair_ids` there makes them of texts. batch_size: pairs that are read together; None: as many as in training.
+        """
+        return likelihoods(*self._decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
 
     def packed(self, weights: Precision | None = None) -> Run:
         """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".

@@ -39,10 +39,13 @@ def mean_loss(eval_step: Callable, params: dict, batches: Iterable[Batch]) -> tu
     return nats / count, int(count)
 
 
-def evaluate_run(run: Run, path: str | None = None, *, stride: int | None = None) -> dict[str, Any]:
+def evaluate_run(
+    run: Run, path: str | None = None, *, stride: int | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
     """Loss of a run on its validation split, or on the whole of a text file: every token once, but the first.
 
     stride: see `validation_batches`. The loss depends on it: a token that begins a window has nothing before it.
+    batch_size: windows that are read together; None: the run's, in training.
     Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
     None where only token ids are known.
     """
@@ -63,7 +66,7 @@ def evaluate_run(run: Run, path: str | None = None, *, stride: int | None = None
         if len(ids) < 2:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
         tokens, characters, utf8 = Tokens([ids]), len(text), len(text.encode())
-    batch_size = run.experiment.train.batch_size
+    batch_size = batch_size or run.experiment.train.batch_size
     windows = validation_batches(tokens, block_size=config.block_size, batch_size=batch_size, stride=stride)
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
     # The first token has nothing before it, so what it spells is not counted either: a ratio of the whole.
@@ -76,3 +79,11 @@ def evaluate_run(run: Run, path: str | None = None, *, stride: int | None = None
         "bits_per_byte": None if utf8 is None else bits / utf8,
         "bits_per_character": None if characters is None else bits / characters,
     }
+
+
+def text_table(found: dict[str, Any]) -> str:
+    """What `evaluate_run` found, for a reader."""
+    text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
+    if found["bits_per_byte"] is None:
+        return text
+    return f"{text}\n{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character"
