@@ -13,7 +13,7 @@ PACKAGE = REPOSITORY / "jaxgpt"
 
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
-    ["__main__", "__init__"],
+    ["__main__", "__init__", "harness"],
     ["loop", "plan", "replay", "start"],
     ["evaluate"],
     ["run", "autopsy", "log"],
@@ -42,6 +42,7 @@ HOMES = {
     "filelock": ["record"],
     "tyro": ["__main__", "options"],
     "rich": ["progress"],
+    "lm_eval": ["harness"],
 }
 
 
