@@ -43,7 +43,7 @@ usage: jaxgpt VERB [OPTIONS]
 
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
-  evaluate [RUN]       loss and bits per character on held-out text
+  evaluate [RUN]       loss and bits per byte on held-out text
   replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   import-hf DIR        a model in Hugging Face's format becomes a run
   export-hf [RUN]      a run becomes a model in Hugging Face's format
@@ -118,10 +118,7 @@ def sample(argv: list[str]) -> None:
         ("max-new-tokens", options.max_new_tokens, LARGEST_SIZE),
         ("num-samples", options.num_samples, LARGEST_COUNT),
     ):
-        if value < 1:
-            raise UserError(f"--{name} {value}: needs at least 1")
-        if value > most:
-            raise UserError(f"--{name} {value}: needs at most {most:,}")
+        _in_range(name, value, most)
     for run in (options.run, *([options.draft] if options.draft else [])):
         find_run(run)  # before jax is imported: a wrong path answers at once
     start_jax()
@@ -160,18 +157,28 @@ def sample(argv: list[str]) -> None:
 
 def evaluate(argv: list[str]) -> None:
     options = parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
+    if options.batch_size is not None:
+        _in_range("batch-size", options.batch_size, LARGEST_COUNT)
+    if options.task is not None and options.data is None:
+        raise UserError(f"--task {options.task} needs --data FILE, a file of its questions, one JSON object a line")
+    if options.task is not None and options.stride is not None:
+        raise UserError("--stride is for texts: leave it out with --task")
     find_run(options.run)
     start_jax()
-    from jaxgpt.run import evaluate_run, load
+    from jaxgpt.evaluate import evaluate_run, evaluate_task, read_questions, task_table, text_table
+    from jaxgpt.run import load
 
+    # Before the weights, so that a mistake answers at once.
+    questions = read_questions(options.task, options.data) if options.task and options.data else []
     run = load(options.run)
-    found = evaluate_run(run if options.weights is None else run.packed(options.weights), options.data)
-    if options.json:
-        print(json.dumps(found))
-        return
-    print(f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}")
-    if found["bits_per_character"] is not None:
-        print(f"{found['bits_per_character']:.4f} bits per character")
+    run = run if options.weights is None else run.packed(options.weights)
+    if options.task is not None:
+        found = evaluate_task(run, options.task, questions, batch_size=options.batch_size)
+        table = task_table
+    else:
+        found = evaluate_run(run, options.data, stride=options.stride, batch_size=options.batch_size)
+        table = text_table
+    print(json.dumps(found) if options.json else table(found))
 
 
 def replay(argv: list[str]) -> None:
@@ -254,6 +261,13 @@ def run_experiment(experiment: Experiment) -> None:
     """What an experiment file ends with: `jaxgpt train FILE`, with the options of this command line."""
     with told_in_words():
         _train(parse(TrainOptions, sys.argv[1:], Path(sys.argv[0]).name, TrainOptions(experiment=experiment)))
+
+
+def _in_range(name: str, value: int, most: int) -> None:
+    if value < 1:
+        raise UserError(f"--{name} {value}: needs at least 1")
+    if value > most:
+        raise UserError(f"--{name} {value}: needs at most {most:,}")
 
 
 def _named_experiment(argv: list[str]) -> Experiment | None:

@@ -242,7 +242,7 @@ class Checkpoints:
 
         def as_saved(path: Any, x: Any) -> Any:
             kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
-            return x.update(dtype=kind) if kind in DTYPES else x
+            return jax.ShapeDtypeStruct(x.shape, kind if kind in DTYPES else x.dtype, sharding=x.sharding)
 
         return self._restore(step, **{PARAMS: jax.tree.map_with_path(as_saved, like)})[PARAMS]
 

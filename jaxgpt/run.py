@@ -13,29 +13,24 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, Precision
-from jaxgpt.data.chat import encode_all, in_memory
-from jaxgpt.data.corpus import read_text, user_files
-from jaxgpt.data.dataset import Tokens, prepare
-from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.config import Experiment, GPTConfig, Precision
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
-from jaxgpt.evaluate import mean_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run
-from jaxgpt.record import changed_data, read_record
+from jaxgpt.record import read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
-from jaxgpt.sample.score import score
+from jaxgpt.sample.score import Likelihood, likelihoods, score
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.sample.text import TextStream, pieces
 from jaxgpt.sample.weights import for_decoding
-from jaxgpt.train import eval_step
 
 STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
@@ -111,6 +106,15 @@ class Run:
             )
             for text, row, logprobs in zip(texts, ids, score(*self._decoder, ids), strict=True)
         ]
+
+    def likelihoods(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, batch_size: int | None = None
+    ) -> list[Likelihood]:
+        """How likely the model finds the second list of ids of each pair, given the first: see `sample.score`.
+
+        `pair_ids` there makes them of texts. batch_size: pairs that are read together; None: as many as in training.
+        """
+        return likelihoods(*self._decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
 
     def packed(self, weights: Precision | None = None) -> Run:
         """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".
@@ -231,43 +235,6 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         step=step,
         val_loss=val_loss,
     )
-
-
-def evaluate_run(run: Run, path: str | None = None) -> dict[str, Any]:
-    """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
-
-    Returns loss (nats per token), perplexity, tokens, and bits_per_character (None where only token ids are known).
-    """
-    config, data = run.model.config, run.experiment.data
-    record = read_record(run.directory)
-    if path is None:
-        if record.imported is not None:
-            raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
-        dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
-        if changed := changed_data(record.data, dataset.fingerprint):
-            raise UserError(
-                f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
-            )
-        held, characters = dataset.val, dataset.val_characters
-    elif DataConfig(path=path).is_chat:
-        held, characters = in_memory(encode_all(path, run.tokenizer, run.template), config.block_size), None
-        if not len(held):
-            raise UserError(f"{path} has no conversation with an answer that ends within {config.block_size} tokens")
-    else:
-        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
-        ids = run.tokenizer.encode(text)
-        if len(ids) < 2:
-            raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
-        held, characters = Tokens([ids]), len(text)
-    windows = validation_batches(held, block_size=config.block_size, batch_size=run.experiment.train.batch_size)
-    loss, count = mean_loss(jax.jit(functools.partial(eval_step, model=run.model)), run.params, windows)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "tokens": count,
-        # The first token has nothing before it, so its characters are not counted either: a ratio of the whole.
-        "bits_per_character": None if characters is None else loss / math.log(2) * len(held) / characters,
-    }
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:

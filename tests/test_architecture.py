@@ -13,13 +13,13 @@ PACKAGE = REPOSITORY / "jaxgpt"
 
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
-    ["__main__", "__init__"],
+    ["__main__", "__init__", "harness"],
     ["loop", "plan", "replay", "start", "import_hf", "export_hf"],
-    ["interop"],
+    ["evaluate", "interop"],
     ["run", "autopsy", "log"],
     ["progress"],
     ["record", "interrupts", "experiment_file"],
-    ["evaluate", "checkpoint", "sample"],
+    ["checkpoint", "sample"],
     ["parallel"],
     ["train"],
     ["model", "loss", "optim", "data", "sample.filters", "metrics", "flops", "hlo", "viz", "manifest"],
@@ -45,6 +45,7 @@ HOMES = {
     "huggingface_hub": ["interop.hub"],
     "tyro": ["options"],
     "rich": ["progress"],
+    "lm_eval": ["harness"],
 }
 
 

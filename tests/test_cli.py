@@ -129,7 +129,16 @@ def test_an_empty_prompt_says_where_it_starts(trained):
 def test_evaluate(trained):
     directory, _ = trained
     found = json.loads(jaxgpt("evaluate", "--json", cwd=directory).stdout)
-    assert set(found) == {"loss", "perplexity", "tokens", "bits_per_character"}
+    assert set(found) == {"loss", "perplexity", "tokens", "stride", "bits_per_byte", "bits_per_character"}
+
+
+def test_evaluate_a_task(trained):
+    directory, _ = trained
+    (directory / "q.jsonl").write_text('{"ctx": "a lean", "endings": ["hack", "lance"], "label": 0}\n')
+    line = "evaluate runs/quickstart --task hellaswag --data q.jsonl --batch-size 3"
+    assert jaxgpt(*line.split(), cwd=directory).stdout.startswith("hellaswag: 1 questions, 1 of them with")
+    found = json.loads(jaxgpt(*line.split(), "--json", cwd=directory).stdout)
+    assert set(found) == {"task", "n", "truncated", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
 
 
 def test_training_again_goes_on_without_being_told_the_options(trained):

@@ -17,11 +17,12 @@ import jaxgpt
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import differences
 from jaxgpt.errors import UserError
+from jaxgpt.evaluate import evaluate_run
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.record import read_record
 from jaxgpt.replay import replay
-from jaxgpt.run import evaluate_run, load
+from jaxgpt.run import load
 from jaxgpt.train import Guard, TrainState
 from tests.helpers import chat_file, tiny_experiment
 
@@ -49,7 +50,10 @@ def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
     assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
-    assert set(record) == {"format", "experiment", "vocab_size", "data", "versions", "device", "git_commit"}
+    assert set(record) == {"format", "experiment", "vocab_size", "data", "versions", "device", "git_commit"} | {
+        "command",
+        "imported",
+    }
     assert record["versions"]["jax"] == jax.__version__
     assert not differences(read_record(run.directory).experiment, experiment)
     assert (run.directory / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -11,6 +11,7 @@ from jaxgpt.config.experiment import DataConfig, Experiment, OptimConfig, Parall
 from jaxgpt.config.model import GPTConfig
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
+Task = Literal["hellaswag", "arc", "lambada"]  # whose shapes of files with questions can be read
 
 __all__ = [
     "DataConfig",
@@ -19,6 +20,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "Precision",
+    "Task",
     "TrainConfig",
     "differences",
     "from_dict",

@@ -25,8 +25,8 @@ SPLITS = ("train", "val")
 
 def read_tokens(
     directory: Path, names: Sequence[str] = SPLITS
-) -> tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any]] | None:
-    """(arrays by name, tokenizer, fingerprint) that `write_tokens` wrote, if their bytes are still those.
+) -> tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any], dict[str, int]] | None:
+    """(arrays by name, tokenizer, fingerprint, what else was counted) that `write_tokens` wrote, if their bytes are still those.
 
     What is damaged is said, and moved out of the way.
     """
@@ -34,7 +34,7 @@ def read_tokens(
         return None
     try:
         meta = read_json(directory / "meta.json", 2**20)
-        fingerprint = meta["fingerprint"]
+        fingerprint, about = meta["fingerprint"], meta["about"]
         for name in names:
             if sha256(directory / f"{name}.bin") != fingerprint[f"{name}_sha256"]:
                 raise UserError(f"{name}.bin is not what was written")
@@ -44,16 +44,17 @@ def read_tokens(
         arrays: dict[str, np.ndarray] = {
             name: np.memmap(directory / f"{name}.bin", dtype=_dtype(name, tokenizer), mode="r") for name in names
         }
-        if any(len(arrays[split]) != fingerprint[f"{split}_tokens"] for split in SPLITS):
+        whole = all(len(arrays[split]) == fingerprint[f"{split}_tokens"] for split in SPLITS)
+        if not whole or not all(type(number) is int and number > 0 for number in about.values()):
             raise UserError("meta.json is not what was written")
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # another process was first
             aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
             os.replace(directory, aside)
             shutil.rmtree(aside, ignore_errors=True)
         return None
-    return arrays, tokenizer, fingerprint
+    return arrays, tokenizer, fingerprint, about
 
 
 def _dtype(name: str, tokenizer: tok.Tokenizer) -> np.dtype:
@@ -69,8 +70,12 @@ def write_tokens(
     tokenizer: tok.Tokenizer,
     pieces: Iterable[tuple[str, np.ndarray]],
     names: Sequence[str] = SPLITS,
+    about: dict[str, int] | None = None,
 ) -> None:
-    """Stream pieces into NAME.bin beside the tokenizer; the directory appears whole or not at all."""
+    """Stream pieces into NAME.bin beside the tokenizer; the directory appears whole or not at all.
+
+    about: numbers above 0 to keep beside them, which may be counted while the pieces are made.
+    """
     make_cache(directory.parent)
     dtypes = {name: _dtype(name, tokenizer) for name in names}
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
@@ -87,7 +92,7 @@ def write_tokens(
             if not counts[split]:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer)}
+        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer), "about": about or {}}
         (partial / "meta.json").write_text(json.dumps(meta))
         os.replace(partial, directory)
     except BaseException:

@@ -60,6 +60,7 @@ class Dataset:
     val: Tokens | Conversations
     tokenizer: tok.Tokenizer
     val_characters: int | None = None  # for bits per character; None where the text is not known
+    val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
     fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
     # the chat template that came with the tokenizer, as tokenizer_config.json has it; empty: there was none
     tokenizer_config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,7 +101,12 @@ def _from_text(config: DataConfig) -> Dataset:
         raise UserError(f"{config.path or config.corpus} is empty: there is nothing to learn from")
     train_characters = int(characters * (1.0 - config.val_fraction))
 
-    spec = {"text": digest.hexdigest(), "train_characters": train_characters, "tokenizer": config.tokenizer}
+    spec = {
+        "meta": "about",  # what meta.json has had since: a directory without it has another key
+        "text": digest.hexdigest(),
+        "train_characters": train_characters,
+        "tokenizer": config.tokenizer,
+    }
     ready: tok.Tokenizer | None = None
     if config.tokenizer == "char":
         ready = tok.CharTokenizer(alphabet)
@@ -121,15 +127,17 @@ def _from_text(config: DataConfig) -> Dataset:
         if ready is None:
             train_text = (p for split, p in _split(read_text(files), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
-        write_tokens(directory, ready, _encoded(files, train_characters, ready))
+        counted = {"val_bytes": 0}
+        write_tokens(directory, ready, _encoded(files, train_characters, ready, counted), about=counted)
         cached = read_tokens(directory)
         assert cached is not None
-    arrays, tokenizer, fingerprint = cached
+    arrays, tokenizer, fingerprint, about = cached
     return Dataset(
         train=Tokens([arrays["train"]]),
         val=Tokens([arrays["val"]]),
         tokenizer=tokenizer,
         val_characters=characters - train_characters,
+        val_bytes=about["val_bytes"],
         fingerprint=fingerprint,
     )
 
@@ -174,7 +182,7 @@ def _from_chat(config: DataConfig, block_size: int) -> Dataset:
         write_tokens(directory, ready, _conversations(path, train, ready, template), OF_CHAT)
         cached = read_tokens(directory, OF_CHAT)
         assert cached is not None
-    arrays, tokenizer, fingerprint = cached
+    arrays, tokenizer, fingerprint, _ = cached
     template = chat_template.find_template(tokenizer, beside)
     train, val = (
         Conversations(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
@@ -221,9 +229,13 @@ def _conversations(
         yield f"{split}_ends", np.array([ends[split]])
 
 
-def _encoded(files: list[Path], train_characters: int, tokenizer: tok.Tokenizer) -> Iterator[tuple[str, np.ndarray]]:
-    """(split, the ids that come next in it)."""
+def _encoded(
+    files: list[Path], train_characters: int, tokenizer: tok.Tokenizer, counted: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(split, the ids that come next in it). counted: to its val_bytes are added those of the validation split."""
     for split, text in _split(read_text(files), train_characters):
+        if split == "val":
+            counted["val_bytes"] += len(("\n" if text is None else text).encode())
         if text is None and tokenizer.end_of_text is not None:
             yield split, np.array([tokenizer.end_of_text])
         else:

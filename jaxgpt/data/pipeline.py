@@ -83,16 +83,29 @@ def _offset(largest: int, seed: int, epoch: int) -> int:
     return int(np.random.default_rng([seed, epoch]).integers(largest + 1))
 
 
+def window_starts(targets: int, *, block_size: int, stride: int) -> range:
+    """Where windows begin that move on by `stride` and together reach every target: input i has target i + 1.
+
+    A window scores those of its inputs that no earlier one has: all of the first, and from input
+    block_size - stride on of the others.
+    """
+    assert 1 <= stride <= block_size, (stride, block_size)
+    return range(0, max(targets - (block_size - stride), min(targets, 1)), stride)
+
+
 def validation_batches(
     data: Tokens | Conversations,
     *,
     block_size: int,
     batch_size: int,
+    stride: int | None = None,
     max_tokens: int | None = None,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """The split, every target once, in batches of one shape (the last padded and masked).
 
+    stride: tokens that each window moves on. All targets but the first window's have more than block_size - stride
+        tokens before them; a smaller one costs as many times the work. None: block_size, windows that touch.
     max_tokens: about so many targets instead of all, in windows spread evenly; the same ones on every call.
     rows: those of each batch to read, as for training.
     """
@@ -100,20 +113,22 @@ def validation_batches(
     if isinstance(data, Conversations):
         yield from _packed_validation(data, block_size, batch_size, max_tokens, mine)
         return
+    stride = block_size if stride is None else stride
     targets = len(data) - 1
-    starts = np.arange(0, targets, block_size)
+    starts: Sequence[int] = window_starts(targets, block_size=block_size, stride=stride)
     if max_tokens is not None and max_tokens < targets:
-        starts = _spread(starts, max_tokens // block_size)
+        starts = _spread(starts, max_tokens // stride)
     for first in range(0, len(starts), batch_size):
         shape = (len(mine), block_size)
         inputs, outputs, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-        for row, number in enumerate(first + mine):
+        for row, number in enumerate((first + mine).tolist()):
             if number >= len(starts):
                 continue
             start = starts[number]
-            length = min(block_size, targets - int(start))
-            window = data.read(int(start), length + 1)
-            inputs[row, :length], outputs[row, :length], mask[row, :length] = window[:-1], window[1:], True
+            length = min(block_size, targets - start)
+            window = data.read(start, length + 1)
+            inputs[row, :length], outputs[row, :length] = window[:-1], window[1:]
+            mask[row, block_size - stride if start else 0 : length] = True
         yield Batch(inputs_BT=inputs, targets_BT=outputs, mask_BT=mask)
 
 
@@ -121,7 +136,7 @@ def _packed_validation(
     data: Conversations, block_size: int, batch_size: int, max_tokens: int | None, mine: np.ndarray
 ) -> Iterator[Batch]:
     packing = Packing(data, block_size)
-    numbers = np.arange(packing.rows)
+    numbers: Sequence[int] = range(packing.rows)
     if max_tokens is not None and max_tokens < packing.rows * block_size:
         numbers = _spread(numbers, max_tokens // block_size)
     nobody = np.zeros(0, np.int64)
@@ -132,6 +147,6 @@ def _packed_validation(
         yield Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
 
 
-def _spread(items: np.ndarray, keep: int) -> np.ndarray:
+def _spread(items: Sequence[int], keep: int) -> list[int]:
     """About so many, at least one, evenly from the first to the last."""
-    return items[np.linspace(0, len(items) - 1, max(1, keep)).astype(int)]
+    return [items[int(i)] for i in np.linspace(0, len(items) - 1, max(1, keep))]

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.data.pipeline import window_starts
+from jaxgpt.data.tokenizer import Tokenizer, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 
 BATCH = 8  # windows that are read together
-ROWS = 512  # positions whose logits are in memory together: 100 MB for a vocabulary of 50,000
+ROWS = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
+
+
+class Likelihood(NamedTuple):
+    """What a model makes of a text that follows another."""
+
+    logprob: float  # nats, of all its tokens together
+    greedy: bool  # each of them was the likeliest: greedy decoding would write it
 
 
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -24,31 +33,43 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     overlap by half, so that every token after the first window sees at least block_size // 2 before it.
     Raises `UserError` for ids that the model does not have.
     """
-    window = model.config.block_size
-    stride = max(window // 2, 1)
-    out = [np.full(len(text), np.nan, np.float32) for text in texts]
-    work: list[tuple[int, int, int]] = []  # text, first input of a window, first input whose target is scored
-    for number, text in enumerate(texts):
-        check_ids(model, text, f"text {number}")
-        done = 0
-        while done < len(text) - 1:
-            first = max(0, done - (window - stride)) if done else 0
-            work.append((number, first, done))
-            done = min(first + window, len(text) - 1)
+    return [logprobs for logprobs, _ in _read(model, params, texts, [1] * len(texts), BATCH)]
 
-    for at in range(0, len(work), BATCH):
-        batch = work[at : at + BATCH]
-        longest = max(min(window, len(texts[number]) - 1 - first) for number, first, _ in batch)
-        T = min(window, max(64, 1 << (longest - 1).bit_length()))  # few widths, few compilations
-        inputs_BT, targets_BT = np.zeros((BATCH, T), np.int32), np.zeros((BATCH, T), np.int32)
-        for row, (number, first, _) in enumerate(batch):
-            ids = np.asarray(texts[number][first : first + T + 1], np.int32)
-            inputs_BT[row, : len(ids) - 1], targets_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        logprobs_BT = np.asarray(_logprobs(model, params, inputs_BT, targets_BT))
-        for row, (number, first, done) in enumerate(batch):
-            last = min(first + T, len(texts[number]) - 1)
-            out[number][done + 1 : last + 1] = logprobs_BT[row, done - first : last - first]
-    return out
+
+def likelihoods(
+    model: GPT, params: dict, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = BATCH
+) -> list[Likelihood]:
+    """Of the second list of ids of each pair, given the first, which is not empty and of which the last fit is read.
+
+    Together they may have block_size + 1 ids; a second list of more than block_size is read as `score` reads a text.
+    batch_size: pairs that are read together. Raises `UserError` for ids that the model does not have.
+    """
+    room = [max(model.config.block_size, len(new)) + 1 for _, new in pairs]
+    texts = [[*before, *new][-fit:] for (before, new), fit in zip(pairs, room, strict=True)]
+    firsts = [len(text) - len(new) for text, (_, new) in zip(texts, pairs, strict=True)]
+    assert all(first >= 1 for first in firsts), "a text that nothing is before"
+    found = _read(model, params, texts, firsts, batch_size)
+    return [
+        Likelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(likeliest[first:].all()))
+        for (logprobs, likeliest), first in zip(found, firsts, strict=True)
+    ]
+
+
+def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """A context and what follows it, as `likelihoods` wants them.
+
+    Both are encoded as one text and cut after it, and spaces at the end of the context go over to the continuation:
+    most tokenizers join a space to the word behind it, and it is so that the model has read them. lm-evaluation-harness
+    does the same. With an empty context the continuation follows the start token.
+    Raises `UserError` if the tokenizer cannot spell them, or leaves nothing of the continuation.
+    """
+    context, spaces = context.rstrip(), context[len(context.rstrip()) :]
+    whole = tokenizer.encode(context + spaces + continuation).tolist()
+    before = tokenizer.encode(context).tolist()
+    if len(whole) <= len(before):
+        raise UserError(f"{continuation[:40]!r} adds no token to the context before it: it needs at least one")
+    first = [*tokenizer.prefix, *before] or [start_token(tokenizer)[0]]
+    return first, whole[len(before) :]
 
 
 def check_ids(model: GPT, ids: Sequence[int], what: str) -> None:
@@ -59,21 +80,70 @@ def check_ids(model: GPT, ids: Sequence[int], what: str) -> None:
         raise UserError(f"{what} has ids from {min(ids)} to {max(ids)}, the model knows 0 to {known - 1}")
 
 
+class _Window(NamedTuple):
+    length: int  # inputs
+    text: int  # its number
+    start: int  # its first input
+    new: int  # the first input whose target is wanted
+
+
+def _read(
+    model: GPT, params: dict, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch_size: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(log-probability, whether it is the likeliest) of the tokens of each text, from number `first` on."""
+    block_size = model.config.block_size
+    stride = max(block_size // 2, 1)
+    out = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in texts]
+    work: list[_Window] = []
+    for number, (text, first) in enumerate(zip(texts, firsts, strict=True)):
+        check_ids(model, text, f"text {number}")
+        targets = len(text) - 1
+        for start in window_starts(targets, block_size=block_size, stride=stride):
+            new = max(start + block_size - stride if start else 0, first - 1)
+            work.append(_Window(min(block_size, targets - start), number, start, new))
+    work.sort()  # by length: a batch is as wide as its longest
+
+    for at in range(0, len(work), batch_size):
+        batch = work[at : at + batch_size]
+        T = min(block_size, max(64, 1 << (batch[-1].length - 1).bit_length()))  # few widths, few compilations
+        inputs_BT, targets_BT = np.zeros((batch_size, T), np.int32), np.zeros((batch_size, T), np.int32)
+        wanted_BT = np.zeros((batch_size, T), bool)
+        for row, w in enumerate(batch):
+            ids = np.asarray(texts[w.text][w.start : w.start + w.length + 1], np.int32)
+            inputs_BT[row, : w.length], targets_BT[row, : w.length] = ids[:-1], ids[1:]
+            wanted_BT[row, w.new - w.start : w.length] = True
+        found = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT))
+        for row, w in enumerate(batch):
+            for all_of_text, found_BT in zip(out[w.text], found, strict=True):
+                all_of_text[w.new + 1 : w.start + w.length + 1] = found_BT[row, w.new - w.start : w.length]
+    return out
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _logprobs(model: GPT, params: dict, inputs_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Of each target, [B, T]."""
+def _logprobs(
+    model: GPT, params: dict, inputs_BT: jax.Array, targets_BT: jax.Array, wanted_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(log-probability, whether it is the likeliest) of each target that is wanted, both [B, T].
+
+    Only what is wanted meets the vocabulary: of a short ending after a long context, little.
+    """
     x_BTD: Any = model.apply({"params": params}, inputs_BT, method="features")
     B, T, D = x_BTD.shape
     rows = min(ROWS, B * T)
     x_ND, targets_N = x_BTD.reshape(B * T, D), targets_BT.reshape(B * T)
-    padding = -(B * T) % rows
-    x_ND, targets_N = jnp.pad(x_ND, ((0, padding), (0, 0))), jnp.pad(targets_N, (0, padding))
+    padded = B * T + -(B * T) % rows
+    wanted = jnp.flatnonzero(wanted_BT, size=padded, fill_value=B * T)  # beyond the last: read clipped, written nowhere
 
-    def of_rows(piece):
-        x_ND, targets_N = piece
-        logits_NV: Any = model.apply({"params": params}, x_ND[None], method="unembed")[0]
-        chosen_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
-        return chosen_N - jax.nn.logsumexp(logits_NV, axis=1)
+    def of_rows(piece: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at_R = jax.lax.dynamic_slice_in_dim(wanted, piece * rows, rows)
+        targets_R = targets_N.at[at_R].get(mode="clip")
+        logits_RV: Any = model.apply({"params": params}, x_ND.at[at_R].get(mode="clip")[None], method="unembed")[0]
+        chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
+        logprobs_R = chosen_R - jax.nn.logsumexp(logits_RV, axis=1)
+        likeliest_R = logits_RV.argmax(axis=1) == targets_R
+        logprobs_N, likeliest_N = out
+        return logprobs_N.at[at_R].set(logprobs_R, mode="drop"), likeliest_N.at[at_R].set(likeliest_R, mode="drop")
 
-    pieces = x_ND.reshape(-1, rows, D), targets_N.reshape(-1, rows)
-    return jax.lax.map(of_rows, pieces).reshape(-1)[: B * T].reshape(B, T)
+    out = jnp.full(B * T, jnp.nan, jnp.float32), jnp.zeros(B * T, bool)
+    logprobs_N, likeliest_N = jax.lax.fori_loop(0, -(-wanted_BT.sum() // rows), of_rows, out)
+    return logprobs_N.reshape(B, T), likeliest_N.reshape(B, T)

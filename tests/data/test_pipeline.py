@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.data.dataset import Tokens
-from jaxgpt.data.pipeline import training_batches, validation_batches, windows_per_epoch
+from jaxgpt.data.pipeline import training_batches, validation_batches, window_starts, windows_per_epoch
 
 T = 8
 
@@ -68,6 +68,20 @@ def test_validation_has_every_target_once_in_batches_of_one_shape(n_tokens, batc
         seen += batch.targets_BT[batch.mask_BT].tolist()
         np.testing.assert_array_equal(batch.inputs_BT[batch.mask_BT] + 1, batch.targets_BT[batch.mask_BT])
     assert seen == list(range(1, n_tokens))
+
+
+@given(targets=st.integers(-1, 40), block_size=st.integers(1, 9), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_windows_of_any_stride_have_every_target_once_and_none_to_spare(targets, block_size, data):
+    stride = data.draw(st.integers(1, block_size))
+    seen = []
+    for start in window_starts(targets, block_size=block_size, stride=stride):
+        new = list(range(start + (block_size - stride if start else 0), min(start + block_size, targets)))
+        assert new
+        seen += new
+    assert seen == list(range(targets))
+    batches = validation_batches(Tokens([np.arange(targets + 1)]), block_size=block_size, batch_size=3, stride=stride)
+    assert [int(t) for b in batches for t in b.targets_BT[b.mask_BT]] == [i + 1 for i in seen]
 
 
 def test_part_of_validation_is_spread_and_always_the_same():

@@ -18,6 +18,7 @@ import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
+from jaxgpt.evaluate import evaluate_run
 from jaxgpt.export_hf import export_hf
 from jaxgpt.import_hf import import_hf
 from jaxgpt.interop.aspects import meaning
@@ -26,7 +27,6 @@ from jaxgpt.interop.source import open_source
 from jaxgpt.interop.tokenizers import tokenizer_json
 from jaxgpt.interop.weights import INDEX, in_words, read, stored
 from jaxgpt.presets import quickstart
-from jaxgpt.run import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import run_command, tiny_experiment
 from tests.interop.test_parity import PARITY, live

@@ -7,6 +7,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import score
+from jaxgpt.sample.score import _logprobs, likelihoods
 from tests.helpers import TINY, apply, make_model
 
 
@@ -32,3 +33,27 @@ def test_little_and_nothing():
     assert len(none) == 0 and np.isnan(one).all() and np.isfinite(three[1:]).all()
     with pytest.raises(UserError, match="text 0 has ids from 3 to 11"):
         score(model, params, [[3, 11]])
+
+
+def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():
+    """Of contexts that fit, that are cut to fit, and of a continuation longer than a context; in any batch."""
+    model, params = make_model(TINY)
+    C = TINY.block_size
+    rng = np.random.default_rng(0)
+    sizes = [(1, 1), (3, 2), (C, 1), (C - 3, 3), (C, 3), (5 * C, C), (2 * C, 2), (4, C + 3)]
+    pairs = [tuple(rng.integers(0, 11, n).tolist() for n in both) for both in sizes]
+    # Endings that greedy decoding writes: the likeliest token, and the likeliest one after it.
+    for before, new in pairs[:3]:
+        for at in range(len(new)):
+            text = [*before, *new[:at]][-C:]
+            new[at] = int(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0, len(text) - 1].argmax())
+    compiled = _logprobs._cache_size()
+    found = likelihoods(model, params, pairs)
+    assert _logprobs._cache_size() <= compiled + 1
+    for (before, new), got in zip(pairs, found, strict=True):
+        text = [*before, *new][-max(C, len(new)) - 1 :]
+        (logprobs,) = score(model, params, [text])
+        np.testing.assert_allclose(got.logprob, logprobs[-len(new) :].sum(), rtol=1e-5)
+    assert [got.greedy for got in found] == [True] * 3 + [False] * 5
+    for got, alone in zip(found, likelihoods(model, params, pairs[::-1], batch_size=3)[::-1], strict=True):
+        assert got.greedy == alone.greedy and got.logprob == pytest.approx(alone.logprob, rel=1e-5)

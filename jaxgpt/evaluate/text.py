@@ -1,0 +1,102 @@
+"""The loss on held-out text, in windows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data.chat import encode_all, in_memory
+from jaxgpt.data.corpus import read_text, user_files
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pipeline import Batch, validation_batches
+from jaxgpt.errors import UserError
+from jaxgpt.record import changed_data, read_record
+from jaxgpt.run import Run
+from jaxgpt.train import eval_step
+
+_eval_step = jax.jit(eval_step, static_argnames="model")
+
+
+def mean_loss(eval_step: Callable, params: dict, batches: Iterable[Batch]) -> tuple[float, int]:
+    """(nats per target, number of targets) over all batches; eval_step as `train.eval_step`, compiled.
+
+    Sums are added in float64 on the host, so that a million windows lose nothing.
+    """
+    nats, count = 0.0, 0.0
+    pending: deque = deque()
+    for batch in batches:
+        pending.append(eval_step(params, batch))
+        if len(pending) > 2:  # at most two in flight, see loop.fit
+            batch_nats, batch_count = pending.popleft()
+            nats, count = nats + float(batch_nats), count + float(batch_count)
+    for batch_nats, batch_count in pending:
+        nats, count = nats + float(batch_nats), count + float(batch_count)
+    assert count, "no targets to evaluate on"
+    return nats / count, int(count)
+
+
+def evaluate_run(
+    run: Run, path: str | None = None, *, stride: int | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
+
+    stride: see `validation_batches`. The loss depends on it: a token that begins a window has nothing before it.
+    batch_size: windows that are read together; None: the run's, in training.
+    Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
+    None where only token ids are known.
+    """
+    config, data = run.model.config, run.experiment.data
+    stride = config.block_size if stride is None else stride
+    if not 1 <= stride <= config.block_size:
+        raise UserError(f"stride={stride}: needs at least 1 and at most block_size={config.block_size}")
+    utf8: int | None
+    characters: int | None
+    record = read_record(run.directory)
+    if path is None:
+        if record.imported is not None:
+            raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
+        dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
+        if changed := changed_data(record.data, dataset.fingerprint):
+            raise UserError(
+                f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
+            )
+        held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
+    elif DataConfig(path=path).is_chat:
+        held, characters, utf8 = in_memory(encode_all(path, run.tokenizer, run.template), config.block_size), None, None
+        if not len(held):
+            raise UserError(f"{path} has no conversation with an answer that ends within {config.block_size} tokens")
+    else:
+        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
+        ids = run.tokenizer.encode(text)
+        if len(ids) < 2:
+            raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
+        held, characters, utf8 = Tokens([ids]), len(text), len(text.encode())
+    batch_size = batch_size or run.experiment.train.batch_size
+    if not isinstance(held, Tokens) and stride != config.block_size:
+        raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
+    windows = validation_batches(held, block_size=config.block_size, batch_size=batch_size, stride=stride)
+    loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
+    # The first token has nothing before it, so what it spells is not counted either: a ratio of the whole.
+    bits = loss / math.log(2) * len(held)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "tokens": count,
+        "stride": stride,
+        "bits_per_byte": None if utf8 is None else bits / utf8,
+        "bits_per_character": None if characters is None else bits / characters,
+    }
+
+
+def text_table(found: dict[str, Any]) -> str:
+    """What `evaluate_run` found, for a reader."""
+    text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
+    if found["bits_per_byte"] is None:
+        return text
+    return f"{text}\n{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character"

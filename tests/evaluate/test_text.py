@@ -1,0 +1,68 @@
+"""Laws of the loss on text: of its windows, and of the units that it is told in."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.errors import UserError
+from jaxgpt.evaluate import evaluate_run, mean_loss
+from jaxgpt.train import eval_step
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
+
+C = TINY.block_size
+
+
+def test_each_token_is_read_after_those_that_its_window_has_before_it():
+    """Against a reading of its own for each token; with stride 1 it is given the block_size tokens before it."""
+    model, params = make_model(TINY)
+    ids = np.random.default_rng(0).integers(0, TINY.vocab_size, 29)
+    step = jax.jit(functools.partial(eval_step, model=model))
+    for stride in (1, 3, C):
+        befores = []
+        for i in range(1, len(ids)):
+            moved = max(0, -(-(i - C) // stride))  # windows after the first
+            befores.append(ids[moved * stride : i])
+            assert len(befores[-1]) >= min(i, C - stride + 1)
+        logits_BTV = apply(model, params, np.stack([np.pad(before, (0, C - len(before))) for before in befores]))
+        chosen = [(row, len(before) - 1, i) for row, (before, i) in enumerate(zip(befores, ids[1:], strict=True))]
+        nats = -np.array(jax.nn.log_softmax(logits_BTV))[tuple(np.transpose(chosen))]
+        batches = validation_batches(Tokens([ids]), block_size=C, batch_size=4, stride=stride)
+        loss, count = mean_loss(step, params, batches)
+        assert count == len(ids) - 1
+        np.testing.assert_allclose(loss, np.mean(nats), **FLOAT32_REORDERED)
+
+
+def test_more_context_is_no_worse_and_windows_that_touch_are_the_default(run):
+    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-6)
+    text = run.experiment.data.path
+    found = {stride: evaluate_run(run, text, stride=stride) for stride in (None, C, C // 2, 1)}
+    assert found[None] == found[C]
+    assert {f["tokens"] for f in found.values()} == {found[C]["tokens"]}
+    assert max(found[1]["loss"], found[C // 2]["loss"]) < found[C]["loss"]
+
+
+def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
+    dataset = prepare(run.experiment.data, block_size=C)
+    text = dataset.tokenizer.decode(dataset.val.read(0, len(dataset.val)))
+    assert dataset.val_bytes == len(text.encode()) == len(dataset.val) and dataset.val_characters == len(text)
+    again = prepare(run.experiment.data, block_size=C)  # from the cache
+    assert again.val_bytes == dataset.val_bytes
+
+    path = tmp_path / "val.txt"
+    path.write_text(text, encoding="utf-8")
+    found = evaluate_run(run, str(path))
+    assert found == evaluate_run(run)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    assert found["bits_per_character"] == pytest.approx(found["bits_per_byte"] * len(text.encode()) / len(text))
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize("stride", [0, -1, C + 1])
+def test_a_stride_that_would_leave_tokens_out_is_refused(run, stride):
+    with pytest.raises(UserError, match=f"stride={stride}: needs at least 1 and at most block_size={C}"):
+        evaluate_run(run, stride=stride)
