@@ -35,6 +35,9 @@ def private_cache(tmp_path_factory):
     """Corpora, token files and compiled programs of the tests, away from the user's."""
     directory = tmp_path_factory.mktemp("cache")
     os.environ["JAXGPT_CACHE"] = str(directory)
+    # What the command line does for itself: tests train the same few models again and again.
+    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return directory
 
 

@@ -77,6 +77,9 @@ main()
 """
 
 
+pytestmark = pytest.mark.slow  # half a minute to import, a minute in all
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     directory = tmp_path_factory.mktemp("harness")
