@@ -36,7 +36,8 @@ def private_cache(tmp_path_factory):
     directory = tmp_path_factory.mktemp("cache")
     os.environ["JAXGPT_CACHE"] = str(directory)
     # What the command line does for itself: tests train the same few models again and again.
-    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
+    # A directory of its own: the commands bound theirs, and count on every entry having its time of use.
+    jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return directory
 
