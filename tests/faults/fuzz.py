@@ -19,14 +19,21 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.data.chat import read_messages
 from jaxgpt.data.shards import open_shard, scan
+from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
+from jaxgpt.evaluate import read_questions
 from jaxgpt.files import read_json
+from jaxgpt.interop.aspects import meaning
+from jaxgpt.interop.families import family_of
+from jaxgpt.interop.weights import INDEX, Made, read, stored, write
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.record import FORMAT, changed_data, read_record
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
+from tests.interop.peers import SHAPES
 
 SWAPS = [
     b"null",
@@ -135,6 +142,72 @@ def _read_metrics(path: Path) -> None:
     rewind_metrics(path, 2)
 
 
+def _read_model(path: Path) -> None:
+    """What import-hf makes of a config.json; every parameter of it has a row."""
+    hf = read_json(path, 2**24)
+    family = family_of(hf if isinstance(hf, dict) else {})
+    config = family.read(hf)
+    assert meaning(family.read(family.write(config))) == meaning(config)
+
+
+def _read_tensors(path: Path) -> None:
+    for name, tensor in stored(path.parent).items():
+        x = read(name, tensor)
+        assert x.shape == tensor.shape and x.dtype == tensor.dtype
+
+
+def _read_messages(path: Path) -> None:
+    for _, messages in read_messages(path):
+        assert messages
+
+
+def _read_template(path: Path) -> None:
+    template = find_template(train_bpe([TEXT], 270), path.parent)
+    template.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
+    """What comes with a model in Hugging Face's format, and what is asked of one."""
+    folders = {name: directory / name for name in ("tensors", "index", "template")}
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    tensors = {f"h.{i}.w": np.full((3, 4), i, np.float32) for i in range(4)}
+    made = {n: Made(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()}
+    write(folders["tensors"], made)
+    write(folders["index"], made, shard=100)
+    configs = [json.dumps({"model_type": kind} | options).encode() for kind, options in SHAPES.values()]
+    chat = [{"role": "user", "content": "a 🐎"}, {"role": "assistant", "content": "b"}] * 2
+    questions = {
+        "hellaswag": {"ctx": "a b", "endings": ["c", "d"], "label": 1},
+        "arc": {"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answerKey": "B"},
+        "lambada": {"text": "a b c"},
+    }
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    return {
+        "a model's config.json": (_read_model, directory / "model.json", configs),
+        "safetensors": (
+            _read_tensors,
+            folders["tensors"] / "model.safetensors",
+            [(folders["tensors"] / "model.safetensors").read_bytes()],
+        ),
+        "safetensors index": (_read_tensors, folders["index"] / INDEX, [(folders["index"] / INDEX).read_bytes()]),
+        "conversations": (_read_messages, directory / "c.jsonl", [json.dumps({"messages": chat}).encode() + b"\n"]),
+        "tokenizer_config.json": (
+            _read_template,
+            folders["template"] / "tokenizer_config.json",
+            [json.dumps({"chat_template": template, "bos_token": "<s>"}).encode()],
+        ),
+        **{
+            f"questions, {task}": (
+                lambda path, task=task: read_questions(task, str(path)) and None,
+                directory / f"{task}.jsonl",
+                [json.dumps(question).encode() + b"\n"],
+            )
+            for task, question in questions.items()
+        },
+    }
+
+
 def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
     """By name: what reads, the path it reads, and good files to begin with."""
     experiment = json.dumps({**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}).encode()
@@ -153,6 +226,7 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
         "tokenizer.json, BPE": (_read_tokenizer, directory / "bpe.json", bpe),
         "metrics.jsonl": (_read_metrics, directory / "metrics.jsonl", [lines.encode()]),
         ".bin": (_read_shard, directory / "x.bin", [shard, np.arange(300, dtype=np.uint16).tobytes()]),
+        **_model_files(directory),
     }
 
 

@@ -74,6 +74,7 @@ def test_logits_and_greedy_text_are_transformers(golden, imported, name):
     _, config, _, params = imported(name)
     tokens, expected = golden[f"{name}/tokens"], golden[f"{name}/logits"]
     found = logits_of(GPT(config), params, tokens)
+    print(f"{name}: {np.abs(found - expected).max():.1e} of {np.abs(expected).max():.1f}")  # for -rP
     np.testing.assert_allclose(found, expected, **PARITY)
     assert np.abs(expected).max() > 3.0 and len(tokens) == len(PROMPT) + NEW_TOKENS
     np.testing.assert_array_equal(found[len(PROMPT) - 1 : -1].argmax(-1), tokens[len(PROMPT) :])
