@@ -23,7 +23,7 @@ from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
 from tests.interop.peers import NEW_TOKENS, PROMPT, SHAPES, make_peer, named_parameters, weights
 
-# Two implementations of float32, logits up to 8 in size, in two to four layers. Seen: 1e-5.
+# Two implementations of float32, logits up to 8 in size, in two to four layers. Seen: 2.7e-5, in Gemma 3.
 PARITY = dict(rtol=0, atol=1e-4)
 
 live = pytest.mark.skipif(
