@@ -56,3 +56,11 @@ def real_text():
     if not directory or not Path(directory).is_dir():
         pytest.skip("JAXGPT_TEST_DATA names no folder of real text (sancho.txt, quijote.txt, shakespeare.txt)")
     return Path(directory)
+
+
+# Minutes each. Two processes share the files in this order, so that neither is left alone with one of these at the end.
+LONGEST = ("parallel/test_strategies.py", "test_readme.py", "parallel/test_multihost.py", "test_model.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
