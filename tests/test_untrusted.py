@@ -47,10 +47,26 @@ def test_only_the_experiment_that_the_user_names_is_run():
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fuzz")
-    return directory, fuzz.targets(directory)
+    found = fuzz.targets(directory)
+    return directory, found, {*directory.rglob("*"), *(path for _, path, _ in found.values())}
 
 
-NAMES = ["experiment.json", "configuration", "tokenizer.json, ours", "tokenizer.json, BPE", "metrics.jsonl", ".bin"]
+NAMES = [
+    "experiment.json",
+    "configuration",
+    "tokenizer.json, ours",
+    "tokenizer.json, BPE",
+    "metrics.jsonl",
+    ".bin",
+    "a model's config.json",
+    "safetensors",
+    "safetensors index",
+    "conversations",
+    "tokenizer_config.json",
+    "questions, hellaswag",
+    "questions, arc",
+    "questions, lambada",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +77,8 @@ def test_the_good_files_are_good(targets, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_or_an_error_in_words(targets, name):
     """150 mutations each, the same on every run; `python -m tests.faults.fuzz` tries thousands a minute."""
-    directory, found = targets
+    directory, found, known = targets
+    assert found.keys() == set(NAMES)
 
     @given(st.integers(0, 2**64))
     @settings(derandomize=True, max_examples=150, deadline=None, database=None)
@@ -69,8 +86,7 @@ def test_a_value_or_an_error_in_words(targets, name):
         fuzz.attempt(name, found[name], fuzz.one(random.Random(seed), found[name][2]))
 
     attempt()
-    allowed = {"run", "config.json", "own.json", "bpe.json", "metrics.jsonl", "x.bin"}
-    assert {p.name for p in directory.iterdir()} <= allowed  # and no file but those
+    assert set(directory.rglob("*")) <= known  # and no file but those
 
 
 JSON = st.recursive(

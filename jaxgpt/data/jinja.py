@@ -77,10 +77,10 @@ def compile_template(source: str) -> Callable[..., str]:
     environment.globals.update(known)
     try:
         template = environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as e:
+    except Exception as e:  # Jinja's own, and Python's for what it was translated into
         line = getattr(e, "lineno", None)
         raise UserError(
-            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {e}. Repair it, or give another"
+            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
         ) from None
 
     def render(**variables: Any) -> str:

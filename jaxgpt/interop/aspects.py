@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxgpt.checks import short
+from jaxgpt.checks import LARGEST_COUNT, short
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 
@@ -180,12 +180,27 @@ def _spelled(config: GPTConfig) -> Json | None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+def whole(hf: Json, key: str, default: int) -> int:
+    """A number of layers."""
+    value = hf.get(key, default)
+    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+        raise UserError(f"{key}={short(value)}: needs a whole number from 0 to {LARGEST_COUNT}")
+    return value
+
+
+def _kinds(hf: Json) -> list[str]:
+    """`layer_types`; empty where there are none."""
+    kinds = hf.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
+        raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
+    return kinds
+
+
 def window_everywhere() -> Aspect:
     """Mistral's: a window for all layers, or for none."""
 
     def read(hf: Json) -> Json:
-        kinds = hf.get("layer_types") or [SLIDING]
-        if any(kind != SLIDING for kind in kinds):
+        if FULL in (kinds := _kinds(hf)):
             raise UserError(f"layer_types={short(kinds)}: of this model_type all layers have to be {SLIDING}")
         return {"sliding_window": hf.get("sliding_window", 4096)}
 
@@ -199,12 +214,10 @@ def windows(usual: Callable[[int, Json], bool], **more: Callable[[GPTConfig], An
     """
 
     def read(hf: Json) -> Json:
-        layers, size, kinds = hf.get("num_hidden_layers"), hf.get("sliding_window", 4096), hf.get("layer_types")
-        if type(layers) is not int or not 0 < layers <= 2**14:
-            raise UserError(f"num_hidden_layers={short(layers)}: needs a whole number from 1 to {2**14}")
+        layers, size, kinds = whole(hf, "num_hidden_layers", 0), hf.get("sliding_window", 4096), _kinds(hf)
         slides = [kind == SLIDING for kind in kinds] if kinds else [usual(i, hf) for i in range(layers)]
-        if len(slides) != layers or not set(kinds or [FULL]) <= {SLIDING, FULL}:
-            raise UserError(f"layer_types={short(kinds)}: needs {layers} of {SLIDING} and {FULL}")
+        if len(slides) != layers:
+            raise UserError(f"layer_types={short(kinds)}: needs {layers}, as many as num_hidden_layers")
         if size is None or not any(slides):
             return {"sliding_window": None}
         every = None if all(slides) else slides.index(False) + 1

@@ -23,6 +23,7 @@ from jaxgpt.interop.aspects import (
     rope,
     rope_by_layer,
     same,
+    whole,
     window_everywhere,
     windows,
 )
@@ -148,7 +149,7 @@ MISTRAL = Family(
 )
 
 _QWEN_WINDOWS = windows(
-    lambda layer, hf: bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 28),
+    lambda layer, hf: bool(hf.get("use_sliding_window")) and layer >= whole(hf, "max_window_layers", 28),
     use_sliding_window=lambda config: config.sliding_window is not None,
     max_window_layers=lambda config: config.n_layer if config.sliding_window is None else 0,
 )
@@ -234,7 +235,7 @@ GEMMA3 = Family(
         same("logit_softcap", "final_logit_softcapping", None),
         same("attention_softcap", "attn_logit_softcapping", None),
         always(qk_norm=True),
-        windows(lambda layer, hf: bool((layer + 1) % hf.get("sliding_window_pattern", 6))),
+        windows(lambda layer, hf: bool((layer + 1) % max(1, whole(hf, "sliding_window_pattern", 6)))),
     ),
     rows=GEMMA2.rows,
 )

@@ -14,8 +14,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxgpt.checks import short
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file, read_json
+from jaxgpt.files import is_there, open_file, read_json
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26  # bytes: a million tensors
@@ -61,10 +62,12 @@ def _files(directory: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in names.items():
             if file != os.path.basename(file) or not file.endswith(".safetensors"):
-                raise UserError(f"{directory / INDEX} names {file!r}: needs the name of a .safetensors file beside it")
+                raise UserError(
+                    f"{directory / INDEX} names {short(file)}: needs the name of a .safetensors file beside it"
+                )
             files.setdefault(directory / file, set()).add(name)
         for file in files:
-            if not file.exists():
+            if not is_there(file, f"{INDEX} names it: download it again."):
                 raise UserError(f"{file} is missing, which {INDEX} names: download it again")
         return files
     found = sorted(directory.glob("*.safetensors"))
