@@ -42,10 +42,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """
     directory = find_run(run)
     record = read_record(directory)
-    experiment = record.experiment
-    experiment = dataclasses.replace(
-        experiment, model=dataclasses.replace(experiment.model, vocab_size=record.vocab_size)
-    )
+    experiment = dataclasses.replace(record.experiment, model=record.model)
     if not 1 <= step <= experiment.train.steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train

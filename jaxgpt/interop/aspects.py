@@ -243,8 +243,8 @@ def explicit(config: GPTConfig) -> GPTConfig:
         n_kv_head=config.kv_heads,
         head_dim=config.head_size,
         mlp_dim=config.mlp_hidden,
-        qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
-        out_bias=config.bias if config.out_bias is None else config.out_bias,
+        qkv_bias=config.has_qkv_bias,
+        out_bias=config.has_out_bias,
         query_scale=float(config.head_size if config.query_scale is None else config.query_scale),
     )
 

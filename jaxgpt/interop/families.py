@@ -87,6 +87,8 @@ def _body(
     )
 
 
+_ROPE_AND_GATE = (rope(), named("activation", "hidden_act", GATED, "silu"))
+
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
@@ -125,8 +127,7 @@ LLAMA = Family(
     base="model.",
     aspects=(
         *_body(),
-        rope(),
-        named("activation", "hidden_act", GATED, "silu"),
+        *_ROPE_AND_GATE,
         attention_bias(),
         same("bias", "mlp_bias", False),
     ),
@@ -140,8 +141,7 @@ MISTRAL = Family(
     base="model.",
     aspects=(
         *_body(context=131_072),
-        rope(),
-        named("activation", "hidden_act", GATED, "silu"),
+        *_ROPE_AND_GATE,
         window_everywhere(),
     ),
     rows=LLAMA.rows,
@@ -160,8 +160,7 @@ QWEN2 = Family(
     base="model.",
     aspects=(
         *_body(context=32_768),
-        rope(),
-        named("activation", "hidden_act", GATED, "silu"),
+        *_ROPE_AND_GATE,
         always(qkv_bias=True, out_bias=False),
         _QWEN_WINDOWS,
     ),
@@ -175,8 +174,7 @@ QWEN3 = Family(
     base="model.",
     aspects=(
         *_body(context=32_768, head_dim=128),
-        rope(),
-        named("activation", "hidden_act", GATED, "silu"),
+        *_ROPE_AND_GATE,
         attention_bias(),
         always(qk_norm=True),
         _QWEN_WINDOWS,
@@ -278,8 +276,7 @@ OLMO2 = Family(
     base="model.",
     aspects=(
         *_body(eps=1e-5),
-        rope(),
-        named("activation", "hidden_act", GATED, "silu"),
+        *_ROPE_AND_GATE,
         attention_bias(),
         always(norm_position="output", qk_norm=True, qk_norm_over="heads"),
     ),

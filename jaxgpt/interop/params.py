@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxgpt.interop.weights import Made, Tensor, in_words, read
 from jaxgpt.model import GPT
 
 
+@functools.lru_cache(maxsize=4)  # a model is asked for several times, and 48 layers take seconds to trace
 def shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Of each parameter, by its path: {"h_0/attn/q/kernel": (768, 768)}. The layers are apart, whatever `scan_layers`."""
     assert not config.scan_layers
@@ -42,8 +43,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
         _in_file(row.theirs, tensors, family): their_shape([shapes[path] for path in row.ours], row.layout)
         for row in family.tensors(config, shapes)
     }
-    idle = re.compile("|".join([*map(re.escape, family.masks), "(?!)"]))
-    extra = {name for name in tensors.keys() - wanted.keys() if not re.search(f"({idle.pattern})$", name)}
+    extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.masks)}
     if config.tie_embeddings:  # many files have the output matrix all the same: it is the embedding
         extra -= {row.theirs for row in family.rows if row.ours == ("lm_head",)}
     misshapen = [

@@ -67,14 +67,16 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
                 f"{field}={size} does not divide over parallel.{axis}={n}: take {field}={near}, or {axis} from {counts}"
             )
     both = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    biases = {
-        "n_head x head size": config.n_head * config.head_size,
-        "n_kv_head x head size": config.kv_heads * config.head_size,
-    }
-    for field, size in (biases | {"mlp_dim": config.mlp_hidden} if config.bias else {}).items():
+    vectors = {}
+    if config.has_qkv_bias or (config.qk_norm and config.qk_norm_over == "heads"):
+        vectors["n_head x head size"] = config.n_head * config.head_size
+        vectors["n_kv_head x head size"] = config.kv_heads * config.head_size
+    if config.bias:
+        vectors["mlp_dim"] = config.mlp_hidden
+    for field, size in vectors.items():
         if size % both:
             raise UserError(
-                f"a bias of {field} = {size} numbers does not divide over parallel.fsdp x tensor = {both}: "
+                f"a bias or scale of {field} = {size} numbers does not divide over parallel.fsdp x tensor = {both}: "
                 "take other sizes, or --no-model.bias"
             )
 

@@ -184,7 +184,11 @@ def mesh(config, **sizes):
         ),
         (lambda: mesh(GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
         (lambda: mesh(GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take model.vocab_size=102 or 104"),
-        (lambda: mesh(GPTConfig(n_head=8), fsdp=256, tensor=8), "a bias of n_head x head size = 768 .* = 2048"),
+        (
+            lambda: mesh(GPTConfig(n_head=8), fsdp=256, tensor=8),
+            "a bias or scale of n_head x head size = 768 .* = 2048",
+        ),
+        (lambda: mesh(GPTConfig(n_head=8, bias=False, qkv_bias=True), fsdp=256, tensor=8), "n_head x head size = 768"),
         (lambda: mesh(GPTConfig(), fsdp=512), r"n_embd=768 does not divide over parallel.fsdp=512"),
         (lambda: share(12, 8, ParallelConfig()), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
         (lambda: share(4, 8, ParallelConfig()), "batch_size=4 does not divide over 8 devices: .* 8,"),
