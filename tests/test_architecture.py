@@ -15,10 +15,11 @@ PACKAGE = REPOSITORY / "jaxgpt"
 ROWS = [
     ["__main__", "__init__", "harness"],
     ["loop", "plan", "replay", "start", "import_hf", "export_hf"],
-    ["evaluate", "interop"],
+    ["evaluate"],
     ["run", "autopsy", "log"],
     ["progress"],
     ["record", "interrupts", "experiment_file"],
+    ["interop"],
     ["checkpoint", "sample"],
     ["parallel"],
     ["train"],
