@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxgpt.config import DataConfig as DataConfig
     from jaxgpt.config import Experiment as Experiment
     from jaxgpt.config import GPTConfig as GPTConfig
+    from jaxgpt.config import LoraConfig as LoraConfig
     from jaxgpt.config import OptimConfig as OptimConfig
     from jaxgpt.config import ParallelConfig as ParallelConfig
     from jaxgpt.config import TrainConfig as TrainConfig
@@ -34,6 +35,7 @@ _HOME = {
     "GPT": "model",
     "GPTConfig": "config",
     "Generated": "sample.generate",
+    "LoraConfig": "config",
     "OptimConfig": "config",
     "ParallelConfig": "config",
     "Run": "run",

@@ -198,10 +198,12 @@ def plan(argv: list[str]) -> None:
     if options.topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     start_jax()
+    from jaxgpt.init_from import begun
     from jaxgpt.plan import plan, table
     from jaxgpt.run import vocabulary
 
-    found = plan(options.experiment, vocabulary(options.experiment), topology=options.topology, say=say)
+    experiment, _ = begun(options.experiment)
+    found = plan(experiment, vocabulary(experiment), topology=options.topology, say=say)
     print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
 
 
@@ -284,7 +286,7 @@ def _default_experiment(argv: list[str]) -> Experiment:
             if is_run(directory):
                 from jaxgpt.record import read_record
 
-                return read_record(directory).experiment
+                return read_record(directory).given
     return EXPERIMENTS["quickstart"]()
 
 

@@ -218,7 +218,7 @@ def write_autopsy(
     exact = all(int(m["skipped"]) for m in later)
     of_step = step - 1 if exact else step + len(later)
     batch = training_batch(dataset, experiment, step)
-    params, found, unknown = multihost.on_one_device(state.params), None, None
+    params, found, unknown = multihost.on_one_device(trainer.whole(state)), None, None
     if params is None:
         unknown = "no process holds the whole of the parameters"
     else:

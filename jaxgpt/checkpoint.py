@@ -223,6 +223,10 @@ class Checkpoints:
             )
         return None
 
+    def files(self, step: int) -> dict[str, list]:
+        """Each file of a good checkpoint: its bytes and SHA-256."""
+        return self._read(step, manifest.read)["files"]
+
     def set_aside_after(self, step: int) -> None:
         """Give damaged checkpoints after a good one another name. Only for who holds the run's lock."""
         for later in (s for s in self.steps() if s > step):
@@ -232,7 +236,7 @@ class Checkpoints:
             (self._directory / str(later)).rename(aside)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The whole state; `like` gives shapes, dtypes and places."""
+        """The whole state but for what adapters are of, which is not saved; `like` gives shapes, dtypes and places."""
         restored = self._restore(step, **{PARAMS: like.params, REST: _rest(like)})
         return TrainState(params=restored[PARAMS], **restored[REST])
 

@@ -35,6 +35,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
         return any(_is_a(value, h) for h in get_args(hint))
+    if get_origin(hint) is tuple:  # of any length
+        return isinstance(value, tuple) and all(_is_a(item, get_args(hint)[0]) for item in value)
     if hint is float:  # an int is a fine learning rate; True is not
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -47,6 +49,8 @@ def _say(hint: Any) -> str:
         return "one of " + ", ".join(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_say(h) for h in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list, of each {_say(get_args(hint)[0])}"
     names = {
         int: "a whole number",
         float: "a number",

@@ -138,7 +138,12 @@ def _trained(directory: Path, run: Run, record: Record) -> list[str]:
     seconds = max((x["seconds"] for x in read_metrics(directory / "metrics.jsonl") if x.get("seconds")), default=None)
     text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
     size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
-    said = [
+    said = []
+    if experiment.train.init_from is not None:
+        lora = experiment.lora
+        how = "" if lora.rank is None else f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in"
+        said.append(f"- Starting from `{experiment.train.init_from}`{how}.")
+    said += [
         f"- Text: {text}{size}; tokenizer `{Path(experiment.data.tokenizer).name}`.",
         f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
         f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",

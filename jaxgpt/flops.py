@@ -9,16 +9,18 @@ def count_parameters(params) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def train_flops_per_token(config: GPTConfig, n_params: int) -> float:
+def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0) -> float:
     """Forward and backward: 6 per weight in a matrix product, and 12 L N H T for attention's two products.
 
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Looked-up embeddings multiply nothing, unless
-    they are the output matrix as well. The causal half that kernels skip is counted, as is usual.
+    they are the output matrix as well. The causal half that kernels skip is counted, as is usual. in_adapters:
+    parameters of adapters, if they alone are trained: the others then have no gradient, which is 2 of the 6.
     """
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:
         looked_up += config.vocab_size * config.n_embd
-    return 6.0 * (n_params - looked_up) + 6.0 * attention_flops(config)
+    each = 4.0 if in_adapters else 6.0
+    return each * (n_params - looked_up) + 6.0 * in_adapters + 6.0 * attention_flops(config)
 
 
 def attention_flops(config: GPTConfig) -> float:

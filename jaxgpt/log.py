@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.flops import count_parameters, train_flops_per_token
+from jaxgpt.flops import train_flops_per_token
 from jaxgpt.metrics import MetricsFile
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind
@@ -26,11 +26,11 @@ class Log:
     ):
         self._experiment, self._trainer, self._directory, self._start = experiment, trainer, directory, start
         train = experiment.train
-        self._n_params = count_parameters(trainer.strategy.state.params)
+        self._n_params, self._in_adapters = trainer.parameters
         self._tokens_per_step = train.batch_size * experiment.model.block_size
         limits = peaks(device_kind())  # None: unknown, and so is the MFU
         devices = len(trainer.strategy.devices)
-        per_token = train_flops_per_token(experiment.model, self._n_params)
+        per_token = train_flops_per_token(experiment.model, self._n_params, self._in_adapters)
         self._mfu_of_rate = None if limits is None else per_token / (limits.flops * devices)
         self._display = Display(train.steps, start, show=show)
         self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_leader() else None)
@@ -41,7 +41,10 @@ class Log:
         experiment, strategy, shares = self._experiment, self._trainer.strategy, self._trainer.shares
         say, train = self._display.say, experiment.train
         hardware = f"{len(strategy.devices)} x {device_kind()}, {self._trainer.options.reason}"
-        say(f"{experiment.name}: {self._n_params:,} parameters, {hardware}")
+        adapters = f" and {self._in_adapters:,} in adapters, which alone are trained" if self._in_adapters else ""
+        say(f"{experiment.name}: {self._n_params:,} parameters{adapters}, {hardware}")
+        if train.init_from is not None and not self._start:
+            say(f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens")
         if shares.shards * shares.accumulation > 1:
             say(
                 f"{strategy.name}: {train.batch_size} sequences per step are {shares.shards} parts of "

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jaxgpt.autopsy import why_skipped, write_autopsy
@@ -17,6 +17,8 @@ from jaxgpt.data.dataset import Dataset, prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
+from jaxgpt.init_from import Weights, begun, origin_of, state_at
+from jaxgpt.interop.source import keep_companions
 from jaxgpt.interrupts import signals
 from jaxgpt.log import Log
 from jaxgpt.metrics import read_metrics, rewind_metrics
@@ -68,10 +70,11 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     existing = existing_run(directory, fresh)
     if existing:
         refuse_other_configuration(directory, experiment)
-    dataset = prepare(experiment.data, block_size=experiment.model.block_size, vocab_size=experiment.model.vocab_size)
+    full, weights = begun(experiment, directory if existing else None)
+    dataset = prepare(full.data, block_size=full.model.block_size, vocab_size=full.model.vocab_size)
     if existing:
         refuse_other_data(directory, dataset)
-    resolved = dataclasses.replace(experiment, model=resolve_vocab(experiment.model, dataset.tokenizer))
+    resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
     trainer = make_trainer(resolved)
     strategy, model = trainer.strategy, resolved.model
     hidden_bytes = trainer.shares.micro * model.block_size * model.n_embd * 2  # of one activation in 16 bits
@@ -94,6 +97,8 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                     raise UserError(
                         f"another process has just begun a run in {directory}: start again to go on with it"
                     )
+                if weights is not None:
+                    keep_companions(weights().directory, directory)
                 write_record(
                     directory,
                     experiment,
@@ -101,6 +106,7 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
                     data=dataset.fingerprint,
                     vocab_size=resolved.model.vocab_size,
                     tokenizer_config=dataset.tokenizer_config,
+                    origin=None if weights is None else origin_of(weights(), resolved.model),
                 )
             checkpoints.clean()
             step = checkpoints.good() or 0
@@ -109,7 +115,7 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
             return step
 
         start = multihost.by_leader(begin)
-        _train(resolved, directory, dataset, trainer, checkpoints, watchdog, start, progress)
+        _train(resolved, directory, dataset, trainer, weights, checkpoints, watchdog, start, progress)
 
 
 def _train(
@@ -117,17 +123,19 @@ def _train(
     directory: Path,
     dataset: Dataset,
     trainer: Trainer,
+    weights: Callable[[], Weights] | None,
     checkpoints: Checkpoints,
     watchdog: Watchdog,
     start: int,
     progress: bool,
 ) -> None:
-    """From the checkpoint of step `start`, 0 for none, to the end. experiment: with the size of its vocabulary."""
+    """From the checkpoint of step `start`, 0 for none, to the end. experiment: with the size of its vocabulary.
+    weights: see `state_at`."""
     train, strategy, shares = experiment.train, trainer.strategy, trainer.shares
     leader = multihost.is_leader()
     keep_freed_memory()
     init_key, dropout_key = run_keys(train.seed)
-    state = strategy.from_checkpoint(checkpoints.restore(start, strategy.state)) if start else strategy.init(init_key)
+    state = state_at(trainer, weights, init_key, checkpoints, start)
     kept = read_metrics(directory / "metrics.jsonl")
     best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
 
@@ -216,7 +224,7 @@ def _train(
                     return
 
         with log.clock.paused():
-            val_loss, _ = mean_loss(trainer.evaluate, state.params, watchdog.each(until_asked(), step))
+            val_loss, _ = mean_loss(trainer.evaluate, trainer.whole(state), watchdog.each(until_asked(), step))
         return None if caught else val_loss
 
     def measures(step: int) -> bool:

@@ -9,6 +9,8 @@ MATRICES = (
     "kernel",
     "embedding",
     "lm_head",
+    "lora_a",
+    "lora_b",
 )  # the names of parameters that are matrices, stacked by scan or not
 
 
@@ -67,11 +69,11 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 
 
 def muon_labels(params) -> dict:
-    """ "muon" for the kernels inside blocks, "adamw" for embeddings, head, norms and biases."""
+    """ "muon" for the kernels inside blocks and their adapters, "adamw" for embeddings, head, norms and biases."""
 
     def label(path, _) -> str:
         in_block = _name(path[0]).split("_")[0] == "h"
-        return "muon" if in_block and _name(path[-1]) == "kernel" else "adamw"
+        return "muon" if in_block and _name(path[-1]) in ("kernel", "lora_a", "lora_b") else "adamw"
 
     return jax.tree.map_with_path(label, params)
 

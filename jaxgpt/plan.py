@@ -12,7 +12,7 @@ import jax
 
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.flops import attention_flops, count_parameters, train_flops_per_token
+from jaxgpt.flops import attention_flops, train_flops_per_token
 from jaxgpt.hlo import Collective, Program, read_hlo
 from jaxgpt.parallel.device import memory_of
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
@@ -197,9 +197,9 @@ def _read(
 ) -> Plan:
     train, config, strategy = experiment.train, experiment.model, trainer.strategy
     used = strategy.devices
-    parameters = count_parameters(strategy.state.params)
+    parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
-    flops_per_token = train_flops_per_token(config, parameters)
+    flops_per_token = train_flops_per_token(config, parameters, in_adapters)
     flops = (
         program.flops
         + program.custom_flops

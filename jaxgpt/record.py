@@ -17,7 +17,7 @@ from typing import Any
 
 import filelock
 
-from jaxgpt.checks import LARGEST_SIZE, short
+from jaxgpt.checks import LARGEST_SIZE, check_types, short
 from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizer import Tokenizer
@@ -39,15 +39,32 @@ CHANGEABLE = (
     "train.keep_every",
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
-BEGINNINGS = re.compile(r"\.lock|(tokenizer|tokenizer_config|experiment)\.json(\..*)?")
+BEGINNINGS = re.compile(
+    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf"
+)
 LARGEST_RECORD = 2**24  # bytes of experiment.json: a hundred thousand token files
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The weights that a run began with, which `train.init_from` names."""
+
+    directory: str  # where they were
+    step: int | None  # of a run
+    sha256: str  # see `init_from.Weights`
+    model: GPTConfig  # theirs, with what the experiment decides
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """`experiment.json`, read."""
 
-    experiment: Experiment
+    experiment: Experiment  # as it is trained: with the architecture and the tokenizer of `origin`
+    given: Experiment  # as it was asked for
+    origin: Origin | None
     vocab_size: int
     data: dict[str, Any]  # the dataset's fingerprint
     imported: dict[str, Any] | None  # of a model that was not trained here: where it came from
@@ -69,6 +86,7 @@ def write_record(
     vocab_size: int | None,
     tokenizer_config: dict[str, Any] | None = None,
     imported: dict[str, Any] | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
 
@@ -83,6 +101,7 @@ def write_record(
         "vocab_size": vocab_size,
         "data": data,
         "imported": imported,
+        "origin": None if origin is None else to_dict(origin),
         "versions": {
             "python": platform.python_version(),
             **{
@@ -95,8 +114,10 @@ def write_record(
         "git_commit": _git_commit(),
     }
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
-    if tokenizer_config:
-        write_whole(directory / "tokenizer_config.json", json.dumps(tokenizer_config, indent=1) + "\n")
+    if tokenizer_config:  # what is there came with the model that training starts from
+        path = directory / "tokenizer_config.json"
+        there = read_json(path, LARGEST_RECORD) if path.exists() else {}
+        write_whole(path, json.dumps((there if isinstance(there, dict) else {}) | tokenizer_config, indent=1) + "\n")
     write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
 
 
@@ -113,9 +134,19 @@ def read_record(directory: Path) -> Record:
     vocab_size, data = record.get("vocab_size"), record.get("data")
     if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE or not isinstance(data, dict):
         raise UserError(f"{path} is damaged: vocab_size={short(vocab_size)}, data={short(data)}")
+    origin = None
     try:
-        experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
+        given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
+        if (begun := record.get("origin")) is not None:
+            origin = from_dict(Origin, begun, "origin.")
+            experiment = dataclasses.replace(
+                given,
+                model=origin.model,
+                data=dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json")),
+            )
         dataclasses.replace(experiment.model, vocab_size=vocab_size)
+        if (given.train.init_from is None) != (origin is None):
+            raise UserError(f"train.init_from={given.train.init_from}, but origin {short(begun)}")
     except UserError as e:
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
     imported = record.get("imported")
@@ -124,6 +155,8 @@ def read_record(directory: Path) -> Record:
     command = record.get("command")
     return Record(
         experiment=experiment,
+        given=given,
+        origin=origin,
         vocab_size=vocab_size,
         data=data,
         imported=imported,
@@ -172,18 +205,28 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     is kept of it."""
     record = read_record(directory)
     if record.imported is not None:
-        raise UserError(f"{directory} holds an imported model, not a run to go on with: name another --run-dir")
+        raise UserError(
+            f"{directory} holds an imported model, not a run to go on with: name another "
+            f"--run-dir, and start from this one with --train.init-from {directory}"
+        )
     changed = {
         name: values
-        for name, values in differences(record.experiment, experiment).items()
+        for name, values in _fewest_differences(record, experiment).items()
         if not name.startswith("parallel.") and name not in CHANGEABLE
     }
+    if None not in changed.get("train.init_from", (None,)):
+        del changed["train.init_from"]  # the same weights in another place, which their SHA-256 tells
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
         raise UserError(
             f"{directory} holds a run with another configuration: {listed}. "
             "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
         )
+
+
+def _fewest_differences(record: Record, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
+    """The same experiment may be given as it was written, or as `load` returns it."""
+    return min((differences(known, experiment) for known in (record.given, record.experiment)), key=len)
 
 
 def refuse_other_data(directory: Path, dataset: Dataset) -> None:

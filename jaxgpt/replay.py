@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.errors import UserError
+from jaxgpt.init_from import base_of, state_at
 from jaxgpt.metrics import read_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.paths import find_run
 from jaxgpt.record import read_record, refuse_other_data
 from jaxgpt.train import NOT_FINITE, run_keys
@@ -52,8 +54,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     strategy = trainer.strategy
 
     init_key, key = run_keys(train.seed)
-    start, origin, state = _state_before(directory, step, trainer)
-    state = strategy.init(init_key) if state is None else state
+    start, origin, checkpoints = _newest_before(directory, step)
+    weights = None if record.origin is None else functools.partial(base_of, record)
+    state = state_at(trainer, weights, init_key, checkpoints, start)
     say(f"{strategy.name}: steps {start + 1} to {step}, from {origin}")
     batches = training_batches(
         dataset.train,
@@ -71,7 +74,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     assert int(state.step) == step
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
-        params = multihost.on_one_device(state.params)
+        params = multihost.on_one_device(trainer.whole(state))
         findings = examine(trainer, params, training_batch(dataset, experiment, step), key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
@@ -92,15 +95,14 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     )
 
 
-def _state_before(directory: Path, step: int, trainer: Trainer) -> tuple[int, str, Any]:
-    """(its step, where it was, the newest state before `step`); the state is None where none was kept."""
+def _newest_before(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
+    """(the newest step before `step` whose state was kept, or 0; in words where; there)."""
     places = {"the state in the autopsy": state_before(directory, step), "the checkpoint": directory / "checkpoints"}
-    for named, place in places.items():
-        checkpoints = Checkpoints(place)
-        if (kept := checkpoints.good(before=step)) is not None:
-            state = checkpoints.restore(kept, trainer.strategy.state)
-            return kept, f"{named}, after step {kept}", trainer.strategy.from_checkpoint(state)
-    return 0, "the seed", None
+    kept = {named: Checkpoints(place) for named, place in places.items()}
+    for named, checkpoints in kept.items():
+        if (newest := checkpoints.good(before=step)) is not None:
+            return newest, f"{named}, after step {newest}", checkpoints
+    return 0, "the seed", kept["the checkpoint"]
 
 
 def replay_table(found: Replayed) -> str:

@@ -19,6 +19,7 @@ from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, promp
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
 from jaxgpt.errors import UserError
+from jaxgpt.init_from import restored_params
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
@@ -222,7 +223,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         step = checkpoints.good(which)
         assert step is not None
         shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))["params"]
-        params = one_copy(checkpoints.restore_params(step, placed(shapes, whole_everywhere())))
+        params = one_copy(restored_params(record, checkpoints, step, placed(shapes, whole_everywhere())))
         val_loss = checkpoints.val_loss(step)
     finally:
         checkpoints.close()

@@ -1,5 +1,6 @@
 """One training step, as pure functions. Transformations (jit, donation, devices) are applied in `parallel`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxgpt.config import NO_LORA, LoraConfig
 from jaxgpt.data.pipeline import Batch
+from jaxgpt.lora import init_adapters, merged
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 
@@ -38,9 +41,10 @@ class TrainState:
     """All that changes from step to step; with the experiment and the data it is the whole run."""
 
     step: jax.Array  # int32: batches seen, of which all but `guard.skipped` moved the parameters
-    params: Any  # float32
+    params: Any  # float32: all those that are trained
     opt_state: optax.OptState
     guard: Guard
+    base: Any = None  # where `params` are adapters, the parameters that they are of, which stay; see `whole`
 
 
 def run_keys(seed: int) -> tuple[jax.Array, jax.Array]:
@@ -49,10 +53,28 @@ def run_keys(seed: int) -> tuple[jax.Array, jax.Array]:
     return init_key, dropout_key
 
 
-def init_state(model: GPT, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """The state of step 0. Parameters depend on the key alone, not on any batch."""
-    params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), guard=Guard.new())
+def init_state(
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    params: Any = None,
+    *,
+    lora: LoraConfig = NO_LORA,
+) -> TrainState:
+    """The state of step 0. params: of the model, to start from; None: drawn from the key alone, whatever the batch."""
+    base = None
+    if params is None:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    if lora.rank is not None:
+        base, params = params, init_adapters(lora, jax.random.fold_in(key, 1), params)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), guard=Guard.new(), base=base
+    )
+
+
+def whole(state: TrainState, *, lora: LoraConfig) -> Any:
+    """The parameters as the model takes them."""
+    return state.params if state.base is None else merged(lora, state.base, state.params)
 
 
 def train_step(
@@ -63,6 +85,7 @@ def train_step(
     model: GPT,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    lora: LoraConfig = NO_LORA,
     accumulation: int = 1,
     loss_chunk: int | None = None,
     skip_spikes: float | None = None,
@@ -81,9 +104,12 @@ def train_step(
     step_key = jax.random.fold_in(key, state.step)
 
     def gradients(micro: Batch, index) -> tuple:
-        loss = functools.partial(
-            batch_loss, micro=micro, key=jax.random.fold_in(step_key, index), model=model, loss_chunk=loss_chunk
-        )
+        micro_key = jax.random.fold_in(step_key, index)
+
+        def loss(params) -> tuple[jax.Array, jax.Array]:
+            params = whole(dataclasses.replace(state, params=params), lora=lora)
+            return batch_loss(params, micro, micro_key, model=model, loss_chunk=loss_chunk)
+
         (nats, count), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return nats, count, grads
 
@@ -110,7 +136,7 @@ def train_step(
     new = (optax.apply_updates(state.params, updates), opt_state)
     old = (state.params, state.opt_state)
     params, opt_state = jax.tree.map(lambda new, old: jnp.where(verdict["skipped"] == TAKEN, new, old), new, old)
-    state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, guard=guard)
+    state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, guard=guard)
     return state, {"loss": loss, "grad_norm": norm, "learning_rate": rate} | verdict
 
 

@@ -39,8 +39,8 @@ def changed(experiment, **parts):
 def plant(monkeypatch, index, value, *path):
     """In one parameter of the initial state."""
 
-    def planted(*args):
-        state = init_state(*args)
+    def planted(*args, **kwargs):
+        state = init_state(*args, **kwargs)
         place = state.params
         for name in path[:-1]:
             place = place[name]

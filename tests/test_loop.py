@@ -53,6 +53,7 @@ def test_the_run_directory(run, experiment):
     assert set(record) == {"format", "experiment", "vocab_size", "data", "versions", "device", "git_commit"} | {
         "command",
         "imported",
+        "origin",
     }
     assert record["versions"]["jax"] == jax.__version__
     assert not differences(read_record(run.directory).experiment, experiment)

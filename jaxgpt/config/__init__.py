@@ -7,16 +7,26 @@ its help text on the command line.
 from typing import Literal
 
 from jaxgpt.config.dicts import differences, from_dict, to_dict
-from jaxgpt.config.experiment import DataConfig, Experiment, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config.experiment import (
+    NO_LORA,
+    DataConfig,
+    Experiment,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from jaxgpt.config.model import GPTConfig
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 Task = Literal["hellaswag", "arc", "lambada"]  # whose shapes of files with questions can be read
 
 __all__ = [
+    "NO_LORA",
     "DataConfig",
     "Experiment",
     "GPTConfig",
+    "LoraConfig",
     "OptimConfig",
     "ParallelConfig",
     "Precision",

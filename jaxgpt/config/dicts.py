@@ -40,7 +40,11 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
     return cls(
         **{
-            key: from_dict(hints[key], value, f"{where}{key}.") if dataclasses.is_dataclass(hints[key]) else value
+            key: from_dict(hints[key], value, f"{where}{key}.")
+            if dataclasses.is_dataclass(hints[key])
+            else tuple(value)
+            if isinstance(value, list)
+            else value
             for key, value in values.items()
         }
     )

@@ -78,12 +78,37 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685): with a rank, they alone are trained, on top of the weights that
+    train.init_from names."""
+
+    rank: int | None = None  # of what an adapter adds to its matrix; None: no adapters, all parameters are trained
+    alpha: float = 16.0  # what an adapter adds is multiplied by alpha / rank
+    # matrices of a block that have one: q, k, v, c_fc, c_gate, and c_proj, which attention and MLP both have
+    targets: tuple[str, ...] = ("q", "v")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        at_least(self, 1, "rank")
+        at_most(self, LARGEST_SIZE, "rank")
+        above_zero(self, "alpha")
+        if not self.targets:
+            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
+
+
+NO_LORA = LoraConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The loop. A step is one optimiser step, whatever the devices and the accumulation."""
 
     steps: int = 1000  # optimiser steps
     batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
     seed: int = 0  # of initialisation, data order and dropout
+    # a run, a model's directory or its id on the Hub, with whose architecture, tokenizer and weights training starts;
+    # of the model only dropout, remat, scan_layers and a shorter block_size are the experiment's. None: from nothing
+    init_from: str | None = None
     # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # kernel; auto: splash on TPU, cudnn on Nvidia's, where shape and dropout allow, else plain
@@ -158,6 +183,7 @@ class Experiment:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -165,6 +191,10 @@ class Experiment:
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(
                 f"name={short(self.name)}: it names a directory, so letters, digits, '-' and '_' only, at most 200 bytes"
+            )
+        if self.lora.rank is not None and self.train.init_from is None:
+            raise UserError(
+                f"lora.rank={self.lora.rank} trains adapters of weights that are there: name them with --train.init-from"
             )
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:

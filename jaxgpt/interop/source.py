@@ -17,6 +17,7 @@ from jaxgpt.interop.family import Family
 from jaxgpt.interop.hub import local_directory
 from jaxgpt.interop.params import check
 from jaxgpt.interop.weights import Tensor, stored
+from jaxgpt.paths import is_run
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
@@ -72,7 +73,7 @@ def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokeniz
         raise UserError(
             f"{directory} has no tokenizer.json. Where other tokenizer files are there, transformers makes it: "
             f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'); or give another one with "
-            "--tokenizer FILE, or do without (--tokenizer ids)"
+            "--tokenizer FILE (where it is to be trained, --data.tokenizer FILE), or do without (ids for FILE)"
         )
     tokenizer = load_tokenizer(path)
     over = config.vocab_size - tokenizer.vocab_size
@@ -85,9 +86,10 @@ def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokeniz
 
 
 def keep_companions(source: Path, run: Path) -> None:
-    """Copy them into a run directory."""
-    (run / KEPT).mkdir()
-    for folder, names in ((run, BESIDE_TOKENIZER), (run / KEPT, IN_KEPT)):
+    """Copy them into a run directory. source: a model's directory, or that of another run."""
+    kept = source / KEPT if is_run(source) else source
+    for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / KEPT, IN_KEPT)):
         for name in names:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+            if (here / name).is_file():
+                there.mkdir(exist_ok=True)
+                shutil.copyfile(here / name, there / name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import optax
 
-from jaxgpt.config import ParallelConfig
+from jaxgpt.config import NO_LORA, LoraConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.mesh import mesh
@@ -19,6 +19,8 @@ def choose_strategy(
     model: GPT,
     optimizer: optax.GradientTransformation,
     devices: Sequence[jax.Device] | None = None,
+    *,
+    lora: LoraConfig = NO_LORA,
 ) -> Strategy:
     """devices: None: all there are; a topology's, to compile for them. Raises `UserError` where they do not fit."""
     name = config.strategy
@@ -31,7 +33,7 @@ def choose_strategy(
     if name == "single":
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return single(model, optimizer, devices)
+        return single(model, optimizer, devices, lora=lora)
     if name == "pmap":
-        return pmap(model, optimizer, devices)
-    return mesh(model, optimizer, devices, config=config)
+        return pmap(model, optimizer, devices, lora=lora)
+    return mesh(model, optimizer, devices, config=config, lora=lora)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.config import ParallelConfig
+from jaxgpt.config import NO_LORA, LoraConfig, ParallelConfig
 from jaxgpt.layers.block import Spread
 from jaxgpt.model import GPT
 from jaxgpt.parallel.replicas import checksum
@@ -29,6 +29,7 @@ def mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     config: ParallelConfig,
+    lora: LoraConfig = NO_LORA,
 ) -> Strategy:
     """devices: None: all, those of other processes too. Raises `UserError` where sizes do not divide."""
     devices = jax.devices() if devices is None else devices
@@ -37,7 +38,7 @@ def mesh(
     check_divisible(model.config, grid)
     rows = NamedSharding(grid, BATCH)
     whole = NamedSharding(grid, P())
-    init, shapes = initial(model, optimizer)
+    init, shapes = initial(model, optimizer, lora)
     places = state_shardings(shapes, model.axes(), optimizer, grid)
 
     def my_rows(B: int) -> np.ndarray:

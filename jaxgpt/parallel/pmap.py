@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxgpt.config import NO_LORA, LoraConfig
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
@@ -21,9 +22,15 @@ from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 AXIS = "devices"
 
 
-def pmap(model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None) -> Strategy:
+def pmap(
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    lora: LoraConfig = NO_LORA,
+) -> Strategy:
     """devices: None: all, those of other processes too."""
-    init, shapes = initial(model, optimizer)
+    init, shapes = initial(model, optimizer, lora)
     everywhere = jax.devices() if devices is None else list(devices)
     here = jax.local_devices() if devices is None else everywhere
     copies = NamedSharding(Mesh(np.asarray(here), AXIS), PartitionSpec())

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
+from jaxgpt.lora import adapter_axes
 from jaxgpt.train import TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -32,9 +33,11 @@ RULES = [
 def state_shardings(state: TrainState, axes: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A NamedSharding for every array of a state: the optimiser's lie as the parameters that they belong to.
 
-    state: shapes. axes: the parameters' logical axes, `GPT.axes()`.
+    state: shapes. axes: the logical axes of the model's parameters, `GPT.axes()`.
     """
-    params = nn.logical_to_mesh_sharding(axes, mesh, RULES)
+    params, base = nn.logical_to_mesh_sharding(axes, mesh, RULES), None
+    if state.base is not None:
+        base, params = params, nn.logical_to_mesh_sharding(adapter_axes(state.params, axes), mesh, RULES)
     whole = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer.init,
@@ -45,7 +48,7 @@ def state_shardings(state: TrainState, axes: Any, optimizer: optax.GradientTrans
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # where Muon and AdamW leave parameters to each other
     )
     guard = jax.tree.map(lambda _: whole, state.guard)
-    return TrainState(step=whole, params=params, opt_state=opt_state, guard=guard)  # type: ignore[arg-type]
+    return TrainState(step=whole, params=params, opt_state=opt_state, guard=guard, base=base)  # type: ignore[arg-type]
 
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:

@@ -6,17 +6,22 @@ import jax
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from jaxgpt.config import NO_LORA, LoraConfig
 from jaxgpt.model import GPT
 from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 
 
 def single(
-    model: GPT, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    lora: LoraConfig = NO_LORA,
 ) -> Strategy:
     """On the first device."""
     device = (devices or jax.local_devices())[0]
     place = SingleDeviceSharding(device)
-    init, shapes = initial(model, optimizer)
+    init, shapes = initial(model, optimizer, lora)
     return Strategy(
         name="one device",
         devices=(device,),

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxgpt.config import ParallelConfig
+from jaxgpt.config import LoraConfig, ParallelConfig
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import ON_ONE_DEVICE, Spread
@@ -35,16 +35,18 @@ class Strategy:
     shards: int  # parts that a batch is cut into
     # programs side by side, each with a part of the rows and a key of its own, folded from its number; None: one for all
     programs: int | None = None
-    init: Callable[[jax.Array], TrainState]  # key -> state, compiled; each array is made where it stays
+    # key, and parameters to start from if not from random ones -> state, compiled; each array is made where it stays
+    init: Callable[..., TrainState]
     state: TrainState  # shapes and places of a state as checkpoints are read
     step: Callable[[Callable], Any]  # `train_step(state, batch, key)`, compiled; the old state's memory is given on
     evaluate: Callable[[Callable], Any]  # `eval_step(params, batch)`, compiled
     batch: Callable[[int, int], Batch]  # (B, T) -> shapes and places of a training batch, to compile ahead of time
     rows: Callable[[int], np.ndarray] = np.arange  # B -> the rows of a batch that this process reads
     place: Callable[[Batch], Batch] = unchanged  # those rows -> what `step` and `evaluate` take
-    # What checkpoints hold is the same for every strategy: each number once, without an axis of devices.
-    to_checkpoint: Callable[[TrainState], TrainState] = unchanged
-    from_checkpoint: Callable[[TrainState], TrainState] = unchanged
+    # What checkpoints hold is the same for every strategy: each number once, without an axis of devices. Of a state, or
+    # of parameters alone.
+    to_checkpoint: Callable[[Any], Any] = unchanged
+    from_checkpoint: Callable[[Any], Any] = unchanged
     # state -> uint32 [copies of it, parts of it], a checksum of what each of `devices` holds; None: there is one copy
     checksums: Callable[[TrainState], jax.Array] | None = None
     spread: Spread = ON_ONE_DEVICE  # for GPT.spread
@@ -79,9 +81,9 @@ def share(batch_size: int, shards: int, config: ParallelConfig) -> Share:
     return Share(micro=micro, accumulation=part // micro, shards=shards)
 
 
-def initial(model: GPT, optimizer: optax.GradientTransformation) -> tuple[Callable, TrainState]:
+def initial(model: GPT, optimizer: optax.GradientTransformation, lora: LoraConfig) -> tuple[Callable, TrainState]:
     """(`init_state` of this model, the shapes of its result)."""
-    init = functools.partial(init_state, model, optimizer)
+    init = functools.partial(init_state, model, optimizer, lora=lora)
     return init, jax.eval_shape(init, jax.random.key(0))
 
 

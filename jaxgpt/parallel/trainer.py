@@ -8,12 +8,13 @@ from typing import Any
 import jax
 
 from jaxgpt.config import Experiment
+from jaxgpt.flops import count_parameters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.choose import choose_strategy
 from jaxgpt.parallel.device import ComputeOptions, compute_options
 from jaxgpt.parallel.strategy import Share, Strategy, share
-from jaxgpt.train import eval_step, train_step
+from jaxgpt.train import eval_step, train_step, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,15 @@ class Trainer:
     shares: Share
     step: Any  # `train_step(state, batch, key)`, compiled by the strategy
     evaluate: Any  # `eval_step(params, batch)`, likewise
+    whole: Any  # state -> the parameters that `evaluate` takes
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """(of the model, in adapters)."""
+        state = self.strategy.state
+        if state.base is None:
+            return count_parameters(state.params), 0
+        return count_parameters(state.base), count_parameters(state.params)
 
 
 def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> Trainer:
@@ -36,7 +46,7 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
     options = compute_options(experiment.model, train, device, packed=experiment.data.is_chat)
     model = GPT(experiment.model, **options.for_model())
     optimizer = make_optimizer(experiment.optim, train.steps)
-    strategy = choose_strategy(parallel, model, optimizer, devices)
+    strategy = choose_strategy(parallel, model, optimizer, devices, lora=experiment.lora)
     shares = share(train.batch_size, strategy.shards, parallel)
     model = model.clone(spread=strategy.spread)
     step = functools.partial(
@@ -44,11 +54,13 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         model=model,
         optimizer=optimizer,
         schedule=learning_rate(experiment.optim, train.steps),
+        lora=experiment.lora,
         accumulation=shares.accumulation,
         loss_chunk=parallel.loss_chunk,
         skip_spikes=experiment.optim.skip_spikes,
     )
     evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
+    together = functools.partial(whole, lora=experiment.lora)
     return Trainer(
         options=options,
         model=model,
@@ -56,4 +68,5 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         shares=shares,
         step=strategy.step(step),
         evaluate=strategy.evaluate(evaluate),
+        whole=together if experiment.lora.rank is None else jax.jit(together),
     )

@@ -1,0 +1,71 @@
+"""Low-rank adapters: a matrix W [D, F] becomes W + alpha / rank a b, of which only a [D, R] and b [R, F] are trained.
+
+Hu et al. 2021, arXiv:2106.09685. The model does not know of them: what it computes with is W with its adapter merged
+in, in training as after it, so that both are the same by construction. A step makes the gradient of each W that has an
+adapter, and of no other matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import PartitionSpec
+
+from jaxgpt.config import LoraConfig
+from jaxgpt.errors import UserError
+
+A, B = "lora_a", "lora_b"
+
+
+def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
+    """An adapter for each kernel that config.targets names: {"h_0": {"attn": {"q": {"lora_a": ..., "lora_b": ...}}}}.
+
+    a is normal with a variance of 1 / D and b is zero, so that the model begins as it was. Kernels that `scan_layers`
+    stacks, [L, D, F], have stacked adapters. Raises `UserError` for targets that no kernel is, and for a rank that
+    would save nothing.
+    """
+    assert config.rank is not None
+    kernels = {path[:-1]: x for path, x in _flat(params).items() if path[-1] == "kernel"}
+    names = {path[-1] for path in kernels}
+    if unknown := [name for name in config.targets if name not in names]:
+        raise UserError(f"lora.targets has {', '.join(unknown)}: this model has {', '.join(sorted(names))}")
+    adapters: dict[tuple[str, ...], jax.Array] = {}
+    for number, (path, x_DF) in enumerate(sorted(kernels.items())):
+        if path[-1] in config.targets:
+            *layers, D, F = x_DF.shape
+            if config.rank >= min(D, F):
+                raise UserError(
+                    f"lora.rank={config.rank}: needs less than {min(D, F)}, the full rank of {'/'.join(path)}"
+                )
+            a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
+            adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
+    return traverse_util.unflatten_dict(adapters)
+
+
+def merged(config: LoraConfig, params: dict, adapters: dict) -> dict:
+    """The parameters with the adapters in them, in float32."""
+    assert config.rank is not None
+    flat, adapters = _flat(params), _flat(adapters)
+    for path, a_DR in adapters.items():
+        if path[-1] == A:
+            kernel = (*path[:-1], "kernel")
+            flat[kernel] = flat[kernel] + config.alpha / config.rank * (a_DR @ adapters[(*path[:-1], B)])
+    return traverse_util.unflatten_dict(flat)
+
+
+def adapter_axes(adapters: Any, axes: Any) -> dict:
+    """Their logical axes, from those of the kernels that they are of: the rank is never cut."""
+    kernels = _flat(axes)
+
+    def of(path: tuple[str, ...]) -> PartitionSpec:
+        *layers, D, F = kernels[(*path[:-1], "kernel")]
+        return PartitionSpec(*layers, D, None) if path[-1] == A else PartitionSpec(*layers, None, F)
+
+    return traverse_util.unflatten_dict({path: of(path) for path in _flat(adapters)})
+
+
+def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
+    return traverse_util.flatten_dict(tree)  # type: ignore[return-value]
