@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config import NO_LORA, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
@@ -44,16 +44,20 @@ def tokens(step: int) -> np.ndarray:
 
 
 class Run:
-    def __init__(self, name: str, optimizer: str, devices: int = 8, model: GPTConfig = CONFIG):
+    def __init__(
+        self, name: str, optimizer: str, devices: int = 8, model: GPTConfig = CONFIG, lora: LoraConfig = NO_LORA
+    ):
         experiment = Experiment(
             name="eight",
             model=model,
             optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2),
-            train=TrainConfig(steps=STEPS, batch_size=BATCH),
+            train=TrainConfig(steps=STEPS, batch_size=BATCH, init_from=lora.rank and "random weights, here"),
+            lora=lora,
             parallel=STRATEGIES[name],
         )
         trainer = make_trainer(experiment, jax.devices()[:devices])
         self.strategy, self.step, self.evaluate = trainer.strategy, trainer.step, trainer.evaluate
+        self.whole = trainer.whole
         self.state = None
 
     def batch(self, step: int) -> Batch:
@@ -74,7 +78,7 @@ class Run:
         mask[3:] = False  # some devices have nothing to count
         text = tokens(99)
         batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask, segments_BT=DOCUMENTS)
-        nats, count = self.evaluate(self.state.params, self.strategy.place(batch))
+        nats, count = self.evaluate(self.whole(self.state), self.strategy.place(batch))
         assert float(count) == 3 * T
         return float(nats)
 
@@ -143,7 +147,14 @@ def places() -> dict:
         batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
         state = run.strategy.init(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
-    return {"whole": whole_arrays(), "bytes": bytes_made, "dropout": losses, "guard": guarded(), "drift": drift()}
+    return {
+        "whole": whole_arrays(),
+        "bytes": bytes_made,
+        "dropout": losses,
+        "guard": guarded(),
+        "drift": drift(),
+        "adapters": adapters(),
+    }
 
 
 def guarded() -> dict:
@@ -162,6 +173,24 @@ def guarded() -> dict:
             told.append([int(metrics["skipped"]), float(metrics["learning_rate"]), float(metrics["loss"])])
         skipped = [[shard.data.item() for shard in state.guard.skipped.addressable_shards]]
         found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
+    return found
+
+
+def adapters() -> dict:
+    """Of each strategy: losses of adapters, what became of their base, and what of theirs a device holds whole."""
+    found = {}
+    for name in ("single", "pmap", "all"):
+        run = Run(name, "muon", lora=LoraConfig(rank=2, targets=("q", "c_fc", "c_proj")))
+        given = jax.device_get(Run(name, "muon").strategy.init(jax.random.key(0)).params)
+        run.state = run.strategy.init(jax.random.key(0), run.strategy.init(jax.random.key(0)).base)
+        losses = run.run(0, 6)
+        same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), given, jax.device_get(run.state.base))
+        whole = [
+            jax.tree_util.keystr(path)
+            for path, x in jax.tree.leaves_with_path((run.strategy.state.params, run.strategy.state.base))
+            if x.sharding.shard_shape(x.shape) == x.shape
+        ]
+        found[name] = {"losses": [*losses, run.validation()], "same": all(jax.tree.leaves(same)), "whole": whole}
     return found
 
 

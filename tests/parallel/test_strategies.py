@@ -139,6 +139,16 @@ def test_a_bad_step_is_skipped_by_all_devices_alike(places, name):
     assert found["skipped"] == [1] * (1 if name == "single" else 8)
 
 
+@pytest.mark.parametrize("name", ["single", "pmap", "all"])
+def test_adapters_are_the_same_everywhere(places, name):
+    """They alone move, and on a mesh they lie as the matrices do that they are of."""
+    found, expected = places["adapters"][name], places["adapters"]["single"]["losses"]
+    np.testing.assert_allclose(found["losses"], expected, **CURVES_EQUAL)
+    assert found["same"] and expected[5] < expected[0]
+    if name == "all":
+        assert [x for x in found["whole"] if "_norm" not in x] == []
+
+
 def test_one_flipped_bit_of_one_copy_is_found(places):
     """Of parameters that pmap, or the mesh's axis `data`, keeps on several devices; it does not heal by training."""
     for which, said in places["drift"].items():
