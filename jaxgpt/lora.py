@@ -31,7 +31,9 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     kernels = {path[:-1]: x for path, x in _flat(params).items() if path[-1] == "kernel"}
     names = {path[-1] for path in kernels}
     if unknown := [name for name in config.targets if name not in names]:
-        raise UserError(f"lora.targets has {', '.join(unknown)}: this model has {', '.join(sorted(names))}")
+        raise UserError(
+            f"lora.targets has {', '.join(unknown)}: needs some of {', '.join(sorted(names))}, which this model has"
+        )
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for number, (path, x_DF) in enumerate(sorted(kernels.items())):
         if path[-1] in config.targets:

@@ -261,6 +261,29 @@ TRAIN = [
 SAMPLE = ["sample", "runs/tiny", "--prompt", "a"]
 IDS = ["--data.tokenizer", "ids", "--model.vocab-size", "500"]
 
+# Weights to start from, with what is said.
+FROM = ["--train.init-from", "runs/tiny"]
+STARTS = [
+    (["--train.init-from", ""], "train.init_from is empty"),
+    (["--train.init-from", "nowhere"], "no directory at nowhere"),
+    (["--train.init-from", "t.txt"], "t.txt is a file: give the directory"),
+    (["--train.init-from", "no such\nmodel"], r"no directory at no such\nmodel"),
+    (["--train.init-from", LONG], "File name too long"),
+    (["--train.init-from", "loop"], "Too many levels of symbolic links"),
+    (["--train.init-from", "broken/no_checkpoint"], "has no checkpoint yet"),
+    (["--train.init-from", "broken/damaged_checkpoints"], "is damaged, and no other is good"),
+    ([*FROM, "--data.path", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
+    ([*FROM, "--lora.rank", "8"], "lora.rank=8: needs less than 8, the full rank of h_0/attn/q"),
+    ([*FROM, "--lora.rank", "2", "--lora.targets"], "lora.targets is empty"),
+    (
+        [*FROM, "--lora.rank", "2", "--lora.targets", "q", "w"],
+        "lora.targets has w: needs some of c_fc, c_gate, c_proj, k, q, v",
+    ),
+    ([*FROM, "--run-dir", "runs/tiny"], "another configuration: train.init_from None -> runs/tiny"),
+    (["--train.init-from", "models/good", "--data.tokenizer", "tokenizer_deep.json"], "nested too deeply"),
+    (["--train.init-from", "models/good", "--data.tokenizer", "nowhere.json"], "no tokenizer at nowhere.json"),
+]
+
 VERBS = [
     ("trian", "unknown verb 'trian' (did you mean train?)"),
     ("", "unknown verb ''"),
@@ -454,6 +477,11 @@ NUMBERS = [
     ("--train.dtype", "float8"),
     ("--train.attention", "cudnn"),
     ("--train.attention", "flash"),
+    ("--lora.rank", "0"),
+    ("--lora.rank", "3"),  # of which weights?
+    ("--lora.rank", "1" + "0" * 30),
+    ("--lora.alpha", "0"),
+    ("--lora.alpha", "nan"),
     ("--parallel.strategy", "zero"),
     ("--parallel.data", "0"),
     ("--parallel.fsdp", "-2"),
@@ -589,6 +617,9 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [([*TRAIN, "--data.tokenizer", path], {}, said) for path, said in TOKENIZERS]
     rows += [(["train", path], {}, said) for path, said in EXPERIMENT_FILES]
     rows += [(["import-hf", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]
+    rows += [([*TRAIN, *argv], {}, said) for argv, said in STARTS]
+    rows += [([*TRAIN, "--train.init-from", f"models/{name}"], {}, said) for name, said in MODELS[::5]]
+    rows += [([*TRAIN, "--train.init-from", f"broken/{name}"], {}, BROKEN[name]) for name in list(BROKEN)[::5]]
     rows += [(["export-hf", f"broken/{name}", "--out", "new"], {}, BROKEN[name]) for name in ("half", "width", "pipe")]
     rows += [(["export-hf", path, "--out", "new"], {}, said) for path, said in NO_RUN[:6]]
     rows += [([*SAMPLE, *argv], {}, said) for argv, said in SAMPLING]

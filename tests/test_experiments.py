@@ -15,7 +15,7 @@ from jaxgpt.loop import fit
 from jaxgpt.model import GPT
 from jaxgpt.presets import EXPERIMENTS
 from tests.conftest import REPOSITORY
-from tests.helpers import TINY, run_command
+from tests.helpers import TINY, run_command, tiny_experiment
 
 FILES = sorted((REPOSITORY / "experiments").glob("*.py"))
 
@@ -56,9 +56,18 @@ def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
     assert found["megabytes"] > 0.4 * (4 if weights == "float32" else 1) and found["ceiling"] > 0
 
 
+@pytest.fixture(scope="module")
+def pretrained(text_file, tmp_path_factory):
+    """In place of the weights that an experiment starts from."""
+    return str(
+        fit(tiny_experiment(text_file, steps=2), tmp_path_factory.mktemp("pretrained"), progress=False).directory
+    )
+
+
 @every_experiment
-def test_two_shrunken_steps(name, text_file, tmp_path):
+def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
+    init_from = e.train.init_from and request.getfixturevalue("pretrained")
     n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.kv_heads
     model = dataclasses.replace(e.model, vocab_size=None, n_layer=1, n_embd=8 * n_head, n_head=n_head, block_size=8)
     small = dataclasses.replace(
@@ -66,7 +75,7 @@ def test_two_shrunken_steps(name, text_file, tmp_path):
         model=model,
         data=dataclasses.replace(e.data, path=str(text_file), tokenizer="char"),
         optim=dataclasses.replace(e.optim, warmup_steps=1),
-        train=dataclasses.replace(e.train, steps=2, batch_size=2),
+        train=dataclasses.replace(e.train, steps=2, batch_size=2, init_from=init_from),
         parallel=dataclasses.replace(e.parallel, micro_batch_size=e.parallel.micro_batch_size and 1),
     )
     run = fit(small, tmp_path / "run", progress=False)

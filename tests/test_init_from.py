@@ -227,7 +227,7 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
     (tmp_path / "empty").mkdir()
     refused("has no config.json", tmp_path / "empty")
     refused(
-        r"lora.targets has w, c_gate: this model has c_fc, c_proj, k, q, v",
+        r"lora.targets has w, c_gate: needs some of c_fc, c_proj, k, q, v",
         lora=LoraConfig(rank=1, targets=("w", "c_gate")),
     )
     refused("lora.rank=8: needs less than 8, the full rank of h_0/attn/q", lora=LoraConfig(rank=8))

@@ -131,6 +131,8 @@ class TrainConfig:
         at_most(self, LARGEST_SIZE, "batch_size", "sample_tokens")
         at_least(self, 0, "sample_tokens", "sample_temperature")
         in_range(self, "seed", 0, 2**32)
+        if self.init_from == "":
+            raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
         if size % both:
             raise UserError(
                 f"a bias or scale of {field} = {size} numbers does not divide over parallel.fsdp x tensor = {both}: "
-                "take other sizes, or --no-model.bias"
+                "take other sizes, or --model.no-bias"
             )
 
 
