@@ -140,7 +140,8 @@ def base_of(record: Record, name: str | None = None) -> Weights:
     name, origin = name or record.experiment.train.init_from, record.origin
     assert name is not None and origin is not None
     tokenizer = str(record.experiment.data.tokenizer)  # that of the model need not be there any more
-    place = origin.directory if Path(origin.directory).is_dir() else name
+    there = is_there(Path(origin.directory), "Name another place with --train.init-from.")
+    place = origin.directory if there else name
     found = open_weights(place, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: put those back")

@@ -133,6 +133,7 @@ def _read_tokenizer(path: Path) -> None:
 
 def _read_record(directory: Path) -> None:
     record = read_record(directory)
+    assert record.model.vocab_size == record.vocab_size
     changed_data(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
 
 
@@ -210,6 +211,10 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
 
 def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
     """By name: what reads, the path it reads, and good files to begin with."""
+    begun = _record()
+    begun["experiment"]["train"]["init_from"] = "runs/a"
+    begun["experiment"]["lora"]["rank"] = 2
+    begun["origin"] = {"directory": "runs/a", "step": 3, "sha256": "0", "model": begun["experiment"]["model"]}
     experiment = json.dumps({**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}).encode()
     bpe = [train_bpe([TEXT], 280).to_json().encode()]
     own = [t.to_json().encode() for t in (CharTokenizer("ab\nñ🐎"), ByteTokenizer())]
@@ -220,7 +225,11 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
     run = directory / "run"
     run.mkdir(exist_ok=True)
     return {
-        "experiment.json": (lambda _: _read_record(run), run / "experiment.json", [experiment]),
+        "experiment.json": (
+            lambda _: _read_record(run),
+            run / "experiment.json",
+            [experiment, json.dumps(begun).encode()],
+        ),
         "configuration": (_read_config, directory / "config.json", [json.dumps(_record()["experiment"]).encode()]),
         "tokenizer.json, ours": (_read_tokenizer, directory / "own.json", own),
         "tokenizer.json, BPE": (_read_tokenizer, directory / "bpe.json", bpe),
