@@ -1,5 +1,6 @@
 """Every command and every piece of Python in the README runs, with the sizes made small."""
 
+import functools
 import re
 import shlex
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
+from tests.zygote import Zygote
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 TRAIN = "python -m pip install -e . && jaxgpt train"
@@ -42,23 +44,27 @@ def place(tmp_path_factory, text_file):
 
 
 def test_every_command_in_order(place):
-    ran = 0
+    """In forks of one process that has imported everything; programs of their own in processes of their own."""
+    ran, zygote = 0, Zygote()
     for command in commands():
         if command == TEST or (command.startswith("python -m pip install") and command != TRAIN):
             continue  # that is CI itself, or an accelerator's
         argv = shlex.split(command.removeprefix("python -m pip install -e . && "))
-        if argv[0] == "jaxgpt":
-            argv = ["-m", *argv]
-        elif argv[0] == "python":
-            argv = argv[1:]
-        if "train" in argv or argv[0].endswith(".py"):
+        verb, *argv = argv
+        if "train" in argv or verb == "python":
             argv += SMALL.split()
             if not {"--data.path", "--run-dir"} & set(argv):
                 argv += ["--data.path", "mytext.txt"]
-        done = run_command(*argv, cwd=place)
+        run = (
+            functools.partial(zygote.run, deadline=240)
+            if verb == "jaxgpt"
+            else lambda argv, cwd: run_command(*argv, cwd=cwd)
+        )
+        done = run(argv, place)
         assert done.returncode == 0, (command, done.stderr)
         assert done.stdout.strip(), command
         ran += 1
+    zygote.close()
     assert ran >= 5
 
 
