@@ -24,7 +24,7 @@ began = time.monotonic()
 print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
 
-OURS = "from jaxgpt.start import start_jax; start_jax(); import jax; jax.devices()\n"
+OURS = "from jaxgpt.start import start_jax; start_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
     "import": OURS + "from jaxgpt.import_hf import import_hf",
     "export": OURS + "from jaxgpt.export_hf import export_hf",
