@@ -13,7 +13,8 @@ from jaxgpt.errors import UserError
 def start_jax(*, computes: bool = True) -> None:
     """Import JAX and set it up for a command; no device is touched, which other processes may have to agree on first.
 
-    computes: programs will run, step after step; False: arrays are only read and written.
+    computes: programs will run, step after step; False: arrays are only read and written, in the host's memory, which
+        may hold what no device does.
     Raises `UserError` for settings in the environment that it cannot use.
     """
     count = os.environ.get("JAX_NUM_CPU_DEVICES")
@@ -21,6 +22,8 @@ def start_jax(*, computes: bool = True) -> None:
         raise UserError(
             f"JAX_NUM_CPU_DEVICES={count!r}: needs a whole number of devices from 1 to 9999, or to be unset"
         )
+    if not computes:
+        os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory, return_freed_memory
     except ValueError as e:  # an environment variable of jax's that it cannot parse
