@@ -8,6 +8,7 @@ import http.server
 import importlib.util
 import json
 import shutil
+import signal
 import threading
 
 import jax
@@ -154,6 +155,16 @@ def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, 
         evaluate_run(run)
     with pytest.raises(UserError, match="holds an imported model, not a run to go on with"):
         jaxgpt.fit(run.experiment, tmp_path / "run")
+
+
+def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tmp_path, monkeypatch):
+    _, out = exported
+    with monkeypatch.context() as m:
+        m.setattr("jaxgpt.import_hf.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            import_hf(str(out), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_hf(str(out), tmp_path / "run")
 
 
 def test_the_command_line_goes_the_whole_way(exported, tmp_path):
