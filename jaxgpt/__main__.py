@@ -209,7 +209,7 @@ def plan(argv: list[str]) -> None:
 
 def import_hf(argv: list[str]) -> None:
     options = parse(ImportOptions, argv, "jaxgpt import-hf DIR")
-    start_jax()
+    start_jax(computes=False)
     from jaxgpt.import_hf import import_hf
 
     source = import_hf(options.model, options.run_dir, dtype=options.dtype, tokenizer=options.tokenizer)
@@ -225,7 +225,7 @@ def import_hf(argv: list[str]) -> None:
 def export_hf(argv: list[str]) -> None:
     options = parse(ExportOptions, argv, "jaxgpt export-hf [RUN]")
     find_run(options.run)
-    start_jax()
+    start_jax(computes=False)
     from jaxgpt.export_hf import export_hf
 
     place = export_hf(options.run, options.out, dtype=options.dtype)

@@ -29,6 +29,9 @@ from jaxgpt.train import TrainState
 
 # Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
 PARAMS, REST = "params", "rest"
+# Bytes that are read or written at once, if not a sixteenth of all or the largest array are more: what Orbax copies and
+# compresses for all of them together would be another model in memory.
+AT_ONCE = 2**26
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 
 
@@ -69,7 +72,7 @@ class Checkpoints:
     def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
         self.wait()
         if self._writer is None:
-            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            self._writer = ocp.AsyncCheckpointer(_handler(items))
             self._pool = ThreadPoolExecutor(1)
         partial = self._directory / f"{step}.saving"
         try:
@@ -269,8 +272,20 @@ class Checkpoints:
                     )
         abstract = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        with ocp.Checkpointer(_handler(abstract)) as reader:
             return reader.restore(directory / "state", args=args)
+
+
+def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
+    """Orbax's, for trees by name: it begins with all arrays at once, unless it is told how many gigabytes are allowed."""
+
+    def of(tree: Any) -> ocp.StandardCheckpointHandler:
+        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)]
+        limit: Any = (max([AT_ONCE, *sizes, sum(sizes) // 16]) + 1) / 1e9  # refused is an array that is not below it
+        return ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
+
+    handlers: Any = {name: of(tree) for name, tree in items.items()}
+    return ocp.CompositeCheckpointHandler(**handlers)
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxgpt.data.template import ChatTemplate, Turns, end_of_turn
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json
 from jaxgpt.flops import count_parameters
@@ -41,6 +42,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     original = _original(directory)
     family = family_for(record.model, original.get("model_type"))
     found = load(directory)
+    template = found.template if found.experiment.data.is_chat else None
     model, params = unrolled(found.model, found.params)
     tensors = to_tensors(params, family, model.config, dtype)
     stored_as = np.dtype(next(iter(tensors.values())).dtype).name
@@ -49,8 +51,8 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         place.mkdir(parents=True, exist_ok=True)
         write(place, tensors, shard)
         _write_json(place / "config.json", config)
-        _write_tokenizer(place, directory, found)
-        _write_generation(place, directory, found)
+        _write_tokenizer(place, directory, found, template)
+        _write_generation(place, directory, found, template)
         (place / "README.md").write_text(_model_card(directory, found, family, record), encoding="utf-8")
     except OSError as e:
         raise UserError(f"cannot write in {place}: {e.strerror}. Name another place with --out.") from None
@@ -69,7 +71,7 @@ def _special(run: Run) -> dict[str, Any]:
     return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
 
 
-def _write_tokenizer(place: Path, directory: Path, run: Run) -> None:
+def _write_tokenizer(place: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
     text = tokenizer_json(run.tokenizer)
     if text is None:
         return
@@ -79,17 +81,27 @@ def _write_tokenizer(place: Path, directory: Path, run: Run) -> None:
             shutil.copyfile(directory / name, place / name)
     path = place / BESIDE_TOKENIZER[0]
     said = read_json(path, LARGEST_CONFIG) if path.exists() else {}
-    if not isinstance(said, dict) or "tokenizer_class" not in said:  # else it is whole, and stays as it is
-        usual = tokenizer_config(run.tokenizer, run.model.config.block_size)
-        _write_json(path, usual | said if isinstance(said, dict) else usual)
+    values = said if isinstance(said, dict) else {}
+    if "tokenizer_class" not in values:  # else it is whole, and stays as it is
+        values = tokenizer_config(run.tokenizer, run.model.config.block_size) | values
+    if isinstance(template, Turns):  # ours, which nobody else knows
+        values = values | {"chat_template": template.jinja()}
+    if values != said:
+        _write_json(path, values)
 
 
-def _write_generation(place: Path, directory: Path, run: Run) -> None:
+def _write_generation(place: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
     kept = directory / KEPT / "generation_config.json"
-    if kept.exists():
+    if template is None and kept.exists():
         shutil.copyfile(kept, place / kept.name)
-    else:
-        _write_json(place / "generation_config.json", _special(run))
+        return
+    said = read_json(kept, LARGEST_CONFIG) if kept.exists() else {}
+    values = _special(run) | (said if isinstance(said, dict) else {})
+    if template is not None:  # who answers has learnt to end there
+        ends, turn = values["eos_token_id"], end_of_turn(template, run.tokenizer)
+        others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, turn)]
+        values = values | {"eos_token_id": [*others, turn]}
+    _write_json(place / kept.name, values)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -76,9 +76,10 @@ class JaxGPT(LM):
         """Log-probability of each text after the start token, in the harness's own windows, which touch; args: (text,)."""
         windows = []  # number of the request, pair
         for number, request in enumerate(requests):
-            (start,), ids = pair_ids(self.run.tokenizer, "", *request.args)
-            rolling = get_rolling_token_windows(ids, start, self.run.model.config.block_size, 1)
-            windows += [(number, make_disjoint_window(window)) for window in rolling]
+            first, ids = pair_ids(self.run.tokenizer, "", *request.args)
+            rolling = get_rolling_token_windows(ids, first[-1], self.run.model.config.block_size, 1)
+            (_, begins), *others = map(make_disjoint_window, rolling)
+            windows += [(number, pair) for pair in [(first, begins), *others]]
         found = self.run.likelihoods([pair for _, pair in windows], batch_size=self.batch_size)
         totals = [0.0] * len(requests)
         for (number, _), likelihood in zip(windows, found, strict=True):

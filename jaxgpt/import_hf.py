@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from jax.typing import DTypeLike
@@ -32,20 +33,30 @@ def import_hf(
     ):
         raise UserError(f"{directory} is there and not empty: name another place with --run-dir")
     with claim(directory, fresh=False):
-        params = read_params(source.tensors, source.family, source.config, dtype=dtype)
-        checkpoints = Checkpoints(directory / "checkpoints")
-        checkpoints.save_params(params, 0)
-        checkpoints.close()
-        keep_companions(source.directory, directory)
-        write_record(
-            directory,
-            Experiment(name=_name(name), model=source.config),
-            source.tokenizer,
-            data={"tokenizer_sha256": fingerprint(source.tokenizer)},
-            vocab_size=source.config.vocab_size,
-            imported={"from": name, "model_type": source.family.model_type},
-        )
+        try:
+            _write(source, directory, name, dtype)
+        except BaseException:  # it was empty: so that it can be tried again there
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
     return source
+
+
+def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) -> None:
+    params = read_params(source.tensors, source.family, source.config, dtype=dtype)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    try:
+        checkpoints.save_params(params, 0)
+    finally:
+        checkpoints.close()
+    keep_companions(source.directory, directory)
+    write_record(
+        directory,
+        Experiment(name=_name(name), model=source.config),
+        source.tokenizer,
+        data={"tokenizer_sha256": fingerprint(source.tokenizer)},
+        vocab_size=source.config.vocab_size,
+        imported={"from": name, "model_type": source.family.model_type},
+    )
 
 
 def _name(name: str) -> str:

@@ -96,16 +96,19 @@ class Run:
         yield from pieces(self.tokenizer, news, options.get("stop", ()))
 
     def score(self, texts: list[str]) -> list[Score]:
-        """How well the model foresees each text."""
+        """How well the model foresees each text, after the tokens that its tokenizer begins texts with."""
+        prefix = self.tokenizer.prefix
         ids = [self.tokenizer.encode(text).tolist() for text in texts]
+        found = [all_of[len(prefix) :] for all_of in score(*self._decoder, [[*prefix, *row] for row in ids])]
+        unseen = 0 if prefix else 1  # tokens that nothing is before
         return [
             Score(
                 logprobs=logprobs.tolist(),
                 bits=-float(np.nansum(logprobs.astype(np.float64))) / math.log(2),
-                tokens=max(len(row) - 1, 0),
-                characters=max(len(text) - len(self.tokenizer.decode(row[:1])), 0),
+                tokens=max(len(row) - unseen, 0),
+                characters=max(len(text) - len(self.tokenizer.decode(row[:unseen])), 0),
             )
-            for text, row, logprobs in zip(texts, ids, score(*self._decoder, ids), strict=True)
+            for text, row, logprobs in zip(texts, ids, found, strict=True)
         ]
 
     def likelihoods(
@@ -183,9 +186,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a text costs. The first token, which has nothing before it, is not counted."""
+    """What a text costs. A first token that nothing is before is not counted."""
 
-    logprobs: list[float]  # nats, one for each token; nan for the first
+    logprobs: list[float]  # nats, one for each token; nan for such a first one
     bits: float  # of all other tokens together
     tokens: int  # that many
     characters: int  # that they make

@@ -10,9 +10,11 @@ import warnings
 from jaxgpt.errors import UserError
 
 
-def start_jax() -> None:
+def start_jax(*, computes: bool = True) -> None:
     """Import JAX and set it up for a command; no device is touched, which other processes may have to agree on first.
 
+    computes: programs will run, step after step; False: arrays are only read and written, in the host's memory, which
+        may hold what no device does.
     Raises `UserError` for settings in the environment that it cannot use.
     """
     count = os.environ.get("JAX_NUM_CPU_DEVICES")
@@ -20,8 +22,10 @@ def start_jax() -> None:
         raise UserError(
             f"JAX_NUM_CPU_DEVICES={count!r}: needs a whole number of devices from 1 to 9999, or to be unset"
         )
+    if not computes:
+        os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory
+        from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory, return_freed_memory
     except ValueError as e:  # an environment variable of jax's that it cannot parse
         raise UserError(
             f"jax cannot be imported: {e}. Look at the environment variables that begin with JAX_"
@@ -29,7 +33,10 @@ def start_jax() -> None:
     _try_flags()
     for name in ("absl", "asyncio"):  # Orbax tells every save in a dozen lines, and a failed one in a hundred
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    keep_freed_memory()
+    if computes:
+        keep_freed_memory()
+    else:
+        return_freed_memory()
     enable_compilation_cache()
 
 

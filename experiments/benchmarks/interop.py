@@ -4,7 +4,8 @@
 
 The checkpoint has GPT-2's shape, random numbers in bfloat16 and one file. Each measurement is a process of its own;
 peak is the largest resident memory of its life, base that of a process which only imports the same packages. Files have
-been read once before, so that no measurement waits for the disk alone.
+been read once before, so that no measurement waits for the disk alone; but import and export write theirs, and wait until
+they are on the disk. What of the import is like transformers' load is its reading.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 MEASURE = """
@@ -24,14 +26,17 @@ began = time.monotonic()
 print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
 
-OURS = "from jaxgpt.start import start_jax; start_jax(); import jax; jax.devices()\n"
+OURS = "from jaxgpt.start import start_jax; start_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
     "import": OURS + "from jaxgpt.import_hf import import_hf",
+    "its reading": OURS
+    + "from jaxgpt.interop.params import read_params; from jaxgpt.interop.source import open_source",
     "export": OURS + "from jaxgpt.export_hf import export_hf",
     "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
 }
 WORK = {
     "import": "import_hf(sys.argv[1] + '/hf', sys.argv[2], tokenizer='ids')",
+    "its reading": "s = open_source(sys.argv[1] + '/hf', 'ids'); params = read_params(s.tensors, s.family, s.config)",
     "export": "export_hf(sys.argv[1] + '/run', sys.argv[2])",
     "transformers": "model = Model.from_pretrained(sys.argv[1] + '/hf', dtype=torch.bfloat16)\n"
     "sum(float(x.sum()) for x in model.parameters())",  # else its pages are mapped and not read
@@ -64,7 +69,7 @@ def make(directory: Path, size: str) -> int:
 
 def measure(what: str, place: Path, number: int, work: str | None = None) -> tuple[float, int]:
     code = MEASURE.format(imports=IMPORTS[what], work=WORK[what] if work is None else work)
-    target = place / f"{what}-{number}"
+    target = place / f"{what.split()[-1]}-{number}"
     done = subprocess.run([sys.executable, "-c", code, str(place), str(target)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -84,7 +89,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         place = Path(root)
         began = time.monotonic()
-        size = make(place / "hf", given.size)
+        with ProcessPoolExecutor(1) as pool:  # apart: a process begins with the peak of the one that started it
+            size = pool.submit(make, place / "hf", given.size).result()
         print(f"{given.size}: {size / 1e9:.2f} GB in bfloat16, made in {time.monotonic() - began:.0f} s\n")
         print(
             "| what | seconds, median (least to most) | peak GB, over the base | times the checkpoint |\n|---|---|---|---|"

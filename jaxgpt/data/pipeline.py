@@ -100,6 +100,7 @@ def validation_batches(
     batch_size: int,
     stride: int | None = None,
     max_tokens: int | None = None,
+    given: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """The split, every target once, in batches of one shape (the last padded and masked).
@@ -107,6 +108,7 @@ def validation_batches(
     stride: tokens that each window moves on. All targets but the first window's have more than block_size - stride
         tokens before them; a smaller one costs as many times the work. None: block_size, windows that touch.
     max_tokens: about so many targets instead of all, in windows spread evenly; the same ones on every call.
+    given: tokens at the beginning that are no targets, of a text; the first one never is.
     rows: those of each batch to read, as for training.
     """
     mine = np.arange(batch_size) if rows is None else np.asarray(rows)
@@ -128,7 +130,7 @@ def validation_batches(
             length = min(block_size, targets - start)
             window = data.read(start, length + 1)
             inputs[row, :length], outputs[row, :length] = window[:-1], window[1:]
-            mask[row, block_size - stride if start else 0 : length] = True
+            mask[row, max(block_size - stride if start else 0, given - 1 - start) : length] = True
         yield Batch(inputs_BT=inputs, targets_BT=outputs, mask_BT=mask)
 
 

@@ -87,6 +87,18 @@ class Turns:
     def config(self) -> dict[str, Any]:
         return {}  # it follows from the tokenizer
 
+    def jinja(self) -> str:
+        """The same in Jinja, for others to read conversations by. It takes contents with `end` in them."""
+        before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
+        said = "{{ message['content'] }}" + self.end
+        # No newline follows a block: some leave it out, and some do not.
+        return (
+            f"{{% for message in messages %}}{before}"
+            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
+            f"{{% else %}}{said}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
+        )
+
 
 PLAIN = Turns(before="{Role}:\n", end=END, special=False)
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)

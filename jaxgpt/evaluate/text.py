@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat import encode_all, in_memory
@@ -47,6 +48,7 @@ def evaluate_run(
     """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
 
     stride: see `validation_batches`. The loss depends on it: a token that begins a window has nothing before it.
+    A text of the user's stands after the tokens that its tokenizer begins texts with, if it does, as when sampling.
     batch_size: windows that are read together; None: the run's, in training.
     Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
     None where only token ids are known.
@@ -57,6 +59,7 @@ def evaluate_run(
         raise UserError(f"stride={stride}: needs at least 1 and at most block_size={config.block_size}")
     utf8: int | None
     characters: int | None
+    prefix: tuple[int, ...] = ()
     record = read_record(run.directory)
     if path is None:
         if record.imported is not None:
@@ -73,17 +76,20 @@ def evaluate_run(
             raise UserError(f"{path} has no conversation with an answer that ends within {config.block_size} tokens")
     else:
         text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
-        ids = run.tokenizer.encode(text)
-        if len(ids) < 2:
-            raise UserError(f"{path} has {len(ids)} tokens, needed at least 2")
-        held, characters, utf8 = Tokens([ids]), len(text), len(text.encode())
+        ids, prefix = run.tokenizer.encode(text), run.tokenizer.prefix
+        needed = 1 if prefix else 2
+        if len(ids) < needed:
+            raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
+        held, characters, utf8 = Tokens([np.array(prefix, np.int32), ids]), len(text), len(text.encode())
     batch_size = batch_size or run.experiment.train.batch_size
     if not isinstance(held, Tokens) and stride != config.block_size:
         raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
-    windows = validation_batches(held, block_size=config.block_size, batch_size=batch_size, stride=stride)
+    windows = validation_batches(
+        held, block_size=config.block_size, batch_size=batch_size, stride=stride, given=len(prefix)
+    )
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
-    # The first token has nothing before it, so what it spells is not counted either: a ratio of the whole.
-    bits = loss / math.log(2) * len(held)
+    # A first token that nothing is before is not counted, nor is what it spells: a ratio of the whole.
+    bits = loss / math.log(2) * (len(held) - len(prefix))
     return {
         "loss": loss,
         "perplexity": math.exp(loss),

@@ -121,6 +121,26 @@ def test_the_plain_template_is_for_every_tokenizer():
     assert (ids == bpe.end_of_text).sum() == 3 and bpe.decode(ids[answers]) == "é<|endoftext|>"
 
 
+CONVERSATIONS = (
+    user("Why?", "Because."),
+    [{"role": "system", "content": " Be\n brief.\n"}, *user("", "\n", "é 🐎 {{ x }} 'y'", " well\\n ")],
+    [{"role": "assistant", "content": "Hello"}, {"role": "system", "content": "x"}, *user("y")],
+)
+
+
+@pytest.mark.parametrize("kind", ["plain", "plain with a special token", "chatml"])
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda messages: str(len(messages)))
+def test_our_templates_are_the_same_in_jinja(kind, messages):
+    tokenizer = {"plain": ByteTokenizer(), "chatml": TOKENIZERS["bytes"]}.get(kind) or train_bpe(["a text"], 260)
+    ours = find_template(tokenizer, None)
+    theirs = Jinja(source=ours.jinja(), tokens={}, specials=tuple(tokenizer.specials))
+    for prompt in (False, True):
+        found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)
+        assert (found.text, found.answers) == (expected.text, expected.answers)
+        assert set(found.contents) == {(a, b) for a, b in expected.contents if a < b}
+    assert end_of_turn(theirs, tokenizer) == end_of_turn(ours, tokenizer)
+
+
 def test_what_is_sampled_goes_on_where_training_put_answers():
     for tokenizer, found in (
         (ByteTokenizer(), PLAIN),

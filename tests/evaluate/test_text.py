@@ -1,5 +1,6 @@
 """Laws of the loss on text: of its windows, and of the units that it is told in."""
 
+import dataclasses
 import functools
 import math
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_run, mean_loss
 from jaxgpt.train import eval_step
@@ -66,3 +68,33 @@ def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
 def test_a_stride_that_would_leave_tokens_out_is_refused(run, stride):
     with pytest.raises(UserError, match=f"stride={stride}: needs at least 1 and at most block_size={C}"):
         evaluate_run(run, stride=stride)
+
+
+@pytest.mark.parametrize("prefix", [(3,), (7, 3)])
+def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run, prefix, tmp_path):
+    """Then its first token is foreseen as well, and the prefix itself is not; each text alone tells what is due."""
+
+    class Begun(ByteTokenizer):
+        pass
+
+    Begun.prefix = prefix
+    begun = dataclasses.replace(run, tokenizer=Begun())
+    path = tmp_path / "text.txt"
+    for text in ("ñ", "q", "añejo", "In a village of La Mañcha"):
+        path.write_text(text, encoding="utf-8")
+        ids = list(text.encode())
+        whole = [*prefix, *ids]
+        befores = [whole[max(0, i - C) : i] for i in range(len(prefix), len(whole))]
+        nats = -sum(x.logprob for x in run.likelihoods([(b, [i]) for b, i in zip(befores, ids, strict=True)]))
+        found = evaluate_run(begun, str(path), stride=1)
+        assert found["tokens"] == len(ids)
+        assert found["loss"] * len(ids) == pytest.approx(nats, rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+        (score,) = begun.score([text])
+        assert (score.tokens, score.characters, len(score.logprobs)) == (len(ids), len(text), len(ids))
+        if len(whole) <= C + 1:
+            assert score.bits * math.log(2) == pytest.approx(nats, rel=1e-5)
+    path.write_text("")
+    with pytest.raises(UserError, match="has 0 tokens, needed at least 1"):
+        evaluate_run(begun, str(path))
+    assert begun.score([""])[0].tokens == 0

@@ -8,6 +8,7 @@ import http.server
 import importlib.util
 import json
 import shutil
+import signal
 import threading
 
 import jax
@@ -156,11 +157,23 @@ def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, 
         jaxgpt.fit(run.experiment, tmp_path / "run")
 
 
-def test_the_command_line_goes_the_whole_way(exported, tmp_path):
+def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tmp_path, monkeypatch):
     _, out = exported
-    done = run_command("-m", "jaxgpt", "import-hf", str(out), "--run-dir", "run", cwd=tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr("jaxgpt.import_hf.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            import_hf(str(out), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_hf(str(out), tmp_path / "run")
+
+
+def test_the_command_line_goes_the_whole_way(exported, tmp_path):
+    """Through the host's memory alone: here there is no such device."""
+    _, out = exported
+    command = functools.partial(run_command, "-m", "jaxgpt", cwd=tmp_path, JAX_PLATFORMS="cuda")
+    done = command("import-hf", str(out), "--run-dir", "run")
     assert done.returncode == 0 and "qwen3: " in done.stdout, done.stderr
-    done = run_command("-m", "jaxgpt", "export-hf", "run", "--out", "out", "--dtype", "float16", "--json", cwd=tmp_path)
+    done = command("export-hf", "run", "--out", "out", "--dtype", "float16", "--json")
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in json.loads(done.stdout)["files"]
     assert {t.dtype for t in stored(tmp_path / "out").values()} == {np.dtype("float16")}

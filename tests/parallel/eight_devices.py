@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+import math
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import NO_LORA, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.pipeline import Batch
+from jaxgpt.interop.families import GPT2, GPT_NEOX, LLAMA
+from jaxgpt.interop.params import read_params, shapes_of, to_tensors
+from jaxgpt.interop.weights import stored, write
 from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
 
@@ -154,7 +160,40 @@ def places() -> dict:
         "guard": guarded(),
         "drift": drift(),
         "adapters": adapters(),
+        "imported": imported(),
     }
+
+
+def imported() -> dict:
+    """Of each family and mesh, when weights are read straight into their parts: see the test."""
+    gpt2 = dataclasses.replace(CONFIG, position="learned", qk_norm=False, scan_layers=False, n_layer=1)
+    neox = GPT_NEOX.read(GPT_NEOX.write(gpt2) | {"rotary_pct": 0.5, "use_parallel_residual": True})
+    llama = dataclasses.replace(gpt2, n_kv_head=2, bias=False, norm="rmsnorm", activation="swiglu", position="rope")
+    found = {}
+    for family, config in ((GPT2, gpt2), (GPT_NEOX, neox), (LLAMA, llama)):
+        with tempfile.TemporaryDirectory() as directory:
+            rng = np.random.default_rng(0)
+            flat = {path: rng.standard_normal(shape, np.float32) for path, shape in shapes_of(config).items()}
+            params = unflatten_dict(flat, sep="/")
+            write(Path(directory), to_tensors(params, family, config))
+            for name in ("fsdp", "tensor", "all"):
+                wanted = Run(name, "adamw", model=config).strategy.state.params
+                places = {path: x.sharding for path, x in flatten_dict(wanted, sep="/").items()}
+                read = read_params(stored(Path(directory)), family, config, places=places)
+                held = [0] * 8
+                for x in jax.tree.leaves(read):
+                    for shard in x.addressable_shards:
+                        held[shard.device.id] += shard.data.nbytes
+                found[f"{family.model_type}, {name}"] = {
+                    "equal": jax.tree.all(
+                        jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), read, params)
+                    ),
+                    "placed": jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, read, wanted)),
+                    "held": held,
+                    "parts": sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(wanted)),
+                    "whole": sum(x.nbytes for x in jax.tree.leaves(params)),
+                }
+    return found
 
 
 def guarded() -> dict:

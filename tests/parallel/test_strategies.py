@@ -120,6 +120,16 @@ def test_a_state_is_made_in_parts(places):
         assert part < whole / 8 * 1.1
 
 
+def test_weights_are_read_straight_into_their_parts(places):
+    """Bit for bit the same ones; each device has its part, which is that of the training state, and no more."""
+    parts = {"fsdp": 8, "tensor": 2, "all": 4}
+    assert len(places["imported"]) == 9
+    for case, found in places["imported"].items():
+        assert found["equal"] and found["placed"], case
+        assert found["held"] == [found["parts"]] * 8, case
+        assert found["whole"] / parts[case.split(", ")[1]] <= found["parts"] < found["whole"] * 0.6, case
+
+
 def test_each_device_drops_its_own(places):
     """All rows are the same text: with one key for all devices, 8 of them would lose what one does."""
     losses = places["dropout"]
