@@ -5,7 +5,12 @@ Weights     a GPT-2 of any size: a directory in Hugging Face's format, its id, o
 Command     python experiments/finetune_quijote.py --train.init-from GPT2
             python experiments/finetune_quijote.py --train.init-from GPT2 --lora.rank 8 --optim.learning-rate 1e-3
             jaxgpt export-hf runs/finetune-quijote --out quijote      (adapters merged into the weights)
-Expected    a loss below that of random weights after as many steps; of adapters, between the two, from 1% of the numbers.
+Expected    a loss below that of random weights after as many steps; of adapters, between the two, from 2% of the numbers.
+Result      no published weights could be had where this was written. A GPT-2 of 0.9M parameters that has read Shakespeare,
+            300 steps of 16 x 128 tokens, nats per token of its own BPE, 2026-11-21: all parameters 3.096; random weights
+            3.363; adapters of rank 8 on q and v (1.7% of the numbers) 4.743, on all matrices (7.8%) 4.080.
+Verdict     what it has read helps, in another language too. Adapters do not: the words of a new language are in the
+            embeddings, which have none. They are for a language that the model knows.
 """
 
 import jaxgpt

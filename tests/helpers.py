@@ -26,11 +26,19 @@ TINY = GPTConfig(vocab_size=SIZES["V"], block_size=8, n_layer=2, n_head=2, n_emb
 
 
 def make_model(config: GPTConfig, seed: int = 0, **kwargs):
-    """(model, params) with random parameters everywhere, so that no bias or scale hides a mistake by being 0 or 1."""
+    """(model, params) with random parameters everywhere, so that no bias or scale hides a mistake by being 0 or 1.
+
+    Drawn here: to compile a model's own initialisation takes a second.
+    """
     model = GPT(config, **kwargs)
-    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(seed), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
     rng = np.random.default_rng(seed)
-    return model, jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), params)
+
+    def draw(path, x):
+        middle = 1.0 if path[-1].key == "scale" and not config.norm_offset else 0.0
+        return jnp.asarray(middle + 0.1 * rng.normal(size=x.shape), x.dtype)
+
+    return model, jax.tree.map_with_path(draw, shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("train", "method"))
