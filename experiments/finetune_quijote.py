@@ -9,8 +9,9 @@ Expected    a loss below that of random weights after as many steps; of adapters
 Result      no published weights could be had where this was written. A GPT-2 of 0.9M parameters that has read Shakespeare,
             300 steps of 16 x 128 tokens, nats per token of its own BPE, 2026-11-21: all parameters 3.096; random weights
             3.363; adapters of rank 8 on q and v (1.7% of the numbers) 4.743, on all matrices (7.8%) 4.080.
+            From there to Cervantes' verse, 150 steps, from 3.938: all 3.151, adapters on all matrices 3.277, on q and v 3.490.
 Verdict     what it has read helps, in another language too. Adapters do not: the words of a new language are in the
-            embeddings, which have none. They are for a language that the model knows.
+            embeddings, which have none. Where the model knows the language they give most of what there is to learn.
 """
 
 import jaxgpt
