@@ -116,11 +116,9 @@ def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, 
         return experiment, None
     if run is not None:
         record = read_record(run)
-        there = record.experiment
-        experiment = dataclasses.replace(
-            experiment, model=there.model, data=dataclasses.replace(experiment.data, tokenizer=there.data.tokenizer)
-        )
-        return experiment, lambda: base_of(record, name)
+        model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware
+        data = dataclasses.replace(experiment.data, tokenizer=record.experiment.data.tokenizer)
+        return dataclasses.replace(experiment, model=model, data=data), lambda: base_of(record, name)
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
     own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)

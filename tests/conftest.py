@@ -59,7 +59,13 @@ def real_text():
 
 
 # Minutes each. Two processes share the files in this order, so that neither is left alone with one of these at the end.
-LONGEST = ("parallel/test_strategies.py", "test_readme.py", "parallel/test_multihost.py", "test_model.py")
+LONGEST = (
+    "parallel/test_strategies.py",
+    "test_readme.py",
+    "parallel/test_multihost.py",
+    "test_model.py",
+    "test_init_from.py",
+)
 
 
 def pytest_collection_modifyitems(items):

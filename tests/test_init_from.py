@@ -190,6 +190,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
         return [(x["step"], x.get("loss"), x.get("val_loss")) for x in read_metrics(directory / "metrics.jsonl")]
 
     assert told(tmp_path / "run") == told(whole.directory)
+    other = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat="full"))
+    assert begun(other, whole.directory)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
     assert replay(whole.directory, 3 if kept else 1).equal
 
 

@@ -38,9 +38,7 @@ STRATEGIES = {
 }
 
 # Muon's own step is on whole matrices and on cut ones; what else differs between strategies, AdamW shows.
-CURVES = [(name, "adamw") for name in STRATEGIES] + [
-    (name, "muon") for name in ("single", "pmap", "fsdp", "all, in pieces")
-]
+CURVES = [(name, "adamw") for name in STRATEGIES] + [(name, "muon") for name in ("single", "all, in pieces")]
 
 
 def tokens(step: int) -> np.ndarray:
