@@ -78,6 +78,15 @@ def examine(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step: i
     )
 
 
+def params_here(trainer: Trainer, state: TrainState) -> Any:
+    """The parameters as the model takes them, on a device of this process; None where it holds only parts of them.
+
+    Adapters are merged in after that: a program over all devices is none for one process to start.
+    """
+    held = multihost.on_one_device(dataclasses.replace(state, opt_state=()))
+    return None if held is None else trainer.whole(held)
+
+
 def _watched(model: GPT) -> tuple[Any, list[str]]:
     """(params, micro, key) -> ((nats, (targets, flags)), gradients), compiled; and the names behind the flags.
 
@@ -218,7 +227,7 @@ def write_autopsy(
     exact = all(int(m["skipped"]) for m in later)
     of_step = step - 1 if exact else step + len(later)
     batch = training_batch(dataset, experiment, step)
-    params, found, unknown = multihost.on_one_device(trainer.whole(state)), None, None
+    params, found, unknown = params_here(trainer, state), None, None
     if params is None:
         unknown = "no process holds the whole of the parameters"
     else:

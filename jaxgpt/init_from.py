@@ -22,6 +22,7 @@ from jaxgpt.interop.params import read_params
 from jaxgpt.interop.source import open_source
 from jaxgpt.lora import init_adapters, merged
 from jaxgpt.model import GPT
+from jaxgpt.parallel.strategy import placed
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.paths import is_run
 from jaxgpt.record import Origin, Record, read_record
@@ -81,15 +82,15 @@ def _of_run(directory: Path, step: int | None) -> Weights:
 
     def read(like: dict) -> dict:
         places = _places(like, config)
-        shapes = jax.eval_shape(GPT(record.model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+        model = GPT(record.model)
 
-        def placed(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        def at(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)
             place = _stacked_place(places["h_0", *names[2:]]) if names[0] == "h" else places[names]
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-        params = restored_params(record, checkpoints, good, jax.tree.map_with_path(placed, shapes["params"]))
-        return _fitted(unrolled(GPT(record.model), params)[1], like)
+        params = restored_params(record, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
+        return _fitted(unrolled(model, params)[1], like)
 
     return Weights(
         directory=directory,
@@ -158,8 +159,7 @@ def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: d
         raise UserError(f"the run has adapters alone, for {record.experiment.train.init_from}: {e}") from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
-    whole = _whole_place(jax.tree.leaves(like)[0].sharding)
-    adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
+    adapters = placed(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
     return jax.jit(merged, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
         lora, params, checkpoints.restore_params(step, adapters)
     )
@@ -211,10 +211,7 @@ def _fitted(params: dict, like: dict) -> dict:
         T = like["wpe"]["embedding"].shape[0]
         params["wpe"] = {"embedding": params["wpe"]["embedding"][:T]}
     if "h" in like:
-        layers = [params.pop(name) for name in sorted(params, key=_number) if name.startswith("h_")]
+        n_layer = jax.tree.leaves(like["h"])[0].shape[0]
+        layers = [params.pop(f"h_{layer}") for layer in range(n_layer)]
         params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
     return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("h_")) if name.startswith("h_") else -1

@@ -45,6 +45,12 @@ class GPT(nn.Module):
         return nn.unbox(super().init(*args, **kwargs))
 
     @nn.nowrap
+    def shapes(self) -> dict:
+        """Shape and dtype of each parameter; nothing is computed."""
+        tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return jax.eval_shape(self.init, jax.random.key(0), tokens_BT)["params"]
+
+    @nn.nowrap
     def axes(self) -> dict:
         """The logical axes of each parameter, as a PartitionSpec: of `h_0/mlp/c_fc/kernel` ("embed", "mlp")."""
         tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.autopsy import Findings, examine, state_before, table, training_batch, why_skipped
+from jaxgpt.autopsy import Findings, examine, params_here, state_before, table, training_batch, why_skipped
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.errors import UserError
 from jaxgpt.init_from import base_of, state_at
 from jaxgpt.metrics import read_metrics
-from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.paths import find_run
 from jaxgpt.record import read_record, refuse_other_data
@@ -74,8 +73,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     assert int(state.step) == step
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
-        params = multihost.on_one_device(trainer.whole(state))
-        findings = examine(trainer, params, training_batch(dataset, experiment, step), key, step)
+        findings = examine(trainer, params_here(trainer, state), training_batch(dataset, experiment, step), key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]

@@ -225,8 +225,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
     try:
         step = checkpoints.good(which)
         assert step is not None
-        shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))["params"]
-        params = one_copy(restored_params(record, checkpoints, step, placed(shapes, whole_everywhere())))
+        params = one_copy(restored_params(record, checkpoints, step, placed(model.shapes(), whole_everywhere())))
         val_loss = checkpoints.val_loss(step)
     finally:
         checkpoints.close()

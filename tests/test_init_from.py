@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 import jaxgpt
+from jaxgpt.autopsy import params_here
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
@@ -193,6 +194,12 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
     other = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat="full"))
     assert begun(other, whole.directory)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
     assert replay(whole.directory, 3 if kept else 1).equal
+
+
+def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
+    """On one device, adapters merged in: the model is examined as the step computed with it."""
+    trainer, state = first_state(tuning(text_file, source.directory, lora=LORA), tmp_path)
+    assert_same(params_here(trainer, state), trainer.whole(state))
 
 
 def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):

@@ -22,9 +22,7 @@ from jaxgpt.model import GPT
 def shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Of each parameter, by its path: {"h_0/attn/q/kernel": (768, 768)}. The layers are apart, whatever `scan_layers`."""
     assert not config.scan_layers
-    tokens_BT = jax.ShapeDtypeStruct((1, 1), np.int32)
-    params = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens_BT)["params"]
-    return {path: x.shape for path, x in _flat(params).items()}
+    return {path: x.shape for path, x in _flat(GPT(config).shapes()).items()}
 
 
 def _flat(params: dict) -> dict[str, Any]:
