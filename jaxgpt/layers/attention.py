@@ -13,6 +13,10 @@ from jaxgpt.layers.linear import dense
 from jaxgpt.layers.position import Rope, rope
 from jaxgpt.layers.splash import splash
 
+# The plain kernel cuts the queries of a context of at least LONG into so many blocks: more save less each, and cost
+# compilation; in a shorter one, cutting costs what it saves.
+BLOCKS, LONG = 4, 256
+
 
 def attend(
     q_BTNH: jax.Array,
@@ -59,25 +63,41 @@ def attend(
     G = N // K
     # Heads fold into the batch, so that each product is a batch of plain matrices: XLA on CPU takes 3.3 ms for
     # what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
-    q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G * T, H)
+    q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G, T, H)
     k_ = k_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
     v_ = v_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
-
-    # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
-    scores = _capped(jnp.einsum("btH,bsH->bts", q_, k_, preferred_element_type=jnp.float32) * scale, softcap)
     visible_TS = jnp.tril(jnp.ones((T, S), bool))
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
-    visible = jnp.tile(visible_TS, (G, 1))[None]
-    if same_BTS is not None:
-        visible = jnp.repeat(jnp.tile(visible_TS[None] & same_BTS, (1, G, 1)), K, axis=0)
-    # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if dropout and key is not None:
-        keep = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
-        weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
-    out = jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_)
+
+    # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
+    size = T // BLOCKS if T >= LONG and T % BLOCKS == 0 else T
+
+    def block(start: int, end: int) -> jax.Array:
+        """Of the queries from start to end, over the keys that the first of them to the last may read."""
+        read = slice(0 if window is None else max(0, start + 1 - window), end)
+        t = end - start
+        # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
+        scores = jnp.einsum(
+            "btH,bsH->bts",
+            q_[:, :, start:end].reshape(B * K, G * t, H),
+            k_[:, read],
+            preferred_element_type=jnp.float32,
+        )
+        scores = _capped(scores * scale, softcap)
+        visible = jnp.tile(visible_TS[start:end, read], (G, 1))[None]
+        if same_BTS is not None:
+            visible = jnp.tile(visible_TS[None, start:end, read] & same_BTS[:, start:end, read], (1, G, 1))
+            visible = jnp.repeat(visible, K, axis=0)
+        # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
+        weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
+        if dropout and key is not None:
+            own = key if size == T else jax.random.fold_in(key, start)
+            keep = jax.random.bernoulli(own, 1.0 - dropout, weights.shape)
+            weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
+        return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_[:, read]).reshape(B * K, G, t, H)
+
+    out = jnp.concatenate([block(start, start + size) for start in range(0, T, size)], axis=2)
     return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxgpt.layers import CausalSelfAttention, RMSNorm, Rope, attend
+from jaxgpt.layers import CausalSelfAttention, RMSNorm, Rope, attend, attention
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
@@ -55,6 +55,26 @@ def test_kernels_have_the_same_gradients():
         return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(*qkv())
 
     chex.assert_trees_all_close(loss("plain"), loss("xla"), **FLOAT32_REORDERED)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": 3}, {"window": 1, "softcap": 0.7}, {"segments_BT": jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * 2)}],
+)
+def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
+    T = 8
+    shapes = [(2, T, 6, 5), (2, T, 3, 5), (2, T, 3, 5)]
+    q, k, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def out_and_gradients():
+        out, pull = jax.vjp(lambda *x: attend(*x, **how), q, k, v)
+        return out, pull(jnp.cos(out))
+
+    whole = out_and_gradients()
+    monkeypatch.setattr(attention, "LONG", T)
+    text = jax.jit(lambda *x: attend(*x, **how)).lower(q, k, v).as_text()
+    assert text.count("dot_general") == 2 * attention.BLOCKS
+    chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
 
 
 def test_softmax_of_the_lesson():
@@ -148,7 +168,10 @@ def test_dropout_drops_weights_and_output_in_training_only():
     assert 0.3 < zeros < 0.7  # the output's half
 
 
-def test_dropped_weights_keep_their_expectation():
+@pytest.mark.parametrize("long", [attention.LONG, 1])
+def test_dropped_weights_keep_their_expectation(long, monkeypatch):
+    monkeypatch.setattr(attention, "LONG", long)
+    monkeypatch.setattr(attention, "BLOCKS", SIZES["T"])
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(0), 2000)
     mean = jax.vmap(lambda key: attend(q, k, v, dropout=0.3, key=key))(keys).mean(0)
