@@ -1,5 +1,6 @@
 """The position-wise feed-forward network: expand, bend, project back."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -9,16 +10,28 @@ from jax.typing import DTypeLike
 
 from jaxgpt.layers.linear import Dense, dense
 
+
+def gelu(x: jax.Array) -> jax.Array:
+    """x Phi(x), with Phi by erf: torch.nn.GELU(). Hendrycks and Gimpel 2016, arXiv:1606.08415.
+
+    jax.nn.gelu takes erfc, which is exact far to the left, where this one rounds to 0 what is below 1e-7: in 16 bits
+    that would be 1e-2, and in float32 it is 4% of a training step on CPU.
+    """
+    if x.dtype != jnp.float32:
+        return jax.nn.gelu(x, approximate=False)
+    return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
+
+
 # GELU has two forms and libraries disagree on which is the default, so both are named:
 # torch.nn.GELU() is the erf form, GPT-2 and jax.nn.gelu's default the tanh one.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
     # Of the gate; Shazeer 2020, arXiv:2002.05202.
     "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
+    "geglu": gelu,
     "geglu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
