@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -14,6 +15,7 @@ from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.flops import attention_flops, train_flops_per_token
 from jaxgpt.hlo import Collective, Program, read_hlo
+from jaxgpt.layers.splash import computed_scores
 from jaxgpt.parallel.device import memory_of
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
 from jaxgpt.parallel.strategy import share
@@ -60,7 +62,7 @@ class Plan:
     step_seconds: float | None  # the longest of the three: a bound from below, all else hidden behind it
     binds: str | None  # compute, memory or interconnect
     tokens_per_second: float | None
-    mfu: float | None  # the model's FLOPs over peak
+    mfu: float | None  # the model's FLOPs, which have the scores that the mask hides, over peak
     total_tokens: int  # of the experiment
     hours: float | None
 
@@ -159,12 +161,7 @@ def _strategy(experiment: Experiment) -> str:
 
 def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
     trainer = make_trainer(experiment, devices)
-    batch = trainer.strategy.batch(experiment.train.batch_size, experiment.model.block_size)
-    if experiment.data.is_chat:
-        counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
-        batch = batch._replace(mask_BT=counted, segments_BT=batch.inputs_BT)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = trainer.step.lower(trainer.strategy.state, batch, key)
+    lowered = trainer.lowered()
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
@@ -174,17 +171,22 @@ def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str |
         scale = {"K": 2**10, "M": 2**20, "G": 2**30}
         raise DoesNotFit(int(float(used[1]) * scale[used[2]]) if used else None) from None
 
+    memory = memory_of_program(executable)
+    available = memory_of(devices[0])
+    if available is not None and memory > available:
+        raise DoesNotFit(memory)
+    return _read(experiment, topology, trainer, memory, available, read_hlo(executable.as_text()))
+
+
+def memory_of_program(executable: Any) -> int:
+    """Bytes on one device that a compiled program's arguments, results and temporaries take at its peak."""
     analysis = executable.memory_analysis()
-    memory = (
+    return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes  # the new state lies where the old one was
         + analysis.temp_size_in_bytes
     )
-    available = memory_of(devices[0])
-    if available is not None and memory > available:
-        raise DoesNotFit(memory)
-    return _read(experiment, topology, trainer, memory, available, read_hlo(executable.as_text()))
 
 
 def _read(
@@ -200,11 +202,7 @@ def _read(
     parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
-    flops = (
-        program.flops
-        + program.custom_flops
-        + _kernel_flops(config, trainer.options.attention, tokens / len(used), program)
-    )
+    flops = program.flops + program.custom_flops + _kernel_flops(trainer, config, tokens / len(used), program)
     limits = peaks(used[0].device_kind)
     exchanges = _exchanges(program.collectives, used)
     seconds: dict[str, float | None] = {"compute": None, "memory": None, "interconnect": None}
@@ -251,15 +249,27 @@ def _read(
     )
 
 
-def _kernel_flops(config: GPTConfig, attention: str, tokens: float, program: Program) -> float:
-    """Of attention kernels, which do not say what they compute: half of the products, since the mask is causal.
+def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
+    """Of attention kernels, which do not say what they compute: 2 products forward, 5 backward with the scores anew.
 
-    Forward 2 products; backward 5, the scores anew among them; with remat the forward pass again.
+    Splash attention computes whole blocks of scores; others are taken to compute the half that the mask leaves.
     """
-    if attention in ("plain", "xla") or config.dropout or not program.custom_calls or program.custom_flops:
+    attention = trainer.options.attention
+    if attention in ("plain", "xla") or config.dropout or program.custom_flops:
         return 0.0
-    products = 7 + (2 if config.remat != "none" else 0)
-    return products * attention_flops(config) * tokens / 2
+    calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call" or "fmha" in target)
+    # One forward and one backward for each layer and micro-batch, and those that remat runs anew.
+    forward = calls - config.n_layer * trainer.shares.accumulation
+    if forward <= 0:
+        return 0.0
+    share = 0.5
+    if attention == "splash":
+        T, H = config.block_size, config.head_size
+        windows = [config.window(layer) for layer in range(config.n_layer)]
+        read = sum(min(window or T, T) * T for window in windows)
+        share = sum(computed_scores(T, H, window) for window in windows) / read
+    products = 2 * forward / (calls - forward) + 5
+    return products * attention_flops(config) * tokens * share
 
 
 def _exchanges(collectives: tuple[Collective, ...], devices: Sequence[jax.Device]) -> tuple[Exchange, ...]:
@@ -301,6 +311,7 @@ def table(p: Plan) -> str:
 
     fits = {True: "fits", None: "unknown whether it fits"}[p.fits]
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens at once"
+    skips = " (it counts scores that the mask hides, and the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
@@ -319,7 +330,7 @@ def table(p: Plan) -> str:
         ("interconnect", ms(p.interconnect_seconds)),
         ("a step, at least", ms(p.step_seconds) + (f": {p.binds} binds" if p.binds else "")),
         ("tokens per second", number(p.tokens_per_second)),
-        ("MFU, at most", "unknown" if p.mfu is None else f"{p.mfu:.1%}"),
+        ("MFU, at most", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
         ("the experiment", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
     ]
     width = max(len(name) for name, _ in rows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,7 @@ import jaxgpt.plan
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.flops import train_flops_per_token
-from jaxgpt.hlo import Collective
+from jaxgpt.hlo import Collective, read_hlo
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.plan import DoesNotFit, plan, table
 from tests.helpers import TINY, run_command
@@ -60,6 +61,34 @@ def test_the_roofline(monkeypatch):
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
     assert "memory binds" in table(found)
+
+
+def kernel_flops(calls: dict[str, int], attention: str, **model) -> float:
+    """Of two layers and three micro-batches."""
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
+    trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), shares=SimpleNamespace(accumulation=3))
+    program = read_hlo("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
+    program = dataclasses.replace(program, custom_calls=tuple(calls.items()))
+    return jaxgpt.plan._kernel_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
+
+
+def test_what_attention_kernels_compute():
+    """Two products forward, five backward, and two for each time that remat runs it anew; in whole blocks, or half."""
+    assert kernel_flops({"tpu_custom_call": 12, "Sharding": 9}, "splash", block_size=1024) == 7 * 1024
+    assert kernel_flops({"tpu_custom_call": 18}, "splash", block_size=1024) == 9 * 1024
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=4096) == 7 * 4096 * 10 / 16
+    windows = {"sliding_window": 1024, "global_every": 2}  # 7 of 16 blocks, then 10
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=4096, **windows) == 7 * 4096 * 17 / 32
+    cudnn = {"__cudnn$fmhaSoftmax": 6, "__cudnn$fmhaSoftmaxBackward": 6}
+    assert kernel_flops(cudnn, "cudnn", block_size=1024) == 7 * 1024 / 2
+    assert kernel_flops({"__onednn$matmul": 12}, "cudnn", block_size=1024) == 0
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=1024, dropout=0.1) == 0
+
+
+def test_an_mfu_above_one_says_why(here):
+    assert "MFU, at most" in table(here) and "hides" not in table(here)
+    above = dataclasses.replace(here, mfu=1.02)
+    assert "102.0% (it counts scores that the mask hides, and the kernel skips)" in table(above)
 
 
 def test_exchanges_add_up(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxgpt.config import Experiment
+from jaxgpt.data.pipeline import Batch
 from jaxgpt.flops import count_parameters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
@@ -26,6 +27,11 @@ class Trainer:
     step: Any  # `train_step(state, batch, key)`, compiled by the strategy
     evaluate: Any  # `eval_step(params, batch)`, likewise
     whole: Any  # state -> the parameters that `evaluate` takes
+    batch: Batch  # shapes and places of a training batch
+
+    def lowered(self) -> Any:
+        """`step` for the states and batches of this experiment, before XLA compiles it."""
+        return self.step.lower(self.strategy.state, self.batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -61,6 +67,10 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
     )
     evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
     together = functools.partial(whole, lora=experiment.lora)
+    batch = strategy.batch(train.batch_size, experiment.model.block_size)
+    if experiment.data.is_chat:
+        counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
+        batch = batch._replace(mask_BT=counted, segments_BT=batch.inputs_BT)
     return Trainer(
         options=options,
         model=model,
@@ -69,4 +79,5 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         step=strategy.step(step),
         evaluate=strategy.evaluate(evaluate),
         whole=together if experiment.lora.rank is None else jax.jit(together),
+        batch=batch,
     )
