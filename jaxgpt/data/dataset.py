@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,13 @@ def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = Non
 
 def _from_text(config: DataConfig) -> Dataset:
     files = user_files(config.path) if config.path else corpus_files(config.corpus)
-    digest, characters, alphabet = hashlib.sha256(), 0, set()
+    digest, characters, seen = hashlib.sha256(), 0, np.zeros(sys.maxunicode + 1, bool)
     for piece in read_text(files):
         text = "\n" if piece is None else piece
         digest.update(text.encode())
         characters += len(text)
         if config.tokenizer == "char":
-            alphabet.update(text)
+            seen[tok.code_points(text)] = True
     if not characters:
         raise UserError(f"{config.path or config.corpus} is empty: there is nothing to learn from")
     train_characters = int(characters * (1.0 - config.val_fraction))
@@ -109,7 +110,7 @@ def _from_text(config: DataConfig) -> Dataset:
     }
     ready: tok.Tokenizer | None = None
     if config.tokenizer == "char":
-        ready = tok.CharTokenizer(alphabet)
+        ready = tok.CharTokenizer(map(chr, np.flatnonzero(seen)))
     elif config.tokenizer == "byte":
         ready = tok.ByteTokenizer()
     elif config.tokenizer == "bpe":

@@ -2,9 +2,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgpt.data import tokenizer as tokenizers_module
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -12,6 +13,7 @@ from jaxgpt.data.tokenizer import (
     IdTokenizer,
     fingerprint,
     load_tokenizer,
+    pieces,
     start_token,
     train_bpe,
 )
@@ -175,3 +177,68 @@ def test_what_is_no_unicode_is_told(bpe):
     for tokenizer in (ByteTokenizer(), bpe):
         with pytest.raises(UserError, match="is not Unicode"):
             tokenizer.encode("a\udcff")
+
+
+# One of each shape that matters to where words end: spaces and newlines alone and in runs, before and after anything.
+LINES = ["a", "it's", "1", "!", "ñ", "漢", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2028", "x" * 9]
+GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def as_gpt4(bpe):
+    """The same merges with Llama 3's words."""
+    saved = json.loads(bpe.to_json())
+    saved["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": GPT4}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ],
+    }
+    return BPETokenizer(json.dumps(saved))
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    """BPE that has learnt runs of white space and punctuation, so that a cut within one would show."""
+    return train_bpe(["!\n\n!\n \n  a\n\n\n  it's  \t\t 11 \r\n\r\n" * 50], 330)
+
+
+@given(parts=st.lists(st.sampled_from(LINES), max_size=60), gpt4=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, gpt4):
+    tokenizer, text = as_gpt4(greedy) if gpt4 else greedy, "".join(parts)
+    assert "".join(pieces(text)) == text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers_module, "LONG", 1)
+        patch.setattr(tokenizers_module, "WORDS", 3)  # forgets now and then
+        found = tokenizer.encode(text)
+    assert found.dtype == np.int32
+    assert found.tolist() == tokenizer._encoded(text).ids
+
+
+@pytest.mark.parametrize("text", ["", "a" * 70_000, "\n" * 70_000, "a b\n" * 20_000, TEXT * 40])
+def test_long_texts_of_one_kind(bpe, text):
+    assert bpe.encode(text).tolist() == bpe._encoded(text).ids
+
+
+def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
+    """One that puts a space before a text would put one before each piece."""
+    saved = json.loads(bpe.to_json())
+    for change in (
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": json.loads(as_gpt4(bpe).to_json().replace("{1,3}", "{1,4}"))["pre_tokenizer"]},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+    ):
+        other = BPETokenizer(json.dumps(saved | change))
+        monkeypatch.setattr(tokenizers_module, "LONG", 1)
+        assert not other._can_be_cut
+        assert other.encode(TEXT[:300]).tolist() == other._encoded(TEXT[:300]).ids
+
+
+def test_characters_are_found_wherever_they_are():
+    for characters in ("a", "\U0010ffff", "ab\U0010ffff", "\x00é"):
+        tokenizer = CharTokenizer(characters)
+        assert tokenizer.encode(characters * 3).tolist() == [*range(len(characters))] * 3
+        with pytest.raises(UserError, match="not in this tokenizer's"):
+            tokenizer.encode("b\U0010fffe" + characters)
