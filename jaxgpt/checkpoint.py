@@ -16,16 +16,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxgpt import manifest
 from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.manifest import Damaged
 from jaxgpt.parallel import multihost
 from jaxgpt.train import TrainState
+
+if TYPE_CHECKING:  # half a second to import: only where it is used
+    import orbax.checkpoint as ocp
 
 # Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
 PARAMS, REST = "params", "rest"
@@ -70,6 +72,8 @@ class Checkpoints:
         self._save({PARAMS: params}, step, None)
 
     def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
+        import orbax.checkpoint as ocp
+
         self.wait()
         if self._writer is None:
             self._writer = ocp.AsyncCheckpointer(_handler(items))
@@ -257,6 +261,8 @@ class Checkpoints:
         return (self._about.get(step) or self._read(step, manifest.read))["arrays"]
 
     def _restore(self, step: int, **like: Any) -> Any:
+        import orbax.checkpoint as ocp
+
         directory = self._directory / str(step)
         saved = self._arrays(step)
         for name, tree in like.items():  # before anything is allocated
@@ -278,6 +284,8 @@ class Checkpoints:
 
 def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
     """Orbax's, for trees by name: it begins with all arrays at once, unless it is told how many gigabytes are allowed."""
+
+    import orbax.checkpoint as ocp
 
     def of(tree: Any) -> ocp.StandardCheckpointHandler:
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)]

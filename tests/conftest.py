@@ -35,11 +35,18 @@ def private_cache(tmp_path_factory):
     """Corpora, token files and compiled programs of the tests, away from the user's."""
     directory = tmp_path_factory.mktemp("cache")
     os.environ["JAXGPT_CACHE"] = str(directory)
-    # What the command line does for itself: tests train the same few models again and again.
-    # A directory of its own: the commands bound theirs, and count on every entry having its time of use.
+    keep_compiled(directory)
+    return directory
+
+
+def keep_compiled(directory: Path) -> None:
+    """What the command line does for itself: tests train the same few models again and again.
+
+    In a directory of its own, without bound: the commands bound theirs, and count on every entry having its time of use.
+    """
     jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    return directory
+    jax.config.update("jax_compilation_cache_max_size", -1)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import pytest
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import compute_options, enable_compilation_cache
+from tests.conftest import keep_compiled
 
 
 def chosen(monkeypatch, platform, capability=None, model=None, **train):
@@ -59,13 +60,12 @@ def test_what_is_named_is_taken_or_refused(monkeypatch):
         chosen(monkeypatch, "cpu", attention="cudnn")
 
 
-def test_compiled_programs_are_the_users_alone(monkeypatch, tmp_path):
+def test_compiled_programs_are_the_users_alone(monkeypatch, tmp_path, private_cache):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
     try:
         enable_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
         assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        keep_compiled(private_cache)

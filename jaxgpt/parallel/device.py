@@ -164,7 +164,8 @@ def enable_compilation_cache() -> None:
     """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
 
     JAX runs what it finds there, so the directory is the user's alone (mode 0700), never a shared /tmp.
-    `JAX_COMPILATION_CACHE_DIR` names another one; empty, it turns the cache off.
+    `JAX_COMPILATION_CACHE_DIR` names another one; empty, it turns the cache off. JAX's variable for the shortest
+    compilation that is worth keeping stands too.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -175,5 +176,6 @@ def enable_compilation_cache() -> None:
     except OSError:  # a read-only home, or a directory of somebody else's: compile anew then
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first

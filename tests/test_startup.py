@@ -1,0 +1,112 @@
+"""What a start costs, by what does not vary with the clock: modules imported, programs compiled, bytes kept."""
+
+import json
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.parallel.device import enable_compilation_cache
+from tests.conftest import keep_compiled
+from tests.helpers import run_command
+
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "matplotlib", "tokenizers", "rich", "numpy")
+
+
+def imported(code, tmp_path, *argv):
+    done = run_command("-X", "importtime", "-c", code, *argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {name.partition(".")[0] for name in lines} & set(HEAVY)
+
+
+def test_importing_jaxgpt_imports_nothing_heavy(tmp_path):
+    assert imported("import jaxgpt", tmp_path) == set()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_help_imports_no_jax(tmp_path, argv):
+    code = """
+import sys
+from jaxgpt.__main__ import main
+try:
+    main(sys.argv[1:])
+except SystemExit as e:
+    assert not e.code
+"""
+    assert imported(code, tmp_path, *argv) <= {"rich"}  # which draws the options
+
+
+def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
+    """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
+    assert imported("import jaxgpt.loop", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
+
+
+# How many times XLA compiled each program of a run, and how many it read from the cache.
+COUNT = """
+import json, sys
+from collections import Counter
+import jax.monitoring
+from jaxgpt import __main__
+counts = Counter()
+def told(name, *_, fun_name="", **__):
+    if name.endswith("backend_compile_duration"):
+        counts[fun_name] += 1
+jax.monitoring.register_event_duration_secs_listener(told)
+jax.monitoring.register_event_listener(lambda name, **_: counts.update([name.split("/")[-1]]))
+__main__.main(sys.argv[1:])
+print(json.dumps(counts))
+"""
+
+
+def test_each_program_is_compiled_once_and_never_again_in_a_second_process(tmp_path, text_file):
+    argv = f"""train --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.block-size 8
+        --train.batch-size 2 --train.steps 3 --optim.warmup-steps 1 --train.eval-every 2 --train.sample-tokens 0 --parallel.strategy single""".split()
+    env = {
+        "JAXGPT_CACHE": str(tmp_path / "cache"),
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    first, second = (
+        run_command("-c", COUNT, *argv, "--run-dir", str(tmp_path / name), cwd=tmp_path, **env) for name in "ab"
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    cold, warm = (json.loads(done.stdout.splitlines()[-1]) for done in (first, second))
+    for name in ("train_step", "eval_step", "init_state"):
+        assert sum(n for fun, n in cold.items() if name in fun) == 1, cold
+    assert cold["cache_misses"] > 3 and not cold.get("cache_hits"), cold
+    assert warm["cache_hits"] == cold["cache_misses"] and not warm.get("cache_misses"), warm
+
+
+def test_the_cache_of_compiled_programs_is_bounded(tmp_path, monkeypatch, private_cache):
+    """The bound that is set is kept: with room for two programs the least recently used of three goes."""
+    from jax._src import compilation_cache
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    try:
+        enable_compilation_cache()
+        assert 2**28 <= jax.config.jax_compilation_cache_max_size <= 2**33
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()
+
+        def programs():
+            return {path.name for path in (tmp_path / "xla").glob("*-cache")}
+
+        def held():
+            return sum(path.stat().st_size for path in (tmp_path / "xla").glob("*-cache"))
+
+        jax.jit(lambda x: jnp.sin(x) + 1)(1.0)
+        (oldest,) = programs()
+        jax.config.update("jax_compilation_cache_max_size", int(2.5 * held()))
+        compilation_cache.reset_cache()  # as the next process
+        for number in range(2, 5):
+            time.sleep(0.01)
+            jax.jit(lambda x, number=number: jnp.sin(x) + number)(1.0)
+        assert oldest not in programs() and 1 <= len(programs()) <= 2, os.listdir(tmp_path / "xla")
+        assert held() <= jax.config.jax_compilation_cache_max_size
+    finally:
+        keep_compiled(private_cache)  # as it was
+        compilation_cache.reset_cache()
