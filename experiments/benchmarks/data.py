@@ -1,0 +1,188 @@
+"""Is data ever in the way? Tokenising, batches, and the memory of a large corpus.
+
+Question:  MB/s from text to token files, tokens/s of the training batches, and megabytes to open a corpus of 10 GB.
+Command:   python experiments/benchmarks/data.py TEXT... [--megabytes 60] [--rounds 3] [--gigabytes 10] [--json FILE]
+           (BPE wants `jaxgpt[bpe]`, the batches' peer torch)
+Method:    the lines of TEXT, shuffled again and again until they are long enough. Ours is the whole of `prepare`, both
+           passes over the text and the token files on disk included; its peer is the encoding alone of what is already
+           in memory: nanoGPT's `[stoi[c] for c in s]`, bytes in a list, and one call of `tokenizers`. Everything in
+           turns, medians of the rounds; "a core" is by the processor's time of the whole process, "all" by the clock.
+           Batches against nanoGPT's get_batch, which draws starts at random and stacks slices. Memory is anonymous
+           memory over that after the imports: pages that are mapped of the file are the kernel's to take back.
+Result:    see LOG.md.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pipeline import training_batches
+from jaxgpt.data.tokenizer import train_bpe
+
+PEER_CHARACTERS = 8_000_000  # the peers' share of the text: their lists of all of it would be gigabytes
+SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}
+LOAD = """
+import sys, threading, time
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import prepare
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("RssAnon")) / 1024
+seen, done, before = [], threading.Event(), anonymous()
+def watch():
+    while not done.wait(0.01):
+        seen.append(anonymous())
+thread = threading.Thread(target=watch)
+thread.start()
+began = time.perf_counter()
+prepare(DataConfig(path=sys.argv[1], tokenizer="ids"), block_size=1024, vocab_size=50257)
+seconds = time.perf_counter() - began
+done.set()
+thread.join()
+print(max(seen) - before, seconds)
+"""
+
+
+def timed(work: Callable[[], float]) -> tuple[float, float]:
+    """(of what `work` says it did, so much a second by the clock, and by the processor's time)."""
+    clock, processor = time.perf_counter(), time.process_time()
+    done = work()
+    return done / (time.perf_counter() - clock), done / (time.process_time() - processor)
+
+
+def ours(tokenizer: str, text: Path) -> float:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["JAXGPT_CACHE"] = cache
+        prepare(DataConfig(path=str(text), tokenizer=tokenizer), block_size=64)
+    return text.stat().st_size / 1e6
+
+
+def batches(tokens: Tokens, B: int, T: int, steps: int) -> float:
+    made = training_batches(tokens, block_size=T, batch_size=B, seed=0)
+    next(made)  # imports Grain
+    for _ in itertools.islice(made, steps):
+        pass
+    made.close()
+    return steps * B * T
+
+
+def nanogpts(path: Path, B: int, T: int, steps: int) -> float:
+    import torch
+
+    for _ in range(steps):
+        data = np.memmap(path, dtype=np.uint16, mode="r")  # anew for each batch, as there
+        ix = torch.randint(len(data) - T, (B,))
+        torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
+        torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
+    return steps * B * T
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("--megabytes", type=float, default=60)
+    parser.add_argument("--gigabytes", type=float, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = measured(options, Path(directory))
+    print("| what | unit | jaxgpt, all | jaxgpt, a core | the peer | all / peer | a core / peer's |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (unit, mine, peer) in found["rates"].items():
+        (wall, core), (peer_wall, peer_core) = (
+            tuple(statistics.median(x) for x in zip(*runs, strict=True)) if runs else (float("nan"),) * 2
+            for runs in (mine, peer)
+        )
+        print(
+            f"| {name} | {unit} | {wall:,.1f} ({', '.join(f'{x:,.1f}' for x, _ in mine)}) | {core:,.1f} | {peer_wall:,.1f} "
+            f"| {wall / peer_wall:.1f} | {core / peer_core:.1f} |"
+        )
+    megabytes, seconds = found["corpus"]
+    print(
+        f"| to open a corpus of {options.gigabytes:g} GB, its SHA-256 included | MB | {megabytes:.0f} ({seconds:.0f} s) | | | | |"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def measured(options: argparse.Namespace, directory: Path) -> dict:
+    lines = [line for path in options.texts for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
+    random.seed(0)
+    text, pieces, length = directory / "text.txt", [], 0
+    while length < options.megabytes * 1e6:
+        random.shuffle(lines)
+        pieces.append("".join(lines))
+        length += len(pieces[-1].encode())
+    whole = "".join(pieces)
+    text.write_text(whole, encoding="utf-8")
+    part = whole[:PEER_CHARACTERS]
+    size = len(part.encode()) / 1e6
+    bpe = train_bpe(["".join(lines)], 16384)
+    (directory / "tokenizer.json").write_text(bpe.to_json(), encoding="utf-8")
+    stoi = {c: i for i, c in enumerate(sorted(set(part)))}
+
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_str(bpe.to_json())
+
+    def listed(encode: Callable[[], object]) -> Callable[[], float]:
+        def work() -> float:
+            encode()
+            return size
+
+        return work
+
+    path = directory / "tokens.bin"
+    np.random.default_rng(0).integers(0, 50257, 20_000_000).astype(np.uint16).tofile(path)
+    tokens = Tokens([np.memmap(path, np.uint16, "r")])
+    work: dict[str, tuple[str, Callable[[], float], Callable[[], float] | None]] = {
+        "characters": ("MB/s", lambda: ours("char", text), listed(lambda: [stoi[c] for c in part])),
+        "bytes": ("MB/s", lambda: ours("byte", text), listed(lambda: list(part.encode()))),
+        "BPE of 16,384": (
+            "MB/s",
+            lambda: ours(str(directory / "tokenizer.json"), text),
+            listed(lambda: library.encode(part).ids),
+        ),
+    }
+    try:
+        import torch  # noqa: F401
+
+        peered = True
+    except ImportError:
+        peered = False
+    for name, (B, T, steps) in SHAPES.items():
+        peer = (lambda B=B, T=T, steps=steps: nanogpts(path, B, T, steps) / 1e6) if peered else None
+        work[f"batches of {name}"] = (
+            "M tokens/s",
+            lambda B=B, T=T, steps=steps: batches(tokens, B, T, steps) / 1e6,
+            peer,
+        )
+    rates: dict = {name: (unit, [], []) for name, (unit, _, _) in work.items()}
+    for _ in range(options.rounds):
+        for name, (_, mine, peer) in work.items():
+            rates[name][1].append(timed(mine))
+            if peer is not None:
+                rates[name][2].append(timed(peer))
+    large = directory / "large.bin"
+    with large.open("wb") as f:
+        f.truncate(int(options.gigabytes * 1e9) // 2 * 2)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(large)], stdout=subprocess.PIPE, text=True, check=True)
+    return {"rates": rates, "corpus": [float(x) for x in done.stdout.split()]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""How long until the first step? Imports, help, and `jaxgpt train` with a cold and a warm compilation cache.
+
+Question:  seconds from the start of a process, and where they go.
+Command:   python experiments/benchmarks/startup.py [--rounds 5] [--trains 3] [--json FILE]
+           --peer-python PYTHON: an interpreter that has transformers and torch, else this one if it has them
+Method:    every command in a process of its own, in turns, round by round; medians, least and most. The training is
+           of the quickstart, one step, its validation and its checkpoint; what is cold has an empty JAXGPT_CACHE of its
+           own. A milestone is when it was reached since the start of the process; tracing, lowering and compiling are
+           sums over all programs, as JAX tells them, and run beside each other in two threads.
+Result:    see LOG.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TRAIN = """
+import json, sys, time
+began = float(sys.argv.pop(1))
+at, sums = {}, {}
+def reached(what):
+    at.setdefault(what, time.time() - began)
+from jaxgpt import __main__
+reached("the command line is imported")
+start_jax = __main__.start_jax
+def started():
+    start_jax()
+    reached("jax is imported")
+    import jax.monitoring
+    from jaxgpt import loop
+    reached("all is imported")
+    names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
+             "backend_compile_duration": "compiling or reading the cache"}
+    def told(name, seconds, **_):
+        if (what := names.get(name.split("/")[-1])) is not None:
+            sums[what] = sums.get(what, 0.0) + seconds
+    jax.monitoring.register_event_duration_secs_listener(told)
+    def after(owner, name, what):
+        plain = getattr(owner, name)
+        def timed(*arguments, **options):
+            found = plain(*arguments, **options)
+            reached(what)
+            return found
+        setattr(owner, name, timed)
+    after(loop, "prepare", "the data is there")
+    after(loop, "state_at", "the state is there")
+    after(loop.Log, "compiled", "the first step is done")
+    after(loop, "mean_loss", "the validation loss is known")
+    after(loop.Checkpoints, "wait", "it is saved")
+__main__.start_jax = started
+__main__.main(sys.argv[1:])
+reached("the end")
+print(json.dumps({"at": at, "sums": sums}))
+"""
+
+
+def once(command: list[str], **env: str) -> tuple[float, str]:
+    began = time.time()
+    done = subprocess.run(
+        [word.replace("BEGAN", repr(began)) for word in command],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    if done.returncode:
+        raise SystemExit(f"{command}: {done.stderr}")
+    return time.time() - began, done.stdout
+
+
+def trained(directory: str, cache: str) -> dict:
+    run = tempfile.mkdtemp(dir=directory)
+    command = [sys.executable, "-c", TRAIN, "BEGAN", "train", "quickstart", "--run-dir", f"{run}/r"]
+    _, said = once(
+        [*command, "--train.steps", "1", "--optim.warmup-steps", "0", "--train.sample-tokens", "0"], JAXGPT_CACHE=cache
+    )
+    return json.loads(said.splitlines()[-1])
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trains", type=int, default=3)
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    peer = "import torch, transformers; transformers.GPT2LMHeadModel"
+    commands = {
+        "python -c pass": [sys.executable, "-c", "pass"],
+        "import jax": [sys.executable, "-c", "import jax"],
+        "import jax, flax.linen": [sys.executable, "-c", "import jax, flax.linen"],
+        "import jaxgpt": [sys.executable, "-c", "import jaxgpt"],
+        "import jaxgpt, every name": [
+            sys.executable,
+            "-c",
+            "import jaxgpt; [getattr(jaxgpt, n) for n in jaxgpt.__all__]",
+        ],
+        "jaxgpt --help": [sys.executable, "-m", "jaxgpt", "--help"],
+        "jaxgpt train --help": [sys.executable, "-m", "jaxgpt", "train", "--help"],
+    }
+    if subprocess.run([options.peer_python, "-c", "import torch, transformers"], capture_output=True).returncode == 0:
+        commands["import torch, transformers' GPT-2"] = [options.peer_python, "-c", peer]
+    took: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(options.rounds):
+        for name, command in commands.items():
+            took[name].append(once(command)[0])
+    runs: dict[str, list[dict]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(options.trains):
+            cache = tempfile.mkdtemp(dir=directory)
+            for kind in runs:
+                runs[kind].append(trained(directory, cache))
+
+    base = statistics.median(took["import jax, flax.linen"])
+    print("| command | median, s | least to most | to import jax, flax.linen |")
+    print("|---|---|---|---|")
+    for name, seconds in took.items():
+        print(f"| {name} | {spread(seconds)} | {statistics.median(seconds) / base:.2f} |")
+    print("\n| jaxgpt train quickstart | cold cache, s | least to most | warm cache, s | least to most |")
+    print("|---|---|---|---|---|")
+    for part, label in (("at", "when {}"), ("sums", "of it {}, summed")):
+        for name in runs["cold"][0][part]:
+            both = (spread([run[part].get(name, 0.0) for run in runs[kind]]) for kind in runs)
+            print(f"| {label.format(name)} | {' | '.join(both)} |")
+    if options.json:
+        options.json.write_text(json.dumps({"commands": took, "train": runs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

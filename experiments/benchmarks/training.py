@@ -1,0 +1,212 @@
+"""How fast is a training step? Ours, nanoGPT's and transformers' GPT-2, in turns.
+
+Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm clipped at 1, float32), each with its own
+           way of fetching a batch.
+Command:   python experiments/benchmarks/training.py --nanogpt DIR        (wants pip install ".[bench]", and for the
+           compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
+Method:    each system in a process of its own, compiled and warm, waits for its turn: a few seconds of steps, then the
+           next one's, round after round, so that a busy minute of the machine meets all of them. Ratios are medians of
+           the ratios within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, read from where it is.
+Result:    see LOG.md.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+SHAPES = {  # nanoGPT's for a CPU, by its README, and that of its config/train_shakespeare_char.py with a smaller batch
+    "small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0},
+    "wide": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 12, "dropout": 0.0},
+}
+VOCAB, TEXT = 65, 1_000_000
+PEERS = ("nanogpt", "nanogpt-compiled", "transformers", "transformers-compiled")
+Steps = Callable[[int], float]  # how many -> the last loss, when all are done
+
+
+def jaxgpt_steps(shape: dict, options) -> Steps:
+    from jaxgpt.start import start_jax
+
+    start_jax()
+    import jax
+    import numpy as np
+
+    from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
+    from jaxgpt.data.dataset import Tokens
+    from jaxgpt.data.pipeline import training_batches
+    from jaxgpt.loop import IN_FLIGHT
+    from jaxgpt.parallel.trainer import make_trainer
+
+    sizes = {name: value for name, value in shape.items() if name != "batch_size"}
+    trainer = make_trainer(
+        Experiment(
+            name="benchmark",
+            model=GPTConfig(vocab_size=VOCAB, bias=False, activation="gelu", **sizes),
+            optim=OptimConfig(learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0),
+            train=TrainConfig(batch_size=shape["batch_size"], steps=10**6),
+        )
+    )
+    text = Tokens([np.random.default_rng(0).integers(0, VOCAB, TEXT).astype(np.uint16)])
+    batches = training_batches(text, block_size=shape["block_size"], batch_size=shape["batch_size"], seed=0)
+    key = jax.random.key(1)
+    state = trainer.strategy.init(jax.random.key(0))
+
+    def run(steps: int) -> float:
+        nonlocal state
+        pending = deque()
+        for _ in range(steps):
+            state, metrics = trainer.step(state, trainer.strategy.place(next(batches)), key)
+            pending.append(metrics["loss"])
+            if len(pending) > IN_FLIGHT:
+                float(pending.popleft())
+        return float(pending[-1])
+
+    return run
+
+
+def torch_steps(shape: dict, options, name: str) -> Steps:
+    import torch
+
+    torch.manual_seed(0)
+    if name.startswith("nanogpt"):
+        spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(options.nanogpt, "model.py"))
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sizes = {name: value for name, value in shape.items() if name != "batch_size"}
+        model = module.GPT(module.GPTConfig(vocab_size=VOCAB, bias=False, **sizes))
+    else:
+        import transformers
+
+        p = shape["dropout"]
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCAB,
+                n_positions=shape["block_size"],
+                n_layer=shape["n_layer"],
+                n_head=shape["n_head"],
+                n_embd=shape["n_embd"],
+                activation_function="gelu",
+                resid_pdrop=p,
+                embd_pdrop=p,
+                attn_pdrop=p,
+                use_cache=False,
+            )
+        )
+    model.train()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(0.9, 0.99),
+    )
+    called = torch.compile(model) if name.endswith("compiled") else model
+    text = torch.randint(0, VOCAB, (TEXT,))
+    T, B = shape["block_size"], shape["batch_size"]
+
+    def run(steps: int) -> float:
+        for _ in range(steps):
+            starts = torch.randint(len(text) - T, (B,)).tolist()
+            x = torch.stack([text[i : i + T] for i in starts])
+            y = torch.stack([text[i + 1 : i + 1 + T] for i in starts])
+            if name.startswith("nanogpt"):
+                _, loss = called(x, y)
+            else:
+                logits = called(x).logits
+                loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), y.view(-1))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return run
+
+
+def worker(options) -> None:
+    """Build, compile, warm up; then run as many steps as each line of stdin says, and tell the seconds."""
+    shape = SHAPES[options.shape] | json.loads(options.sizes)
+    began = time.perf_counter()
+    run = jaxgpt_steps(shape, options) if options.worker == "jaxgpt" else torch_steps(shape, options, options.worker)
+    run(1)
+    first = time.perf_counter() - began
+    run(10)
+    print(json.dumps({"first": first}), flush=True)
+    for line in sys.stdin:
+        steps = int(line)
+        began = time.perf_counter()
+        loss = run(steps)
+        print(json.dumps({"seconds": (time.perf_counter() - began) / steps, "loss": loss}), flush=True)
+
+
+class Worker:
+    def __init__(self, name: str, options):
+        command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
+        command += [] if options.nanogpt is None else ["--nanogpt", options.nanogpt]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.first = self.answer()["first"]
+
+    def answer(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):  # nanoGPT tells how large it is, too
+                return json.loads(line)
+        raise SystemExit(f"{' '.join(self.process.args)} ended with {self.process.wait()}")
+
+    def seconds(self, steps: int) -> float:
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        return self.answer()["seconds"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--sizes", default="{}", help='over the shape\'s, as JSON: {"dropout": 0.2, "batch_size": 64}')
+    parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--json", help="write all turns there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options)
+        return
+    names = options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
+    shape = SHAPES[options.shape] | json.loads(options.sizes)
+    tokens = shape["batch_size"] * shape["block_size"]
+    workers = {name: Worker(name, options) for name in names}
+    steps = {name: max(1, round(options.seconds / each.seconds(3))) for name, each in workers.items()}
+    turns = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name, each in workers.items():
+            turns[name].append(each.seconds(steps[name]))
+    for each in workers.values():
+        each.process.stdin.close()
+        each.process.wait(60)
+
+    print(f"{shape}, {tokens} tokens a step, {options.rounds} rounds of {options.seconds} s; {os.cpu_count()} cores")
+    print(
+        "| system | ms a step: median (least to most) | tokens/s | jaxgpt's speed over it (least to most) | first step, s |"
+    )
+    print("|---|---|---|---|---|")
+    for name in names:
+        ratios = [theirs / ours for theirs, ours in zip(turns[name], turns[names[0]], strict=True)]
+        ms = sorted(1e3 * x for x in turns[name])
+        print(
+            f"| {name} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | {1e3 * tokens / statistics.median(ms):,.0f} "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {workers[name].first:.1f} |"
+        )
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump({"shape": shape, "seconds": turns, "first": {n: w.first for n, w in workers.items()}}, f)
+
+
+if __name__ == "__main__":
+    main()
