@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,14 @@ from jaxgpt.presets import EXPERIMENTS
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, tiny_experiment
 
-FILES = sorted((REPOSITORY / "experiments").glob("*.py"))
+
+def is_page(path) -> bool:
+    """Whether a file trains an experiment; scaling.py measures."""
+    assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
+    return any(node.targets[0].id == "experiment" for node in assigned)
+
+
+FILES = [path for path in sorted((REPOSITORY / "experiments").glob("*.py")) if is_page(path)]
 
 
 def variants():
@@ -42,12 +50,44 @@ def test_full_size_by_shape(name):
     assert count_parameters(variables["params"]) > 100_000
 
 
+def script(path: str):
+    """A file under experiments, as a module."""
+    spec = importlib.util.spec_from_file_location(path.rsplit("/", 1)[-1], REPOSITORY / "experiments" / f"{path}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    return script("scaling")
+
+
+def test_powers_are_found(scaling):
+    exponent, factor, local = scaling.exponents([1, 2, 4], [3, 12, 48])
+    assert (exponent, factor) == pytest.approx((2, 3)) and local == pytest.approx([2, 2])
+    exponent, _, local = scaling.exponents([1, 2, 4], [1, 1, 4])  # bends in the middle
+    assert exponent == pytest.approx(1) and local == pytest.approx([0, 2])
+
+
+def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
+    for name in ("keep_freed_memory", "return_freed_memory"):  # of the process that all tests share
+        monkeypatch.setattr(scaling, name, lambda: None)
+    found = scaling.main(["--quick", "--rounds", "1", "--out", str(tmp_path)])
+    for name, (small, large) in found.items():
+        assert getattr(large, name) == 2 * getattr(small, name)
+        assert 1.9 <= large.flops / small.flops <= 4 or name == "depth"  # whose output matrix does not grow
+        assert small.memory < large.memory and 0 < small.least <= small.seconds <= small.most
+    assert found["depth"][0] is found["batch"][0]  # measured once
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + 4 * 3 and len({line.count("|") for line in table}) == 1
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "scaling.json").read_text())["width"]) == 2
+
+
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
-    path = REPOSITORY / "experiments/benchmarks/sampling.py"
-    spec = importlib.util.spec_from_file_location("sampling", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = script("benchmarks/sampling")
     monkeypatch.setattr("jaxgpt.presets.gpt2", lambda: dataclasses.replace(TINY, vocab_size=50257))
     for name, value in (("PROMPT", 4), ("NEW", 3), ("BATCHES", (1, 2))):
         monkeypatch.setattr(benchmark, name, value)
