@@ -21,11 +21,13 @@ from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
 from jaxgpt.data.packing import Packing
 from jaxgpt.data.shards import bin_files, cut, open_shard, scan
+from jaxgpt.data.workers import cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.paths import cache_directory
 
 OF_CHAT = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
+FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
 CHAT_FORMAT = 1  # of what the cache holds of conversations; raised when the same file gives other tokens
 
 
@@ -129,7 +131,8 @@ def _from_text(config: DataConfig) -> Dataset:
             train_text = (p for split, p in _split(read_text(files), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
         counted = {"val_bytes": 0}
-        write_tokens(directory, ready, _encoded(files, train_characters, ready, counted), about=counted)
+        workers = cores() if characters >= FOR_ALL_CORES else 1
+        write_tokens(directory, ready, _encoded(files, train_characters, ready, counted, workers), about=counted)
         cached = read_tokens(directory)
         assert cached is not None
     arrays, tokenizer, fingerprint, about = cached
@@ -231,16 +234,20 @@ def _conversations(
 
 
 def _encoded(
-    files: list[Path], train_characters: int, tokenizer: tok.Tokenizer, counted: dict[str, int]
+    files: list[Path], train_characters: int, tokenizer: tok.Tokenizer, counted: dict[str, int], workers: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(split, the ids that come next in it). counted: to its val_bytes are added those of the validation split."""
-    for split, text in _split(read_text(files), train_characters):
-        if split == "val":
-            counted["val_bytes"] += len(("\n" if text is None else text).encode())
-        if text is None and tokenizer.end_of_text is not None:
-            yield split, np.array([tokenizer.end_of_text])
-        else:
-            yield split, tokenizer.encode("\n" if text is None else text)
+
+    def texts() -> Iterator[tuple[str, str | np.ndarray]]:
+        for split, text in _split(read_text(files), train_characters):
+            if split == "val":
+                counted["val_bytes"] += len(("\n" if text is None else text).encode())
+            if text is None and tokenizer.end_of_text is not None:
+                yield split, np.array([tokenizer.end_of_text])
+            else:
+                yield split, "\n" if text is None else text
+
+    return encode_in_order(texts(), tokenizer, workers)
 
 
 def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tuple[str, str | None]]:
