@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,74 @@ def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
     found = benchmark.measure(weights)
     assert all(found[batch][what] > 0 for batch in (1, 2) for what in ("total", "first"))
     assert found["megabytes"] > 0.4 * (4 if weights == "float32" else 1) and found["ceiling"] > 0
+
+
+def benchmark(name: str, *argv: object, deadline: float = 120, **env: str):
+    """What a benchmark prints, and what it writes."""
+    target = Path(env["JAXGPT_CACHE"]) / f"{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    path = REPOSITORY / "experiments/benchmarks" / f"{name}.py"
+    command = [str(path), "--json", str(target), *map(str, argv)]
+    done = run_command(*command, cwd=target.parent, deadline=deadline, **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(target.read_text())
+
+
+SMALL = json.dumps({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2})
+
+
+def test_the_training_benchmark_shrunken(tmp_path):
+    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 2, "--seconds", 0.05]
+    said, found = benchmark("training", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert "| jaxgpt |" in said and "16 tokens a step" in said
+    assert len(found["seconds"]["jaxgpt"]) == 2 and found["first"]["jaxgpt"] > max(found["seconds"]["jaxgpt"]) > 0
+
+
+def test_the_compilation_benchmark_shrunken(tmp_path):
+    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 1]
+    said, found = benchmark("compilation", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert "| jaxgpt |" in said and [len(found["jaxgpt"][kind]) for kind in ("cold", "warm")] == [1, 1]
+
+
+def test_the_speedrun_benchmark_shrunken(tmp_path, text_file):
+    shrunken = [
+        "--model.n-layer",
+        "1",
+        "--model.n-head",
+        "1",
+        "--model.n-embd",
+        "8",
+        "--model.block-size",
+        "8",
+        "--optim.warmup-steps",
+        "1",
+        "--train.batch-size",
+        "2",
+        "--train.steps",
+        "4",
+        "--train.eval-every",
+        "2",
+        "--train.sample-prompt",
+        "In",
+    ]
+    argv = [text_file, "--seeds", 1, *shrunken]
+    said, (run,) = benchmark("speedrun", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert "| 0 |" in said and 0 < run["seconds"] <= run["whole"] and 0 < run["val_loss"] < 5
+
+
+def test_the_data_benchmark_shrunken(tmp_path, text_file):
+    pytest.importorskip("tokenizers")
+    argv = [text_file, "--megabytes", 0.02, "--gigabytes", 0.001, "--rounds", 1]
+    said, found = benchmark("data", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert len(found["rates"]) == 5 and all(mine[0][0] > 0 for _, mine, _ in found["rates"].values())
+    assert "to open a corpus" in said and found["corpus"][0] < 200
+
+
+@pytest.mark.slow
+def test_the_startup_benchmark_shrunken(tmp_path):
+    argv = ["--rounds", 1, "--trains", 1, "--peer-python", "false"]
+    said, found = benchmark("startup", *argv, deadline=300, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert "| jaxgpt --help |" in said and found["train"]["warm"][0]["at"]["the end"] > 0
 
 
 @pytest.fixture(scope="module")

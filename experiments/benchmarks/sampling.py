@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has transformers and torch")
     parser.add_argument("--system", help="measure this one here, and print JSON; each round does")
+    parser.add_argument("--json", help="write all rounds there")
     options = parser.parse_args()
     if options.system:
         print(json.dumps(measure(options.system)))
@@ -137,6 +138,9 @@ def main() -> None:
         bandwidth = statistics.median(run["gigabytes_per_second"] for run in runs[name])
         share = median(name, 1, "decode") / ceiling
         print(f"{name}: memory at {bandwidth:.1f} GB/s allows {ceiling:.1f} tokens/s at batch 1; reached {share:.0%}")
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump(runs, f)
 
 
 if __name__ == "__main__":

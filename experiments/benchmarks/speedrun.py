@@ -2,7 +2,7 @@
 
 Question:  seconds from the start of the process to the validation loss, and that loss, seed by seed.
 Command:   python experiments/benchmarks/speedrun.py shakespeare.txt
-           --experiment FILE: another one; --seeds N; --json FILE; what follows -- goes to the experiment, as
+           --experiment FILE: another one; --seeds N; --json FILE; all other options go to the experiment, as
            --train.steps 300
 Method:    each seed is a process of its own with an empty cache directory, one after the other. The validation loss is
            there when its line is in metrics.jsonl, which is looked at twenty times a second; what comes after it
@@ -61,17 +61,18 @@ def last_validation(path: Path) -> dict | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("text", help="Tiny Shakespeare")
-    parser.add_argument("options", nargs="*", help="of the experiment, after --")
     parser.add_argument("--experiment", type=Path, default=SPEEDRUN)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", help="write all runs there")
-    options = parser.parse_args()
+    options, of_experiment = parser.parse_known_args()
     runs = []
     print("| seed | validation loss | seconds to it | to the end |\n|---|---|---|---|")
     for seed in range(options.seeds):
-        runs.append(run := one(options.experiment, options.text, seed, options.options))
+        runs.append(run := one(options.experiment, options.text, seed, of_experiment))
         print(f"| {seed} | {run['val_loss']:.4f} | {run['seconds']:.1f} | {run['whole']:.1f} |", flush=True)
     for name, digits in (("val_loss", 4), ("seconds", 1)):
         values = [run[name] for run in runs]

@@ -130,7 +130,7 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
 
 
 def worker(options) -> None:
-    """Build, compile, warm up; then run as many steps as each line of stdin says, and tell the seconds."""
+    """Build, compile, warm up ("first": seconds to the first step, imports included); then run as many steps as each line of stdin says, and tell the seconds."""
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     began = time.perf_counter()
     run = jaxgpt_steps(shape, options) if options.worker == "jaxgpt" else torch_steps(shape, options, options.worker)
@@ -146,10 +146,12 @@ def worker(options) -> None:
 
 
 class Worker:
-    def __init__(self, name: str, options):
+    def __init__(self, name: str, options, **env: str):
         command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
         command += [] if options.nanogpt is None else ["--nanogpt", options.nanogpt]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | env
+        )
         self.first = self.answer()["first"]
 
     def answer(self) -> dict:
@@ -162,6 +164,10 @@ class Worker:
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         return self.answer()["seconds"]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
 
 
 def main() -> None:
@@ -188,8 +194,7 @@ def main() -> None:
         for name, each in workers.items():
             turns[name].append(each.seconds(steps[name]))
     for each in workers.values():
-        each.process.stdin.close()
-        each.process.wait(60)
+        each.close()
 
     print(f"{shape}, {tokens} tokens a step, {options.rounds} rounds of {options.seconds} s; {os.cpu_count()} cores")
     print(

@@ -1,0 +1,52 @@
+"""How long until the first training step is done? Ours, nanoGPT's and transformers' GPT-2, with cold and warm caches.
+
+Question:  seconds of a fresh process to the end of its first step: imports, the model, compilation.
+Command:   python experiments/benchmarks/compilation.py --nanogpt DIR        (wants what training.py wants)
+           --shape wide; --systems jaxgpt nanogpt-compiled; --rounds N; --json FILE
+Method:    the workers of training.py, one at a time, in turns. Cold: an empty cache directory, for XLA's programs and for
+           torch's; warm: the same directory again. The eager peers keep nothing, and show what is not compilation.
+Result:    see LOG.md.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+
+from training import PEERS, SHAPES, Worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--sizes", default="{}", help="over the shape's, as JSON")
+    parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="write all seconds there")
+    options = parser.parse_args()
+    names = options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
+    took: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}
+    for _ in range(options.rounds):
+        for name in names:
+            with tempfile.TemporaryDirectory() as cache:
+                for kind in took[name]:
+                    worker = Worker(name, options, JAXGPT_CACHE=cache, TORCHINDUCTOR_CACHE_DIR=cache)
+                    worker.close()
+                    took[name][kind].append(worker.first)
+
+    print("| system | cold cache, s: median (least to most) | over jaxgpt's | warm cache, s | over jaxgpt's |")
+    print("|---|---|---|---|---|")
+    for name in names:
+        cells = []
+        for kind, seconds in took[name].items():
+            over = statistics.median(seconds) / statistics.median(took[names[0]][kind])
+            cells.append(f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f}) | {over:.2f}")
+        print(f"| {name} | {' | '.join(cells)} |")
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump(took, f)
+
+
+if __name__ == "__main__":
+    main()
