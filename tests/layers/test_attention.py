@@ -176,3 +176,13 @@ def test_dropped_weights_keep_their_expectation(long, monkeypatch):
     keys = jax.random.split(jax.random.key(0), 2000)
     mean = jax.vmap(lambda key: attend(q, k, v, dropout=0.3, key=key))(keys).mean(0)
     np.testing.assert_allclose(mean, attend(q, k, v), atol=0.1)  # 4 standard errors of 2000 draws
+
+
+def test_each_block_of_queries_drops_weights_of_its_own():
+    T = attention.LONG
+    zeros, v = jnp.zeros((1, T, 1, T)), jnp.eye(T)[None, :, None]  # every score alike; the output is the weights
+    weights = attend(zeros, zeros, v, dropout=0.5, key=jax.random.key(0))[0, :, 0]
+    starts = range(T // attention.BLOCKS, T, T // attention.BLOCKS)
+    first, *others = (np.asarray(weights[start, : starts[0]] > 0) for start in starts)
+    for other in others:
+        assert 0.3 < np.mean(first == other) < 0.7  # as two draws are, where one draw for both would have 1
