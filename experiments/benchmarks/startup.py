@@ -6,7 +6,7 @@ Command:   python experiments/benchmarks/startup.py [--rounds 5] [--trains 3] [-
 Method:    every command in a process of its own, in turns, round by round; medians, least and most. The training is
            of the quickstart, one step, its validation and its checkpoint; what is cold has an empty JAXGPT_CACHE of its
            own. A milestone is when it was reached since the start of the process; tracing, lowering and compiling are
-           sums over all programs, as JAX tells them, and run beside each other in two threads.
+           sums over all programs, as JAX tells them.
 Result:    see LOG.md.
 """
 

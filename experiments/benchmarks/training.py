@@ -96,6 +96,8 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
                 embd_pdrop=p,
                 attn_pdrop=p,
                 use_cache=False,
+                bos_token_id=None,  # the default is beyond this vocabulary
+                eos_token_id=None,
             )
         )
     model.train()
