@@ -3,19 +3,19 @@
 Question    one dimension at a time, the others as in the base: which power of it do they follow, and where do they bend?
 Reference   arithmetic: 6 FLOPs per weight and token, 12 per layer, token, width and token of context (arXiv:2204.02311).
 Command     python experiments/scaling.py [--quick] [--rounds N] [--out DIR]      -> a table, DIR/scaling.png, scaling.json
-Hardware    any one device. Two cores of a busy machine: 7 minutes, 2.2 GB.
+Hardware    any one device. Two cores: 2 to 7 minutes, 2.2 GB.
 Method      the step that `jaxgpt train` runs, AdamW, made-up tokens. Time: rounds in which every point takes its turn, since
             the machine's speed wanders; the median round, and the least and the most. Memory: by the compiler's account, and
             of a process on Linux the measured peak of two steps over what it held before the state was made.
             Exponents: least squares over logarithms, and from each point to the next.
 Expected    depth and batch 1; width 1 to 2; context 1 to 2: time beginning below them, where overhead counts.
-Result      memory: depth 0.95, width 1.20, context 1.26, batch 0.84; the compiler's account is the measured peak to 10% from
-            80 MiB on. Arithmetic: 0.99, 1.83, 1.22, 1.00. It bends upward with context (1.14 to 1.68 from 64 to 1024 tokens),
-            for plain attention's scores are B N T^2, and with width (1.06 to 1.38), for the state is 12 bytes a weight and
-            weights are 12 L D^2 where activations are B T D. Batch begins at 0.7, on a state that does not grow.
-            Time, on a busy machine: depth 1.1, width 1.5, context 1.4, batch 0.9. With context it bends before arithmetic does
-            (2.1 at the end, where arithmetic has 1.5): softmax and mask read and write the scores, and GFLOP/s halve. Width
-            stays below arithmetic, for larger products run faster: from 20 GFLOP/s at 32 to 45 at 512.
+Result      time: depth 1.00, width 1.26, context 1.14, batch 0.74 (two cores of an AMD EPYC); memory 0.95, 1.20, 1.16, 0.84, and the
+            compiler's account is the measured peak to 5% from 80 MiB on; arithmetic 0.99, 1.83, 1.15, 1.00.
+            Time bends upward with context (0.69 to 1.67 from 32 to 1024 tokens, where arithmetic has 1.4 at the end): plain
+            attention's scores are B N T^2, read and written, and GFLOP/s fall from 180 to 121. Width stays below arithmetic, for
+            larger products run faster: from 59 GFLOP/s at 32 to 288 at 512. Batch begins at 0.4, in overhead, and ends at 1.
+            Memory bends upward with width (1.06 to 1.38), for the state is 12 bytes a weight and weights are 12 L D^2 where
+            activations are B T D; where queries begin to go in blocks, at a context of 256, it bends down (0.89), and up again.
 Verdict     as expected; a long context wants another kernel than the plain one before it wants anything else.
 """
 
