@@ -140,6 +140,6 @@ def serve() -> None:
             tokenizer = BPETokenizer(text)
             continue
         try:
-            _write(answers, IDS, tokenizer.encode(text).astype(np.int32).tobytes())
+            _write(answers, IDS, tokenizer.encode(text).tobytes())
         except UserError as e:
             _write(answers, ERROR, str(e).encode())
