@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -114,3 +115,11 @@ def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> s
         text=True,
         timeout=deadline,
     )
+
+
+def script(path: str):
+    """A file under experiments, as a module."""
+    spec = importlib.util.spec_from_file_location(path.rsplit("/", 1)[-1], REPOSITORY / "experiments" / f"{path}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

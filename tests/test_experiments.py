@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from jaxgpt.loop import fit
 from jaxgpt.model import GPT
 from jaxgpt.presets import EXPERIMENTS
 from tests.conftest import REPOSITORY
-from tests.helpers import TINY, run_command, tiny_experiment
+from tests.helpers import TINY, run_command, script, tiny_experiment
 
 
 def is_page(path) -> bool:
@@ -49,14 +48,6 @@ def test_full_size_by_shape(name):
     logits, variables = jax.eval_shape(GPT(config).init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (1, config.block_size, config.vocab_size)
     assert count_parameters(variables["params"]) > 100_000
-
-
-def script(path: str):
-    """A file under experiments, as a module."""
-    spec = importlib.util.spec_from_file_location(path.rsplit("/", 1)[-1], REPOSITORY / "experiments" / f"{path}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +116,10 @@ def test_the_compilation_benchmark_shrunken(tmp_path):
 
 
 def test_the_speedrun_benchmark_shrunken(tmp_path, text_file):
-    shrunken = [
-        "--model.n-layer",
-        "1",
-        "--model.n-head",
-        "1",
-        "--model.n-embd",
-        "8",
-        "--model.block-size",
-        "8",
-        "--optim.warmup-steps",
-        "1",
-        "--train.batch-size",
-        "2",
-        "--train.steps",
-        "4",
-        "--train.eval-every",
-        "2",
-        "--train.sample-prompt",
-        "In",
-    ]
+    tiny = {"n-layer": 1, "n-head": 1, "n-embd": 8, "block-size": 8}
+    short = {"batch-size": 2, "steps": 4, "eval-every": 2, "sample-prompt": "In"}
+    groups = {"model": tiny, "train": short, "optim": {"warmup-steps": 1}}
+    shrunken = [f"--{group}.{name}={value}" for group, fields in groups.items() for name, value in fields.items()]
     argv = [text_file, "--seeds", 1, *shrunken]
     said, (run,) = benchmark("speedrun", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
     assert "| 0 |" in said and 0 < run["seconds"] <= run["whole"] and 0 < run["val_loss"] < 5

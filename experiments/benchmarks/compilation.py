@@ -8,24 +8,16 @@ Method:    the workers of training.py, one at a time, in turns. Cold: an empty c
 Result:    see LOG.md.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 
-from training import PEERS, SHAPES, Worker
+from training import Worker, arguments, systems
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--sizes", default="{}", help="over the shape's, as JSON")
-    parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="write all seconds there")
-    options = parser.parse_args()
-    names = options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
+    options = arguments(__doc__, rounds=3).parse_args()
+    names = systems(options)
     took: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}
     for _ in range(options.rounds):
         for name in names:

@@ -49,11 +49,11 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 began = time.perf_counter()
-prepare(DataConfig(path=sys.argv[1], tokenizer="ids"), block_size=1024, vocab_size=50257)
+data = prepare(DataConfig(path=sys.argv[1], tokenizer="ids"), block_size=1024, vocab_size=50257)
 seconds = time.perf_counter() - began
 done.set()
 thread.join()
-print(max([*seen, anonymous()]) - before, seconds)
+print(max([*seen, anonymous()]) - before, seconds, len(data.train) + len(data.val))
 """
 
 
@@ -117,7 +117,7 @@ def main() -> None:
             f"| {name} | {unit} | {wall:,.1f} ({', '.join(f'{x:,.1f}' for x, _ in mine)}) | {core:,.1f} | {peer_wall:,.1f} "
             f"| {wall / peer_wall:.1f} | {core / peer_core:.1f} |"
         )
-    megabytes, seconds = found["corpus"]
+    megabytes, seconds, _ = found["corpus"]
     print(
         f"| to open a corpus of {options.gigabytes:g} GB, its SHA-256 included | MB | {megabytes:.0f} ({seconds:.0f} s) | | | | |"
     )

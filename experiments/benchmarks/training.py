@@ -172,21 +172,31 @@ class Worker:
         self.process.wait(60)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """What there is to choose where workers are compared."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--sizes", default="{}", help='over the shape\'s, as JSON: {"dropout": 0.2, "batch_size": 64}')
     parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", help="write all times there")
+    return parser
+
+
+def systems(options) -> list[str]:
+    return options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
-    parser.add_argument("--json", help="write all turns there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
-    names = options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
+    names = systems(options)
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     tokens = shape["batch_size"] * shape["block_size"]
     workers = {name: Worker(name, options) for name in names}
