@@ -34,6 +34,7 @@ def attend(
     """Causal softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
     Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245. T and S are equal.
+    With "plain" the values may have a size of their own, which is the result's.
     kernel: "plain" (the reference, and the fastest on CPU), "splash" (TPU), or an implementation of
         `jax.nn.dot_product_attention`: "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
     dropout: share of the attention weights dropped, by `key`. Only "plain" can; the others fall back to it.
@@ -65,7 +66,7 @@ def attend(
     # what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
     q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G, T, H)
     k_ = k_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
-    v_ = v_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
+    v_ = v_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, -1)
     visible_TS = jnp.tril(jnp.ones((T, S), bool))
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
@@ -95,10 +96,10 @@ def attend(
             own = key if size == T else jax.random.fold_in(key, start)
             keep = jax.random.bernoulli(own, 1.0 - dropout, weights.shape)
             weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
-        return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_[:, read]).reshape(B * K, G, t, H)
+        return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_[:, read]).reshape(B * K, G, t, -1)
 
     out = jnp.concatenate([block(start, start + size) for start in range(0, T, size)], axis=2)
-    return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
 def attend_cached(
@@ -203,16 +204,15 @@ class CausalSelfAttention(nn.Module):
             out_BTNH = attend_cached(q_BTNH, cache, visible_BTS, scale=self.scale, softcap=self.softcap)
         else:
             key = self.make_rng("dropout") if train and self.dropout else None
-            whole = functools.partial(
-                attend,
-                kernel=self.kernel,
-                dropout=self.dropout,
-                scale=self.scale,
-                window=self.window,
-                softcap=self.softcap,
-            )
+            scores = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+            whole = functools.partial(attend, kernel=self.kernel, dropout=self.dropout, **scores)
             placed = whole if self.spread is None else self.spread(whole)
             out_BTNH = placed(q_BTNH, k_BTKH, v_BTKH, key=key, segments_BT=segments_BT)
+            if self.is_mutable_collection("intermediates"):  # the weights are what attention makes of the identity
+                eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, self.n_kv_head, T))
+                self.sow(
+                    "intermediates", "weights_BTNS", attend(q_BTNH, k_BTKH, eye_BTKT, segments_BT=segments_BT, **scores)
+                )
         project = linear(
             D, axes=("heads", "embed"), use_bias=self.out_bias, kernel_init=self.residual_init, name="c_proj"
         )

@@ -61,5 +61,6 @@ class MLP(nn.Module):
             h_BTF = act(linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD)) * h_BTF
         else:
             h_BTF = act(h_BTF)
+        self.sow("intermediates", "hidden_BTF", h_BTF)
         out_BTD = linear(x_BTD.shape[-1], ("mlp", "embed"), self.residual_init, "c_proj")(h_BTF)
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)

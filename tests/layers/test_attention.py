@@ -50,6 +50,21 @@ def test_capped_scores_equal_the_loops():
     np.testing.assert_allclose(attend(*qkv(), **how), attend_in_loops(*qkv(), **how), **FLOAT32_REORDERED)
 
 
+@pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])
+@pytest.mark.parametrize("long", [attention.LONG, 4], ids=["whole", "blocks"])
+def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
+    """The values' own size is the result's: that of the identity is S."""
+    monkeypatch.setattr(attention, "LONG", long)
+    q_BTNH, k_BTKH, v_BTKH = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
+    B, T, K, _ = k_BTKH.shape
+    eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
+    weights_BTNS = attend(q_BTNH, k_BTKH, eye_BTKT, **how)
+    np.testing.assert_allclose(weights_BTNS.sum(axis=-1), 1, **FLOAT32_REORDERED)
+    v_BSNH = jnp.repeat(v_BTKH, q_BTNH.shape[2] // K, axis=2)
+    out_BTNH = jnp.einsum("BTNS,BSNH->BTNH", weights_BTNS, v_BSNH)
+    np.testing.assert_allclose(out_BTNH, attend(q_BTNH, k_BTKH, v_BTKH, **how), **FLOAT32_REORDERED)
+
+
 def test_kernels_have_the_same_gradients():
     def loss(kernel):
         return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(*qkv())
