@@ -31,9 +31,10 @@ from jaxgpt.options import (
     ReplayOptions,
     SampleOptions,
     TrainOptions,
+    XrayOptions,
     parse,
 )
-from jaxgpt.paths import find_run, is_run, write_whole
+from jaxgpt.paths import find_run, is_run, new_file, write_whole
 from jaxgpt.presets import EXPERIMENTS
 from jaxgpt.start import start_jax
 from jaxgpt.tell import quote, say, told_in_words
@@ -44,6 +45,7 @@ usage: jaxgpt VERB [OPTIONS]
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per byte on held-out text
+  xray [RUN]           what the model does with a text, piece by piece, as a page for a browser
   replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   import-hf DIR        a model in Hugging Face's format becomes a run
   export-hf [RUN]      a run becomes a model in Hugging Face's format
@@ -181,6 +183,21 @@ def evaluate(argv: list[str]) -> None:
     print(json.dumps(found) if options.json else table(found))
 
 
+def xray(argv: list[str]) -> None:
+    options = parse(XrayOptions, argv, "jaxgpt xray [RUN]")
+    if options.corpus_tokens:
+        _in_range("corpus-tokens", options.corpus_tokens, LARGEST_SIZE)
+    find_run(options.run)
+    out = new_file(options.out, force=options.force)
+    start_jax()
+    from jaxgpt.run import load
+
+    run = load(options.run)
+    page = run.xray(options.prompt, data=options.data, corpus_tokens=options.corpus_tokens)
+    write_whole(out, page)
+    print(f"{out}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+
+
 def replay(argv: list[str]) -> None:
     options = parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
     find_run(options.run)
@@ -237,6 +254,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "sample": sample,
     "evaluate": evaluate,
+    "xray": xray,
     "replay": replay,
     "plan": plan,
     "import-hf": import_hf,

@@ -73,6 +73,19 @@ class EvaluateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class XrayOptions:
+    """Show what a run's model does with a text, piece by piece, on one page for a browser."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    prompt: str  # the text to look at, at most as long as the context
+    out: str = "xray.html"  # the page to write
+    force: bool = False  # write it over a file that is there
+    # a UTF-8 text file in which to look for what excites each unit of the MLPs; None: the run's own training text
+    data: str | None = None
+    corpus_tokens: int = 32768  # of that text to read, spread evenly over it; 0: none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """A model in Hugging Face's format becomes a run, to sample, to evaluate, and to export again."""
 

@@ -55,6 +55,19 @@ def _runs() -> list[Path]:
     return sorted(d for d in RUNS.glob("*") if is_run(d)) if RUNS.is_dir() else []
 
 
+def new_file(path: str, *, force: bool) -> Path:
+    """Where a page is to be written: nothing is written over, but by `force`. Raises `UserError`."""
+    out = Path(path)
+    there = is_there(out, "Name another with --out.")
+    if there and out.is_dir():
+        raise UserError(f"{out} is a directory: name a file with --out")
+    if there and not force:
+        raise UserError(f"{out} exists: name another with --out, or write over it with --force")
+    if not out.parent.is_dir():
+        raise UserError(f"there is no directory {out.parent} for {out.name}: make it, or name another with --out")
+    return out
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file, into a directory that is there, so that it is there whole or not at all, though the power fails."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")

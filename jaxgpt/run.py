@@ -32,6 +32,7 @@ from jaxgpt.sample.score import Likelihood, likelihoods, score
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.sample.text import TextStream, pieces
 from jaxgpt.sample.weights import for_decoding
+from jaxgpt.xray import CORPUS_TOKENS, xray
 
 STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
@@ -119,6 +120,16 @@ class Run:
         `pair_ids` there makes them of texts. batch_size: pairs that are read together; None: as many as in training.
         """
         return likelihoods(*self._decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
+
+    def xray(self, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+        """A self-contained HTML page that shows what the model does with a text: surprise, attention, norms, the
+        residual stream, the MLPs' units, the logit lens, embeddings, and sampling.
+
+        data: a UTF-8 file in which to look for what excites each unit; None: the run's own training text, where it
+        is to be had. corpus_tokens: how many of its tokens are read for that, spread evenly; 0: none.
+        Raises `UserError` for a prompt that is empty, or longer than block_size.
+        """
+        return xray(self, prompt, data=data, corpus_tokens=corpus_tokens)
 
     def packed(self, weights: Precision | None = None) -> Run:
         """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".

@@ -56,6 +56,20 @@ def test_train_shows_progress_a_sample_and_the_next_line(trained):
     assert again.returncode == 0 and again.stdout.startswith("lance")
 
 
+def test_xray_writes_a_page_and_never_over_one(trained):
+    directory, _ = trained
+    argv = ["xray", "runs/quickstart", "--prompt", "lance", "--out", "seen.html"]
+    one = jaxgpt(*argv, cwd=directory)
+    assert one.returncode == 0 and one.stdout.startswith("seen.html: 0."), one.stderr
+    page = (directory / "seen.html").read_text()
+    assert "X-ray of quickstart" in page and "lance" not in page.split('id="data"')[0]
+    again = jaxgpt(*argv, cwd=directory)
+    assert again.returncode == 2 and "seen.html exists" in again.stderr
+    assert (directory / "seen.html").read_text() == page
+    assert jaxgpt(*argv, "--force", "--corpus-tokens", "0", cwd=directory).returncode == 0
+    assert (directory / "seen.html").read_text() != page
+
+
 def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_file):
     """The quickstart's own prompt, on a text without a capital T."""
     small = SMALL.replace("--train.sample-prompt lance", "").split()

@@ -1,0 +1,437 @@
+// The X-ray: one place of the text is chosen, and every part of the page tells of that place.
+
+const word = (i) => data.words[i];
+
+// A place is chosen by a click or by keys, and shown for a moment under the pointer.
+const place = { fixed: 0, under: null, told: [] };
+const here = () => place.under ?? place.fixed;
+
+function choose(t, fixed) {
+  const last = texts.text.length - 1;
+  if (fixed) place.fixed = Math.min(Math.max(t, 0), last);
+  place.under = fixed ? null : t;
+  place.told.forEach((tell) => tell(here()));
+}
+
+function onPlace(tell) {
+  place.told.push(tell);
+}
+
+const texts = {};
+
+// The tokens of a text as buttons: { element, shade(f) } where f(t) is 0 to 1; picked(t, fixed) hears of choices.
+function strip(label, ids, picked) {
+  const buttons = [...ids].map((id, t) => {
+    const text = word(id);
+    const shown = text.includes("\n") ? [h("span", { class: "mark" }, visible(text)), "\n"] : [text || h("span", { class: "mark" }, "∅")];
+    return h("button", { type: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
+  });
+  const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; arrow keys move` }, ...buttons);
+  const at = (event) => event.target.closest?.(".tok");
+  element.addEventListener("pointerover", (event) => at(event) && picked(Number(at(event).dataset.t), false));
+  element.addEventListener("pointerleave", () => picked(null, false));
+  element.addEventListener("click", (event) => at(event) && picked(Number(at(event).dataset.t), true));
+  arrows(element, ".tok", (t) => picked(t, true));
+  let before = null;
+  return {
+    element,
+    mark(t) {
+      before?.classList.remove("here");
+      before?.removeAttribute("aria-pressed");
+      buttons.forEach((button, i) => (button.tabIndex = i === (t ?? 0) ? 0 : -1));
+      before = t === null ? null : buttons[t];
+      before?.classList.add("here");
+      before?.setAttribute("aria-pressed", "true");
+    },
+    shade(much, label, color = "var(--hot)") {
+      buttons.forEach((button, t) => {
+        button.style.setProperty("--much", `${Math.round(100 * Math.min(Math.max(much(t), 0), 1))}%`);
+        button.style.setProperty("--shade", color);
+        button.setAttribute("aria-label", `${visible(word(ids[t]))}, place ${t + 1}: ${label(t)}`);
+      });
+    },
+  };
+}
+
+function guesses(guess, t) {
+  const K = guess.ids.shape[1];
+  const [ids, p] = [array(guess.ids), array(guess.p)];
+  return [...Array(K).keys()].map((k) => ({ text: word(ids[t * K + k]), p: p[t * K + k] }));
+}
+
+function placeBar() {
+  const said = h("output", { id: "place" });
+  onPlace((t) => replace(said, `place ${t + 1} of ${texts.text.length}: `, h("span", { class: "code" }, named(word(texts.text[t]))), data.bits[t] === null ? ", with nothing before it" : `, ${number(data.bits[t])} bits`));
+  return h("div", { class: "place", role: "group", "aria-label": "the chosen place" },
+    h("button", { type: "button", id: "back", onclick: () => choose(place.fixed - 1, true) }, "← before"),
+    h("button", { type: "button", id: "on", onclick: () => choose(place.fixed + 1, true) }, "after →"),
+    said);
+}
+
+function surprise() {
+  const tokens = strip("the text, token by token, by surprise", texts.text, choose);
+  const most = Math.max(...data.bits.filter((b) => b !== null), 1);
+  tokens.shade((t) => (data.bits[t] ?? 0) / most, (t) => (data.bits[t] === null ? "nothing before it" : `${number(data.bits[t])} bits`));
+  const panel = h("div", { id: "alternatives", "aria-live": "polite" });
+  onPlace((t) => {
+    tokens.mark(t);
+    if (t === 0) return replace(panel, h("p", {}, "Nothing is before the first token, so that the model could not guess it."));
+    const came = data.guess.came[t - 1];
+    const rows = guesses(data.guess, t - 1).map((g) => [code(named(g.text)), percent(g.p), bar(g.p)]);
+    replace(panel, table(`what the model expected at place ${t + 1}`, ["token", "probability", ""], rows),
+      h("p", {}, "It was ", h("span", { class: "code" }, named(word(texts.text[t]))), `: probability ${percent(came)}, ${number(data.bits[t])} bits of surprise.`));
+  });
+  const known = data.bits.filter((b) => b !== null);
+  const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  return section("surprise", "Surprise",
+    h("p", {}, `Each token is shaded by how little the model expected it: −log₂ of its probability, in bits. Mean: ${number(mean)} bits per token; darkest: ${number(most)}.`),
+    h("div", { class: "columns" }, tokens.element, panel));
+}
+
+// Attention -----------------------------------------------------------------------------------------------------------
+
+function paint(canvas, roots, T, S, row = null) {
+  canvas.width = S;
+  canvas.height = T;
+  const image = new ImageData(S, T);
+  const ink = getComputedStyle(document.body).getPropertyValue("color").match(/[\d.]+/g).map(Number);
+  for (let i = 0; i < T * S; i++) {
+    image.data.set(ink.slice(0, 3), 4 * i);
+    const faded = row === null || row === Math.floor(i / S) ? 1 : 0.4;
+    image.data[4 * i + 3] = roots[i] * faded;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+function attention() {
+  const drawn = [];
+  const dialog = headDialog();
+  const layers = data.attention.map((map, l) => {
+    const [N, T, S] = map.roots.shape;
+    const heads = [...Array(N).keys()].map((n) => {
+      const canvas = h("canvas", { "aria-hidden": "true" });
+      drawn.push(() => paint(canvas, array(map.roots).subarray(n * T * S, (n + 1) * T * S), T, S));
+      const share = map.shares?.[n];
+      const said = share ? `previous ${percent(share[0])}, first ${percent(share[1])}, itself ${percent(share[2])}` : "";
+      return h("button", { type: "button", class: "head", "data-head": `${l},${n}`, "aria-label": `${map.name}, head ${n + 1}: ${said}`, onclick: () => dialog.show(l, n) },
+        canvas, h("b", {}, `head ${n + 1}`), ...said.split(", ").map((line) => h("div", {}, line)));
+    });
+    return [h("h3", {}, map.name), h("div", { class: "heads" }, ...heads)];
+  });
+  const redraw = () => drawn.forEach((draw) => draw());
+  redraw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  return section("attention", "Attention",
+    h("p", {}, "A map for each head: a row for each token, and in it how much the token takes from those before it (the darker, the more; shades go by the square root). Below: the share of attention that goes to the previous token, to the first and to the token itself, on average over tokens from the third on. Choose a map to enlarge it."),
+    ...layers.flat(), dialog.element);
+}
+
+function headDialog() {
+  const title = h("h2", { id: "head-title", tabindex: -1 });
+  const canvas = h("canvas", { id: "map", "aria-hidden": "true" });
+  const said = h("div", { id: "looks", "aria-live": "polite" });
+  const strips = h("div", {});
+  const state = { l: 0, n: 0, t: 0, shown: 0 };
+  let draw = () => {};
+  const step = (d) => () => {
+    const all = data.attention.flatMap((map, l) => [...Array(map.roots.shape[0]).keys()].map((n) => [l, n]));
+    const at = all.findIndex(([l, n]) => l === state.l && n === state.n);
+    open(...all[(at + d + all.length) % all.length]);
+  };
+  const element = h("dialog", { "aria-labelledby": "head-title", onclose: () => draw(state.t) },
+    h("div", { class: "row" }, title,
+      h("button", { type: "button", onclick: step(-1) }, "← head"), h("button", { type: "button", onclick: step(1) }, "head →"),
+      h("button", { type: "button", id: "close", onclick: () => element.close() }, "close")),
+    h("p", { class: "quiet" }, "Point at a token, or move with the arrow keys, to see where it looks."),
+    strips, h("div", { class: "columns" }, canvas, said));
+
+  function open(l, n) {
+    Object.assign(state, { l, n });
+    const map = data.attention[l];
+    const [, T, S] = map.roots.shape;
+    const roots = array(map.roots).subarray(n * T * S, (n + 1) * T * S);
+    const looked = (t, s) => (roots[t * S + s] / 255) ** 2;
+    title.textContent = `${map.name}, head ${n + 1}`;
+    const same = map.queries === map.keys;
+    const pick = (t, fixed) => {
+      if (fixed) state.t = t;
+      if (same && fixed && map.queries === "text") choose(t, true);
+      draw(t ?? state.t);
+    };
+    const queries = strip(same ? "the text" : `the ${map.queries}, which looks`, texts[map.queries], pick);
+    const keys = same ? queries : strip(`the ${map.keys}, which is looked at`, texts[map.keys], () => {});
+    replace(strips, ...(same ? [] : [h("h3", {}, `${map.keys}: looked at`), keys.element, h("h3", {}, `${map.queries}: looks`)]), queries.element);
+    draw = (t) => {
+      state.shown = t;
+      queries.mark(t);
+      if (!same) queries.shade(() => 0, () => "");
+      const most = (Math.max(...roots.subarray(t * S, (t + 1) * S)) / 255) ** 2 || 1;
+      keys.shade((s) => looked(t, s) / most, (s) => percent(looked(t, s)));
+      paint(canvas, roots, T, S, t);
+      const order = [...Array(S).keys()].sort((a, b) => looked(t, b) - looked(t, a)).slice(0, 6);
+      const rows = order.filter((s) => looked(t, s) > 0).map((s) => [code(named(word(texts[map.keys][s]))), s + 1, percent(looked(t, s)), bar(looked(t, s))]);
+      replace(said, table(`where place ${t + 1}, ${named(word(texts[map.queries][t]))}, looks`, ["token", "place", "share", ""], rows));
+    };
+    canvas.onpointermove = (event) => {
+      const t = Math.floor((event.offsetY / canvas.clientHeight) * T);
+      if (t >= 0 && t < T && t !== state.shown) draw(t);
+    };
+    canvas.onpointerleave = () => draw(state.t);
+    state.t = same && map.queries === "text" ? place.fixed : Math.min(state.t, T - 1);
+    draw(state.t);
+    if (!element.open) element.showModal();
+    title.focus();
+  }
+  return { element, show: open };
+}
+
+// The residual stream and its norms ------------------------------------------------------------------------------------
+
+const branchName = (name) => name.replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
+const normName = (name) => name.replace(/^h_(\d+)\/ln_(\d)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${n === "1" ? "attention" : "MLP"}${out ? ", after" : ""}`).replace(/^ln_f$/, "the last");
+
+function stream() {
+  const panel = h("div", {});
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const names = ["start", ...data.branches.map((b) => branchName(b.name))];
+  const short = ["start", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${kind === "a" ? "att" : "mlp"} ${Number(i) + 1}`))];
+  onPlace((t) => {
+    const at = (pick) => data.branches.map((b) => pick(b));
+    const norms = [data.start[t], ...at((b) => b.stream[t])];
+    const added = [null, ...at((b) => b.added[t])];
+    const rows = names.map((name, i) => [name, i ? number(added[i]) : "–", number(norms[i]), number(i ? mean(data.branches[i - 1].stream) : mean(data.start))]);
+    replace(panel,
+      chart(`norms along the layers at place ${t + 1}`, short, [
+        { name: "the stream, here", values: norms, color: "var(--accent)" },
+        { name: "the stream, mean", values: [mean(data.start), ...at((b) => mean(b.stream))], color: "var(--quiet)", dash: "2 4" },
+        { name: "what is added, here", values: added, color: "var(--hot)", dash: "7 3" },
+      ]),
+      table(`Euclidean norms at place ${t + 1}`, ["after", "added", "stream", "stream, mean of all places"], rows));
+  });
+  return section("stream", "The residual stream",
+    h("p", {}, "A token's vector on its way through the layers: how long it is, and how long is what each attention and each MLP adds to it."), panel);
+}
+
+function norms() {
+  const kind = data.norms[0]?.centred ? "LayerNorm" : "RMSNorm";
+  const [all, one] = [h("div", { class: "scroll" }), h("div", { class: "scroll", id: "norm-numbers" })];
+  const select = h("select", { id: "norm", onchange: () => draw(here()) }, ...data.norms.map((norm, i) => h("option", { value: i }, normName(norm.name))));
+  const triple = (x) => (x === null ? "none" : `${number(x[0])} (${number(x[1])} to ${number(x[2])})`);
+  const draw = (t) => {
+    replace(all, table(`each ${kind} at place ${t + 1}; gamma and beta: mean (least to most)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
+      data.norms.map((n) => [normName(n.name), number(n.before.mean[t]), number(n.before.variance[t]), triple(n.scales), triple(n.biases), number(n.after.mean[t]), number(n.after.variance[t])])));
+    const n = data.norms[Number(select.value)];
+    const [mean, variance] = [n.before.mean[t], n.before.variance[t]];
+    const inner = (x) => (n.centred ? (x - mean) / Math.sqrt(variance + n.eps) : x / Math.sqrt(variance + mean * mean + n.eps));
+    const x = n.x[t];
+    const row = (name, f) => [name, ...x.map((_, i) => number(f(i)))];
+    replace(one, table(`${normName(n.name)}, place ${t + 1}: the first ${x.length} numbers of the vector`, ["", ...x.map((_, i) => i + 1)], [
+      row("x", (i) => x[i]),
+      row(n.centred ? "(x − mean) / √(variance + ε)" : "x / √(mean of x² + ε)", (i) => inner(x[i])),
+      row("gamma", (i) => n.scale[i]),
+      ...(n.bias ? [row("beta", (i) => n.bias[i])] : []),
+      row("result", (i) => inner(x[i]) * n.scale[i] + (n.bias?.[i] ?? 0)),
+    ]));
+  };
+  onPlace(draw);
+  return section("norms", kind,
+    h("p", {}, `Before each attention or MLP, or after it, ${kind} brings a token's vector to ${data.norms[0]?.centred ? "mean 0 and variance 1" : "a mean square of 1"}; then gamma stretches each number${data.norms.some((n) => n.bias) ? " and beta moves it" : ""}.`),
+    all, h("h3", {}, "Number by number"), h("div", { class: "row" }, h("label", { for: "norm" }, "norm"), select), one);
+}
+
+// The MLP ----------------------------------------------------------------------------------------------------------------
+
+function mlp() {
+  const state = { layer: 0, unit: 0 };
+  const tokens = strip("the text, by the unit's activation", texts.text, choose);
+  const [top, said, places] = [h("div", { id: "units", "aria-live": "polite" }), h("p", { id: "unit-said" }), h("div", { id: "places" })];
+  const layer = h("select", { id: "mlp-layer", onchange: () => pick(Number(layer.value), null) }, ...data.mlp.map((_, i) => h("option", { value: i }, `layer ${i + 1}`)));
+  const unit = h("input", { id: "unit", type: "number", min: 0, step: 1, onchange: () => pick(state.layer, Number(unit.value)) });
+
+  const best = (t) => {
+    const m = data.mlp[state.layer];
+    const [, K] = m.top.shape;
+    const [ids, values] = [array(m.top), array(m.values)];
+    return [...Array(K).keys()].map((k) => ({ unit: ids[t * K + k], value: values[t * K + k] }));
+  };
+
+  function list(t) {
+    tokens.mark(t);
+    const m = data.mlp[state.layer];
+    const units = best(t);
+    const most = Math.max(...units.map((u) => u.value), 1e-9);
+    const rows = units.map((u) => [h("button", { type: "button", "data-unit": u.unit, onclick: () => pick(state.layer, u.unit) }, u.unit), number(u.value), bar(u.value / most)]);
+    replace(top, table(`layer ${state.layer + 1}: the most active units at place ${t + 1}`, ["unit", "activation", ""], rows),
+      h("p", {}, m.zeros ? `Zeros at this place: ${percent(m.zeros[t])} of ${m.units} units. Zero on the whole text: ${m.silent}.` : `${m.units} units, whose activation has no exact zeros.`));
+  }
+
+  function show() {
+    const m = data.mlp[state.layer];
+    const T = texts.text.length;
+    const levels = array(m.levels).subarray(state.unit * T, (state.unit + 1) * T);
+    const peak = array(m.peaks)[state.unit];
+    unit.max = m.units - 1;
+    unit.value = state.unit;
+    tokens.shade((t) => levels[t] / 15, (t) => `about ${number((levels[t] / 15) * peak, 2)}`);
+    said.textContent = `Unit ${state.unit} of layer ${state.layer + 1} on this text: ${peak > 0 ? `at most ${number(peak)}` : "never above zero"}.`;
+    if (!data.corpus) return replace(places, h("p", { class: "quiet" }, `No places in the corpus. ${data.why_no_corpus}`));
+    const K = m.places.shape[1];
+    const at = array(m.places).subarray(state.unit * K, (state.unit + 1) * K);
+    const values = array(m.excited).subarray(state.unit * K, (state.unit + 1) * K);
+    const rows = [...Array(K).keys()].filter((k) => at[k] >= 0).map((k) => [number(values[k]), context(at[k])]);
+    replace(places, table("where the corpus excites it most", ["activation", "text:"], rows));
+  }
+
+  function pick(l, u) {
+    const units = data.mlp[l].units;
+    state.layer = l;
+    state.unit = Math.min(Math.max(Math.floor(u ?? best(here())[0].unit) || 0, 0), units - 1);
+    list(here());
+    show();
+  }
+
+  onPlace(list);
+  queueMicrotask(() => pick(0, null));
+  return section("mlp", "The MLP",
+    h("p", {}, "Each MLP has hidden units, and each unit answers to something. Choose one to see where it is active: in this text, and in the corpus."),
+    h("div", { class: "row" }, h("label", { for: "mlp-layer" }, "layer"), layer, h("label", { for: "unit" }, "unit"), unit),
+    h("div", { class: "columns" }, h("div", {}, said, tokens.element, places), top));
+}
+
+// A place of the corpus between its neighbours, which the model saw in the same window.
+function context(at) {
+  const ids = array(data.corpus.ids);
+  const first = Math.floor(at / data.corpus.window) * data.corpus.window;
+  const text = (from, to) => [...ids.subarray(from, to)].map(word).join("").replaceAll("\n", "↵");
+  const [from, to] = [Math.max(first, at - 28), Math.min(first + data.corpus.window, at + 12)];
+  return h("td", { class: "text wide" }, text(from, at), h("mark", {}, visible(word(ids[at]))), text(at + 1, to));
+}
+
+// The lens, embeddings, sampling ------------------------------------------------------------------------------------------
+
+function lens() {
+  const panel = h("div", { id: "lens-said", "aria-live": "polite" });
+  const cells = [];
+  const rows = data.lens.map((guess, l) => {
+    const [ids, p] = [array(guess.ids), array(guess.p)];
+    const K = guess.ids.shape[1];
+    const row = [...texts.text].map((_, t) => {
+      const cell = h("td", { class: "text", "data-t": t, "--much": `${Math.round(85 * p[t * K])}%` }, visible(word(ids[t * K])));
+      (cells[t] ??= []).push(cell);
+      return cell;
+    });
+    return [l ? `after layer ${l}` : "the embedding", ...row];
+  }).reverse();
+  const grid = table("the likeliest next token after each token (columns), were the stream read off after each layer (rows)",
+    ["", ...[...texts.text].map((id) => visible(word(id)))], rows);
+  grid.classList.add("lens");
+  const at = (event) => event.target.closest?.("td[data-t]");
+  grid.addEventListener("pointerover", (event) => at(event) && choose(Number(at(event).dataset.t), false));
+  grid.addEventListener("pointerleave", () => choose(null, false));
+  grid.addEventListener("click", (event) => at(event) && choose(Number(at(event).dataset.t), true));
+  let before = [];
+  onPlace((t) => {
+    before.forEach((cell) => cell.classList.remove("here"));
+    before = cells[t];
+    before.forEach((cell) => cell.classList.add("here"));
+    const next = texts.text[t + 1];
+    const rows = data.lens.map((guess, l) => [l ? `layer ${l}` : "embedding",
+      h("td", { class: "text" }, guesses(guess, t).map((g) => `${named(g.text)} ${percent(g.p)}`).join("  ")),
+      next === undefined ? "–" : percent(guess.came[t])]);
+    replace(panel, table(`after place ${t + 1}, ${named(word(texts.text[t]))}`, ["read off after", "likeliest:", next === undefined ? "what came" : `what came, ${named(word(next))}`], rows));
+  });
+  return section("lens", "The logit lens",
+    h("p", {}, "What the model would say next if it stopped after each layer: its last norm and output matrix applied to the stream as it is there. The deeper the blue, the surer."),
+    h("div", { class: "scroll" }, grid), panel);
+}
+
+function embeddings() {
+  const e = data.embedding;
+  const [ids, xy, near, cosine] = [array(e.ids), array(e.xy), array(e.near), array(e.cosine)];
+  const K = e.near.shape[1];
+  const [width, height] = [720, 520];
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "map of the token embeddings; the list beside it says the same" });
+  const labels = [...ids].map((id, i) => {
+    const label = h("text", { x: width / 2 + xy[2 * i] * (width / 2 - 24), y: height / 2 - xy[2 * i + 1] * (height / 2 - 20), "text-anchor": "middle", "data-i": i }, visible(word(id)));
+    svg.append(label);
+    return label;
+  });
+  const select = h("select", { id: "embedding-token", onchange: () => show(Number(select.value)) }, ...[...ids].map((id, i) => h("option", { value: i }, visible(word(id)))));
+  const panel = h("div", { id: "neighbours", "aria-live": "polite" });
+  const show = (i) => {
+    select.value = i;
+    const close = [...near.subarray(i * K, (i + 1) * K)];
+    labels.forEach((label, j) => label.setAttribute("class", j === i ? "chosen" : close.includes(j) ? "near" : "dim"));
+    replace(panel, table(`nearest to ${named(word(ids[i]))} by the cosine of their vectors`, ["token", "cosine"], close.map((j, k) => [code(named(word(ids[j]))), number(cosine[i * K + k], 2)])));
+  };
+  svg.addEventListener("pointerover", (event) => event.target.dataset?.i && show(Number(event.target.dataset.i)));
+  svg.addEventListener("click", (event) => event.target.dataset?.i && show(Number(event.target.dataset.i)));
+  onPlace((t) => {
+    const i = ids.indexOf(texts.text[t]);
+    if (i >= 0) show(i);
+  });
+  return section("embeddings", "Embeddings",
+    h("p", {}, `${e.ids.shape[0]} of ${e.of} token vectors, on the plane in which they differ most (their two principal components, ${percent(e.share[0])} and ${percent(e.share[1] ?? 0)} of the variance).`),
+    h("div", { class: "columns" }, svg, h("div", {}, h("div", { class: "row" }, h("label", { for: "embedding-token" }, "token"), select), panel)));
+}
+
+// As jaxgpt's `Sampling`: temperature, then top-k, then top-p. Logits come sorted. -> probabilities of those that stay.
+function distribution(logits, temperature, topK, topP) {
+  if (temperature === 0) return [1];
+  const kept = logits.subarray(0, topK ?? logits.length);
+  const weights = Float64Array.from(kept, (x) => Math.exp((x - logits[0]) / temperature));
+  const normal = (w) => {
+    const sum = w.reduce((a, b) => a + b, 0);
+    return w.map((x) => x / sum);
+  };
+  const p = normal(weights);
+  if (topP >= 1) return p;
+  let [count, mass] = [0, 0];
+  while (count < p.length && mass < topP) mass += p[count++];
+  return normal(p.subarray(0, Math.max(count, 1)));
+}
+
+function sampling() {
+  const s = data.sampling;
+  const [ids, logits] = [array(s.ids), array(s.logits)];
+  const V = logits.length;
+  const most = Math.min(V, 200);
+  const panel = h("div", { id: "drawn", "aria-live": "polite" });
+  const slider = (id, label, min, max, step, value, shown) => {
+    const out = h("output", { for: id });
+    const input = h("input", { id, type: "range", min, max, step, value, oninput: () => draw() });
+    return { input, row: h("div", { class: "slider" }, h("label", { for: id }, label), input, out), say: () => (out.textContent = shown(Number(input.value))) };
+  };
+  const temperature = slider("temperature", "temperature", 0, 3, 0.05, s.temperature, (v) => (v ? v.toFixed(2) : "0: greedy"));
+  const topK = slider("top-k", "top-k", 1, most, 1, most, (v) => (v === most ? "off" : String(v)));
+  const topP = slider("top-p", "top-p", 0.01, 1, 0.01, 1, (v) => (v === 1 ? "off" : v.toFixed(2)));
+  const draw = () => {
+    [temperature, topK, topP].forEach((control) => control.say());
+    const k = Number(topK.input.value);
+    const p = distribution(logits, Number(temperature.input.value), k === most ? null : k, Number(topP.input.value));
+    const bits = -p.reduce((sum, x) => sum + (x > 0 ? x * Math.log2(x) : 0), 0);
+    const rows = [...p.slice(0, Math.min(20, ids.length))].map((x, i) => [code(named(word(ids[i]))), h("td", { "data-p": x }, percent(x)), bar(x, 14)]);
+    replace(panel, h("p", {}, `Tokens that can be drawn: ${p.length} of ${V}. Entropy: ${number(bits)} bits.`), table("the likeliest", ["token", "probability", ""], rows));
+  };
+  draw();
+  return section("sampling", "Sampling",
+    h("p", {}, "What comes after the last token: the distribution from which the next one is drawn."),
+    temperature.row, topK.row, topP.row, panel);
+}
+
+// ------------------------------------------------------------------------------------------------------------------------
+
+function draw() {
+  for (const [name, ids] of Object.entries(data.texts)) texts[name] = array(ids);
+  const sections = [surprise(), attention(), norms(), stream(), mlp(), lens(), embeddings(), sampling()];
+  const links = sections.map((s) => h("li", {}, h("a", { href: `#${s.id}` }, s.querySelector("h2").textContent)));
+  document.body.append(
+    h("a", { class: "skip", href: "#surprise" }, "to the text"),
+    h("header", {}, h("h1", {}, data.title),
+      h("dl", { class: "facts" }, ...data.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
+    h("nav", { "aria-label": "parts of the page" }, h("ul", {}, ...links)),
+    placeBar(), h("main", {}, ...sections));
+  choose(Math.min(1, texts.text.length - 1), true);
+}
+
+begin(draw);

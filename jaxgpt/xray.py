@@ -1,0 +1,108 @@
+"""A run seen from inside: what its X-ray page shows is gathered here, and drawn in `viz`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxgpt.anatomy import anatomy, excited
+from jaxgpt.data.corpus import read_text, user_files
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.flops import count_parameters
+from jaxgpt.record import changed_data, read_record
+from jaxgpt.viz.xray import Corpus, Map, Subject, xray_page
+
+if TYPE_CHECKING:
+    from jaxgpt.run import Run
+
+CORPUS_TOKENS = 2**15  # of the corpus that are read for what excites a unit: seconds for a small model
+MOST_WEIGHTS = 2**25  # of attention on a page: a byte each, before they are packed
+
+
+def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+    """An HTML page of its own: see `Run.xray`."""
+    config = run.model.config
+    ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
+    if not prompt or not ids:
+        raise UserError("the prompt is empty: give a text to look at with --prompt TEXT")
+    if len(ids) > config.block_size:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
+        )
+    if (weights := config.n_layer * config.n_head * len(ids) ** 2) > MOST_WEIGHTS:
+        fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
+        raise UserError(
+            f"{len(ids)} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
+        )
+    found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size)
+    windows_NT, why = _windows(run, data, corpus_tokens)
+    corpus = None if windows_NT is None else Corpus(windows_NT, *excited(run.model, run.params, windows_NT))
+    measured = "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"
+    return xray_page(
+        Subject(
+            title=f"X-ray of {run.experiment.name}",
+            facts=[
+                ("run", str(run.directory)),
+                ("step", f"{run.step:,}"),
+                ("validation loss", measured),
+                ("parameters", f"{count_parameters(run.params):,}"),
+                ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.n_embd}"),
+                ("norm", f"{config.norm}, {config.norm_position}"),
+                ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
+                ("positions", config.position),
+            ],
+            texts={"text": ids},
+            spell=speller(run.tokenizer),
+            found=found,
+            maps=[Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)],
+            activation=config.activation,
+            embedding_VD=np.asarray(run.params["wte"]["embedding"], np.float32)[: run.tokenizer.vocab_size],
+            corpus=corpus,
+            why_no_corpus=why,
+            temperature=run.experiment.train.sample_temperature,
+        )
+    )
+
+
+def speller(tokenizer: Tokenizer) -> Any:
+    """How one token is written: its text; where that is part of a character, its bytes in hexadecimal or U+FFFD."""
+
+    def spell(token: int) -> str:
+        if token >= tokenizer.vocab_size:  # padding of the vocabulary
+            return f"<{token}>"
+        if isinstance(tokenizer, ByteTokenizer) and token >= 0x80:
+            return f"\\x{token:02x}"
+        return tokenizer.decode([token]) + " " * isinstance(tokenizer, IdTokenizer)
+
+    return spell
+
+
+def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
+    """Windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
+    T = run.model.config.block_size
+    if not tokens:
+        return None, "It was not asked for (--corpus-tokens 0)."
+    if data is not None:
+        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(data)))
+        held: Any = Tokens([run.tokenizer.encode(text)])
+        if len(held) < T:
+            raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
+    else:
+        record = read_record(run.directory)
+        if record.imported is not None:
+            return None, "The model was imported, without its corpus: name a text with --data FILE."
+        try:
+            dataset = prepare(run.experiment.data, block_size=T, vocab_size=run.model.config.vocab_size)
+        except UserError as e:  # a run that was copied to another machine
+            return None, f"Its training text could not be read ({e}): name a text with --data FILE."
+        if changed_data(record.data, dataset.fingerprint):
+            return None, "Its training text has changed since: name a text with --data FILE."
+        held = dataset.train
+        if not isinstance(held, Tokens):
+            return None, "It was trained on conversations: name a text with --data FILE."
+    count = min(max(tokens // T, 1), len(held) // T)
+    starts = np.linspace(0, len(held) - T, count).astype(np.int64)
+    return np.stack([held.read(int(start), T) for start in starts]), ""

@@ -1,0 +1,48 @@
+"""A real browser, where there is one."""
+
+import os
+import shutil
+
+import pytest
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+TIMEOUT = 10_000  # ms that any step of the browser may take
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright drives the browser: pip install '.[test]'"
+    )
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(CHROMIUM)} is on the PATH (Debian's package: chromium)")
+    with playwright.sync_playwright() as p:
+        # Its sandbox does not run as root, and what it opens here is our own.
+        browser = p.chromium.launch(executable_path=found, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def open_page(chromium):
+    """(path, color_scheme) -> the page, drawn; whatever it complains of, or asks a network for, is in `.complaints`."""
+
+    def open_page(path, color_scheme="light", width=1200):
+        page = chromium.new_page(
+            color_scheme=color_scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+        )
+        page.set_default_timeout(TIMEOUT)
+        page.complaints = []
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on(
+            "request",
+            lambda request: request.url.startswith(("file:", "blob:", "data:")) or page.complaints.append(request.url),
+        )
+        page.goto(path.as_uri())
+        page.wait_for_function("document.documentElement.dataset.ready || document.documentElement.dataset.failed")
+        assert page.evaluate("document.documentElement.dataset.ready") == "true", page.complaints
+        return page
+
+    return open_page
