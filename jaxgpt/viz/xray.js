@@ -19,12 +19,12 @@ function onPlace(tell) {
 
 const texts = {};
 
-// The tokens of a text as buttons: { element, shade(f) } where f(t) is 0 to 1; picked(t, fixed) hears of choices.
+// The tokens of a text as buttons (spans, which break lines as text does): { element, shade(f) } where f(t) is 0 to 1; picked(t, fixed) hears of choices.
 function strip(label, ids, picked) {
   const buttons = [...ids].map((id, t) => {
     const text = word(id);
     const shown = text.includes("\n") ? [h("span", { class: "mark" }, visible(text)), "\n"] : [text || h("span", { class: "mark" }, "∅")];
-    return h("button", { type: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
+    return h("span", { role: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
   });
   const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; arrow keys move` }, ...buttons);
   const at = (event) => event.target.closest?.(".tok");

@@ -323,7 +323,7 @@ def test_no_text_of_the_user_runs(page):
 
 def test_everything_has_a_name_and_a_place_in_order(page):
     """What a screen reader says of each control, and what the keyboard reaches."""
-    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, select, input")].filter((e) =>
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input")].filter((e) =>
       !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
     assert unnamed == []
     assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
