@@ -1,0 +1,127 @@
+"""The lessons: valid notebooks, the same code in both languages, and each one runs."""
+
+import ast
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxgpt.run import Run
+from tests.conftest import REPOSITORY
+
+nbformat = pytest.importorskip("nbformat")
+
+LESSONS = REPOSITORY / "experiments" / "lessons"
+NAMES = ["1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation"]
+LANGUAGES = ["en", "es"]
+DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
+
+every_lesson = pytest.mark.parametrize("name", NAMES)
+in_every_language = pytest.mark.parametrize("language", LANGUAGES)
+
+
+def read(language: str, name: str):
+    return nbformat.read(LESSONS / language / f"{name}.ipynb", as_version=4)
+
+
+def code_of(cell) -> str:
+    """Python alone: a line of IPython's becomes `pass`."""
+    return re.sub(r"^(\s*)%.*$", r"\1pass", cell.source, flags=re.M)
+
+
+def without_words(cell) -> str:
+    """The code as a tree without comments, and with every string empty."""
+    tree = ast.parse(code_of(cell))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.dump(tree)
+
+
+def test_both_languages_have_the_seven():
+    found = {language: sorted(p.name for p in (LESSONS / language).iterdir()) for language in LANGUAGES}
+    assert found == {language: [f"{name}.ipynb" for name in NAMES] for language in LANGUAGES}
+
+
+@in_every_language
+@every_lesson
+def test_a_clean_notebook(language, name):
+    notebook = read(language, name)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    for cell in notebook.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+    kinds = [cell.cell_type for cell in notebook.cells]
+    assert kinds[0] == kinds[-1] == "markdown", "it begins with what is built, and ends with what is next"
+    assert (LESSONS / language / f"{name}.ipynb").read_bytes().endswith(b"}\n")
+
+
+@in_every_language
+@every_lesson
+def test_it_installs_itself_and_compares_with_the_package(language, name):
+    code = [code_of(cell) for cell in read(language, name).cells if cell.cell_type == "code"]
+    first = read("en", NAMES[0]).cells[1]
+    assert ast.dump(ast.parse(code[0])) == ast.dump(ast.parse(code_of(first)))
+    nodes = [node for text in code for node in ast.walk(ast.parse(text))]
+    assert any(isinstance(node, ast.Assert) for node in nodes)
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert any(module.startswith("jaxgpt.") for module in imported), imported
+
+
+@every_lesson
+def test_two_languages_one_lesson(name):
+    spanish, english = read("es", name).cells, read("en", name).cells
+    assert [(c.id, c.cell_type) for c in spanish] == [(c.id, c.cell_type) for c in english]
+    for es, en in zip(spanish, english, strict=True):
+        if es.cell_type == "code":
+            assert without_words(es) == without_words(en), es.id
+        else:
+            assert es.source != en.source, es.id
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where lessons run: a tree like ours, away from it, and nothing of theirs in the user's directories."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "sancho_mini.py").symlink_to(REPOSITORY / "experiments" / "sancho_mini.py")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests' own, which make fast compilations of slow programs
+    return tmp_path
+
+
+@pytest.mark.slow
+@in_every_language
+@every_lesson
+def test_it_runs(language, name, place, request):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = read(language, name)
+    if "sancho_mini.py" in str(notebook):
+        corpora = Path(os.environ["JAXGPT_CACHE"]) / "corpora"
+        corpora.mkdir(parents=True)
+        shutil.copy(request.getfixturevalue("real_text") / "sancho.txt", corpora / "sancho.txt")
+    pages = [cell for cell in notebook.cells if "run.xray(" in cell.source]
+    if not hasattr(Run, "xray"):
+        notebook.cells = [cell for cell in notebook.cells if cell not in pages]
+
+    here = place / "experiments" / "lessons" / language
+    here.mkdir(parents=True)
+    start = time.monotonic()
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout_func=lambda cell: max(1, int(start + DEADLINE - time.monotonic())),
+        resources={"metadata": {"path": str(here)}},
+    )
+    client.execute()
+    print(f"{language}/{name}: {time.monotonic() - start:.1f} s")
+    if pages and hasattr(Run, "xray"):
+        assert (here / "xray.html").stat().st_size > 1000
