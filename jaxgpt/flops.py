@@ -26,7 +26,10 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
 def attention_flops(config: GPTConfig) -> float:
     """Of one of attention's products over all layers, per token, the masked half included: 2 L N H T.
 
-    A layer with a sliding window has that for T.
+    A layer with a sliding window has that for T. With an encoder, whose text counts as long as the other, its layers
+    and the decoder's second attention come on top; all is counted per token that is written.
     """
     read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
+    if config.n_encoder_layer:
+        read += (config.n_encoder_layer + config.n_layer) * config.block_size
     return 2.0 * config.n_head * config.head_size * read

@@ -1,4 +1,4 @@
-"""GPT: embed, blocks, unembed."""
+"""GPT: embed, blocks, unembed; and, where its configuration has one, the encoder of another text."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.axes import named
 from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
-from jaxgpt.layers.cache import KVCache, Place
+from jaxgpt.layers.cache import KVCache, LayerCache, Place
 from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import positions_in, sinusoidal
 from jaxgpt.layers.splash import KEPT
 
 
 class GPT(nn.Module):
-    """A decoder-only Transformer: tokens_BT -> logits_BTV in float32.
+    """A Transformer: tokens_BT -> logits_BTV in float32. Decoder-only, or with an encoder, as in 2017.
 
     Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream
     divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
@@ -71,11 +71,14 @@ class GPT(nn.Module):
         if c.position == "learned":
             self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=named(init, None, "embed"))
         self.drop = nn.Dropout(c.dropout)
-        block = (
-            Block
-            if c.remat == "none"
-            else nn.remat(Block, policy=_remat_policy(c.remat), static_argnums=(3,), prevent_cse=not c.scan_layers)
-        )
+        if c.n_encoder_layer:
+            self.encoder = [
+                _remat(Block, c)(c, self.attention, self.dtype, self.spread, causal=False)
+                for _ in range(c.n_encoder_layer)
+            ]
+            if c.norm_position != "post":
+                self.encoder_ln_f = make_norm(c)
+        block = _remat(Block, c)
         if c.scan_layers:
             scanned = nn.scan(
                 _scan_body(block),
@@ -88,30 +91,83 @@ class GPT(nn.Module):
             self.h: Any = scanned(c, self.attention, self.dtype, self.spread)
         else:
             self.h: Any = [
-                block(c, self.attention, self.dtype, self.spread, c.window(layer)) for layer in range(c.n_layer)
+                block(
+                    c,
+                    self.attention,
+                    self.dtype,
+                    self.spread,
+                    c.window(layer),
+                    reads_memory=c.n_encoder_layer > 0,
+                )
+                for layer in range(c.n_layer)
             ]
         if c.norm_position != "post":  # those blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
             self.lm_head = self.param("lm_head", named(init, "embed", "vocab"), (c.n_embd, c.vocab_size), jnp.float32)
 
-    def __call__(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
-        """Logits of each next token. T is at most block_size; `train=True` drops, with `rngs={"dropout": key}`.
+    def __call__(self, tokens_BT: jax.Array, **how: Any) -> jax.Array:
+        """Logits of each next token. T is at most block_size; what else there is: see `features`."""
+        return self.unembed(self.features(tokens_BT, **how))
+
+    def features(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        source_BS: jax.Array | None = None,
+        source_segments_BS: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
+        """The residual stream after the last norm, x_BTD, in `dtype`. `train=True` drops, with `rngs={"dropout": key}`.
 
         segments_BT: int32, the document of each token where a row holds several, one after the other: positions start
         anew in each, and no token reads another document than its own. None: a row is one document.
+        source_BS: of a model with an encoder, the tokens of the text that each row is made of, S at most block_size;
+        a document reads the source of its own number in source_segments_BS, 0 for padding (None: there is none).
         """
-        return self.unembed(self.features(tokens_BT, segments_BT=segments_BT, train=train))
+        self._check_length(tokens_BT)
+        positions_BT = jnp.arange(tokens_BT.shape[-1])[None] if segments_BT is None else positions_in(segments_BT)
+        memory: dict[str, Any] = {}
+        if self.config.n_encoder_layer:
+            if source_BS is None and self.is_initializing():
+                source_BS = jnp.zeros((tokens_BT.shape[0], 1), jnp.int32)
+            if source_BS is None:
+                raise UserError(
+                    f"a model with n_encoder_layer={self.config.n_encoder_layer} needs source_BS, tokens to read"
+                )
+            if source_segments_BS is None:
+                source_segments_BS = jnp.ones(source_BS.shape, jnp.int32)
+            if segments_BT is None:
+                segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+            memory_BSD = self.encode(source_BS, source_segments_BS, train=train)
+            memory = {"memory": memory_BSD, "memory_segments_BS": source_segments_BS}
+        elif source_BS is not None:
+            raise UserError("source_BS is for a model with an encoder: give n_encoder_layer, or leave it out")
+        return self._features(tokens_BT, positions_BT, train=train, segments_BT=segments_BT, **memory)[0]
 
-    def features(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
-        """The residual stream after the last norm, x_BTD, in `dtype`."""
+    def encode(self, source_BS: jax.Array, segments_BS: jax.Array, *, train: bool = False) -> jax.Array:
+        """x_BSD: the encoder's view of a source text, each token of which reads all others of its document."""
+        self._check_length(source_BS)
+        positions_BS = positions_in(segments_BS)
+        x_BSD = self._embedded(source_BS, positions_BS, train)
+        for layer in self.encoder:
+            x_BSD, _ = layer(x_BSD, positions_BS, train, None, None, segments_BS)
+        return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
+
+    def remember(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> KVCache:
+        """The cache with each layer's keys and values of a source text, for `extend`."""
+        memory_BSD = self.encode(source_BS, segments_BS)
+        layers = (layer.cross.keys_values(memory_BSD) for layer in self.h)
+        memory = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
+        return cache.replace(memory=memory, memory_segments_BS=segments_BS)
+
+    def _check_length(self, tokens_BT: jax.Array) -> None:
         T = tokens_BT.shape[-1]
         if self.config.block_size < T:
             raise UserError(
                 f"{T} tokens exceed block_size={self.config.block_size}: cut the input to its last {self.config.block_size}"
             )
-        positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_in(segments_BT)
-        return self._features(tokens_BT, positions_BT, train=train, segments_BT=segments_BT)[0]
 
     def extend(self, tokens_BT: jax.Array, cache: KVCache, place: Place) -> tuple[jax.Array, KVCache]:
         """(x_BTD, cache): `features` of T more tokens of texts whose beginnings are in the cache.
@@ -122,10 +178,11 @@ class GPT(nn.Module):
         """
         assert not self.config.scan_layers, "unroll the layers first"
         cache, place = cache.placed(place, self.config.block_size)
-        x_BTD, layers = self._features(tokens_BT, place.positions_BT, caches=cache.layers, place=place)
+        memory = {"memory": cache.memory or None, "memory_segments_BS": cache.memory_segments_BS}
+        x_BTD, layers = self._features(tokens_BT, place.positions_BT, caches=cache.layers, place=place, **memory)
         return x_BTD, cache.replace(layers=layers)
 
-    def _features(self, tokens_BT, positions_BT, *, train=False, caches=None, place=None, segments_BT=None):
+    def _embedded(self, tokens_BT, positions_BT, train: bool) -> jax.Array:
         c = self.config
         x_BTD = self.wte(tokens_BT)
         if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: else the sines drown N(0, 0.02) embeddings
@@ -135,13 +192,29 @@ class GPT(nn.Module):
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
-        x_BTD = self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
+        return self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
+
+    def _features(
+        self,
+        tokens_BT,
+        positions_BT,
+        *,
+        train=False,
+        caches=None,
+        place=None,
+        segments_BT=None,
+        memory=None,
+        memory_segments_BS=None,
+    ):
+        c = self.config
+        x_BTD = self._embedded(tokens_BT, positions_BT, train)
         extended = []
         if c.scan_layers:
             x_BTD, _ = self.h(x_BTD, positions_BT, train, segments_BT)
         else:
-            for layer, cache in zip(self.h, caches or [None] * c.n_layer, strict=True):
-                x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place, segments_BT)
+            memories = memory if isinstance(memory, tuple) and memory else [memory] * c.n_layer
+            for layer, cache, read in zip(self.h, caches or [None] * c.n_layer, memories, strict=True):
+                x_BTD, cache = layer(x_BTD, positions_BT, train, cache, place, segments_BT, read, memory_segments_BS)
                 extended.append(cache)
         return x_BTD if c.norm_position == "post" else self.ln_f(x_BTD), tuple(extended)
 
@@ -159,6 +232,14 @@ class GPT(nn.Module):
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
         return logits_BTV
+
+
+def _remat(block: type[nn.Module], config: GPTConfig) -> Any:
+    """`block`, recomputed in the backward pass as the configuration says."""
+    if config.remat == "none":
+        return block
+    policy = _remat_policy(config.remat)
+    return nn.remat(block, policy=policy, static_argnums=(3,), prevent_cse=not config.scan_layers)
 
 
 def _remat_policy(remat: str):

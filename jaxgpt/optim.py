@@ -1,6 +1,7 @@
 """The optimiser as one visible optax.chain, and its schedule."""
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxgpt.config import OptimConfig
@@ -15,9 +16,11 @@ MATRICES = (
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate over its peak at each step: linear warm-up, then cosine, warmup-stable-decay, or constant.
+    """Learning rate over its peak at each step: linear warm-up, then as `config.schedule` says.
 
-    Step 0 already moves: the warm-up starts at 1 / (warmup_steps + 1). The minimum is reached at `steps`.
+    Step 0 already moves: the warm-up starts at 1 / (warmup_steps + 1). The minimum is reached at `steps`, by cosine and
+    wsd; inverse_sqrt falls as the square root of the step, without end (Vaswani et al. 2017, equation 3, whose peak
+    is 1 / sqrt(n_embd warmup_steps)).
     """
     warmup, low = config.warmup_steps, config.min_lr_ratio
     rest = max(1, steps - warmup)
@@ -26,6 +29,11 @@ def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "wsd":
         decay = max(1, min(rest, round(steps * config.decay_fraction)))
         after = optax.linear_schedule(1.0, low, decay, transition_begin=rest - decay)
+    elif config.schedule == "inverse_sqrt":
+
+        def after(step):
+            return jnp.sqrt((warmup + 1) / (warmup + 1 + step))
+
     else:
         after = optax.constant_schedule(1.0)
     ramp = optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)
@@ -72,7 +80,7 @@ def muon_labels(params) -> dict:
     """ "muon" for the kernels inside blocks and their adapters, "adamw" for embeddings, head, norms and biases."""
 
     def label(path, _) -> str:
-        in_block = _name(path[0]).split("_")[0] == "h"
+        in_block = _name(path[0]).split("_")[0] in ("h", "encoder")
         return "muon" if in_block and _name(path[-1]) in ("kernel", "lora_a", "lora_b") else "adamw"
 
     return jax.tree.map_with_path(label, params)

@@ -16,6 +16,9 @@ class GPTConfig:
     vocab_size: int | None = None  # tokens; None: the tokenizer's
     block_size: int = 1024  # tokens of context
     n_layer: int = 12  # blocks
+    # blocks of an encoder of another text, which each of the n_layer reads by an attention of its own
+    # (arXiv:1706.03762); 0: none. It trains on pairs of texts: --data.path FILE.tsv
+    n_encoder_layer: int = 0
     n_head: int = 12  # query heads per block
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
     n_kv_head: int | None = None
@@ -68,6 +71,8 @@ class GPTConfig:
         at_least(self, 1, "rope_factor", "rope_original_context", "sliding_window", "global_every")
         at_most(self, LARGEST_SIZE, "vocab_size", "block_size", "mlp_dim", "n_embd", "head_dim", "sliding_window")
         at_most(self, LARGEST_COUNT, "n_layer", "n_head", "n_kv_head", "global_every")
+        at_least(self, 0, "n_encoder_layer")
+        at_most(self, LARGEST_COUNT, "n_encoder_layer")
         in_range(self, "dropout", 0.0, 1.0)
         above_zero(self, "norm_eps", "rope_theta", "rope_local_theta", "rope_low_freq_factor", "query_scale")
         above_zero(self, "logit_softcap", "attention_softcap")
@@ -111,6 +116,11 @@ class GPTConfig:
                 f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, so they "
                 "must be alike; take scan_layers=False"
             )
+        for name in ("scan_layers", "sliding_window"):
+            if self.n_encoder_layer and getattr(self, name):
+                raise UserError(
+                    f"n_encoder_layer={self.n_encoder_layer} with {name}={getattr(self, name)}: leave out one of the two"
+                )
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(
                 f"n_embd={self.n_embd} is odd: sinusoidal positions are sine and cosine pairs, so it must be even"

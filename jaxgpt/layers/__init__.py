@@ -7,7 +7,7 @@ The letters that end every array's name, and that every einsum uses:
     D width (n_embd)  F MLP hidden      L layers
 """
 
-from jaxgpt.layers.attention import CausalSelfAttention, attend, attend_cached
+from jaxgpt.layers.attention import Attention, attend, attend_cached
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
@@ -17,8 +17,8 @@ from jaxgpt.layers.position import Rope, rope, sinusoidal
 __all__ = [
     "ACTIVATIONS",
     "MLP",
+    "Attention",
     "Block",
-    "CausalSelfAttention",
     "KVCache",
     "LayerCache",
     "LayerNorm",

@@ -1,7 +1,8 @@
-"""Causal self-attention: project, place, attend, merge."""
+"""Attention: project, place, attend, merge."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,24 +28,33 @@ def attend(
     dropout: float = 0.0,
     key: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+    causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Causal softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
+    """softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245. T and S are equal.
-    With "plain" the values may have a size of their own, which is the result's.
+    Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245. With "plain" the values
+    may have a size of their own, which is the result's.
+    causal: each query reads the keys up to its own place, T and S are equal; else all keys, and the kernel is "plain".
     kernel: "plain" (the reference, and the fastest on CPU), "splash" (TPU), or an implementation of
         `jax.nn.dot_product_attention`: "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
     dropout: share of the attention weights dropped, by `key`. Only "plain" can; the others fall back to it.
-    segments_BT: int32, the document of each token, which reads no other; None: a row is one. Not for "cudnn".
+    segments_BT: int32, the document of each query, which reads no other; None: a row is one. Not for "cudnn".
+    key_segments_BS: int32, that of each key; None: segments_BT.
     scale: of the scores; None: 1 / sqrt(H). window: tokens that each one reads, itself included; None: all.
     softcap: c in c tanh(score / c); None: no cap. Not for "xla" and "cudnn".
     """
+    if not causal:
+        kernel = "plain"
     if kernel == "splash" and key is None:
         return splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scale=scale, window=window, softcap=softcap)
-    same_BTS = None if segments_BT is None else segments_BT[:, :, None] == segments_BT[:, None, :]
+    key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
+    same_BTS = None
+    if segments_BT is not None and key_segments_BS is not None:
+        same_BTS = segments_BT[:, :, None] == key_segments_BS[:, None, :]
     if kernel != "plain" and key is None:
         assert softcap is None and (same_BTS is None or kernel != "cudnn"), kernel
         return jax.nn.dot_product_attention(  # type: ignore[no-matching-overload]
@@ -67,16 +77,18 @@ def attend(
     q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G, T, H)
     k_ = k_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
     v_ = v_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, -1)
-    visible_TS = jnp.tril(jnp.ones((T, S), bool))
+    visible_TS = jnp.ones((T, S), bool)
+    if causal:
+        visible_TS = jnp.tril(visible_TS)
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
 
     # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
-    size = T // BLOCKS if T >= LONG and T % BLOCKS == 0 else T
+    size = T // BLOCKS if causal and T >= LONG and T % BLOCKS == 0 else T
 
     def block(start: int, end: int) -> jax.Array:
         """Of the queries from start to end, over the keys that the first of them to the last may read."""
-        read = slice(0 if window is None else max(0, start + 1 - window), end)
+        read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
         t = end - start
         # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
         scores = jnp.einsum(
@@ -137,14 +149,17 @@ def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
-class CausalSelfAttention(nn.Module):
-    """x_BTD -> x_BTD: every token reads those before it, through n_head heads of size H = head_dim.
+class Attention(nn.Module):
+    """x_BTD -> x_BTD: every token reads others, through n_head heads of size H = head_dim.
 
     Query head n reads key/value head n // G. positions_BT are the tokens' places, which rope needs; B may be 1.
-    segments_BT: see `attend`; with a cache, None.
-    With a cache, the tokens before are those in its slots. Returns (x_BTD, the extended cache or None).
+    What is read is x itself, each token those before it or, where `causal` is false, all of its document; with a
+    `memory`, x_BSD of another text, that one. segments_BT, memory_segments_BS: see `attend`.
+    With a cache, the tokens before are those in its slots, and a memory is `keys_values` of it, readable_BS of them.
+    Returns (x_BTD, the extended cache or None).
     """
 
+    n_embd: int
     n_head: int
     n_kv_head: int
     head_dim: int
@@ -152,16 +167,40 @@ class CausalSelfAttention(nn.Module):
     out_bias: bool
     dropout: float  # of the attention weights, and of the output
     qk_norm: str | None  # "head": over each query and key head; "heads": over all of them side by side; None: none
-    make_norm: Callable[..., nn.Module]  # (name=, axis=) -> that norm
+    make_norm: Callable[..., nn.Module]  # (axis=) -> that norm
     rope: Rope | None  # None: no rotation
     scale: float | None  # of the scores; None: 1 / sqrt(H)
     window: int | None  # tokens that each one reads, itself included; None: all
     softcap: float | None  # of the scores; None: no cap
     kernel_init: nn.initializers.Initializer
     residual_init: nn.initializers.Initializer  # of c_proj, which writes into the residual stream
+    causal: bool = True
     kernel: str = "plain"
     spread: Callable[[Callable], Callable] | None = None  # wraps `attend`, see `Spread`
     dtype: DTypeLike = jnp.float32
+
+    def setup(self) -> None:
+        H, linear = self.head_dim, functools.partial(dense, dtype=self.dtype)
+        heads = functools.partial(linear, axes=("embed", "heads"), use_bias=self.qkv_bias, kernel_init=self.kernel_init)
+        self.q, self.k, self.v = heads(self.n_head * H), heads(self.n_kv_head * H), heads(self.n_kv_head * H)
+        self.c_proj = linear(
+            self.n_embd, axes=("heads", "embed"), use_bias=self.out_bias, kernel_init=self.residual_init
+        )
+        if self.qk_norm:
+            axis = "heads_bias" if self.qk_norm == "heads" else None
+            self.q_norm, self.k_norm = self.make_norm(axis=axis), self.make_norm(axis=axis)
+
+    def _heads(self, projected_BTF: jax.Array, n: int, norm: nn.Module | None) -> jax.Array:
+        B, T, _ = projected_BTF.shape
+        if norm is not None and self.qk_norm == "heads":
+            projected_BTF = norm(projected_BTF)
+        x_BTnH = projected_BTF.reshape(B, T, n, self.head_dim)
+        return norm(x_BTnH) if norm is not None and self.qk_norm == "head" else x_BTnH
+
+    def keys_values(self, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(k_BSKH, v_BSKH) of what is read."""
+        k_BSKH = self._heads(self.k(x_BSD), self.n_kv_head, self.k_norm if self.qk_norm else None)
+        return k_BSKH, self._heads(self.v(x_BSD), self.n_kv_head, None)
 
     @nn.compact
     def __call__(
@@ -173,48 +212,43 @@ class CausalSelfAttention(nn.Module):
         cache: LayerCache | None = None,
         place: Place | None = None,
         segments_BT: jax.Array | None = None,
+        memory: jax.Array | LayerCache | None = None,
+        memory_segments_BS: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        B, T, D = x_BTD.shape
-        H = self.head_dim
-        linear = functools.partial(dense, dtype=self.dtype)
-
-        def heads(n: int, name: str, norm: str | None = None) -> jax.Array:
-            projection = linear(
-                n * H, axes=("embed", "heads"), use_bias=self.qkv_bias, kernel_init=self.kernel_init, name=name
-            )
-            x_BTF = projection(x_BTD)
-            if norm and self.qk_norm == "heads":
-                x_BTF = self.make_norm(name=norm, axis="heads_bias")(x_BTF)
-            x_BTnH = x_BTF.reshape(B, T, n, H)
-            if norm and self.qk_norm == "head":
-                x_BTnH = self.make_norm(name=norm, axis=None)(x_BTnH)
-            return x_BTnH
-
-        q_BTNH = heads(self.n_head, "q", "q_norm")
-        k_BTKH = heads(self.n_kv_head, "k", "k_norm")
-        v_BTKH = heads(self.n_kv_head, "v")
+        q_BTNH = self._heads(self.q(x_BTD), self.n_head, self.q_norm if self.qk_norm else None)
         if self.rope is not None:
             q_BTNH = rope(q_BTNH, positions_BT, self.rope)
-            k_BTKH = rope(k_BTKH, positions_BT, self.rope)
+        if isinstance(memory, LayerCache):
+            assert memory_segments_BS is not None
+            visible_BTS = jnp.broadcast_to((memory_segments_BS > 0)[:, None], (*x_BTD.shape[:2], memory.slots))
+            out_BTNH = attend_cached(q_BTNH, memory, visible_BTS, scale=self.scale, softcap=self.softcap)
+            return self._merged(out_BTNH, train), cache
+        k_BSKH, v_BSKH = self.keys_values(x_BTD if memory is None else memory)
+        if self.rope is not None:
+            k_BSKH = rope(k_BSKH, positions_BT, self.rope)
 
         if cache is not None:
             assert place is not None and place.visible_BTS is not None
-            cache = cache.extend(k_BTKH, v_BTKH, place)
+            cache = cache.extend(k_BSKH, v_BSKH, place)
             visible_BTS = place.visible_BTS if self.window is None else place.within(self.window)
             out_BTNH = attend_cached(q_BTNH, cache, visible_BTS, scale=self.scale, softcap=self.softcap)
-        else:
-            key = self.make_rng("dropout") if train and self.dropout else None
-            scores = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-            whole = functools.partial(attend, kernel=self.kernel, dropout=self.dropout, **scores)
-            placed = whole if self.spread is None else self.spread(whole)
-            out_BTNH = placed(q_BTNH, k_BTKH, v_BTKH, key=key, segments_BT=segments_BT)
-            if self.is_mutable_collection("intermediates"):  # the weights are what attention makes of the identity
-                eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, self.n_kv_head, T))
-                self.sow(
-                    "intermediates", "weights_BTNS", attend(q_BTNH, k_BTKH, eye_BTKT, segments_BT=segments_BT, **scores)
-                )
-        project = linear(
-            D, axes=("heads", "embed"), use_bias=self.out_bias, kernel_init=self.residual_init, name="c_proj"
-        )
-        out_BTD = project(out_BTNH.reshape(B, T, self.n_head * H))
-        return nn.Dropout(self.dropout)(out_BTD, deterministic=not train), cache
+            return self._merged(out_BTNH, train), cache
+
+        key = self.make_rng("dropout") if train and self.dropout else None
+        read: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        if not self.causal:
+            read |= {"causal": False, "key_segments_BS": memory_segments_BS}
+        whole = functools.partial(attend, kernel=self.kernel, dropout=self.dropout, **read)
+        placed = whole if self.spread is None or not self.causal else self.spread(whole)
+        out_BTNH = placed(q_BTNH, k_BSKH, v_BSKH, key=key, segments_BT=segments_BT)
+        if self.is_mutable_collection("intermediates"):  # the weights are what attention makes of the identity
+            B, S, K, _ = k_BSKH.shape
+            eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
+            weights_BTNS = attend(q_BTNH, k_BSKH, eye_BSKS, segments_BT=segments_BT, **read)
+            self.sow("intermediates", "weights_BTNS", weights_BTNS)
+        return self._merged(out_BTNH, train), None
+
+    def _merged(self, out_BTNH: jax.Array, train: bool) -> jax.Array:
+        B, T, N, H = out_BTNH.shape
+        out_BTD = self.c_proj(out_BTNH.reshape(B, T, N * H))
+        return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)

@@ -41,6 +41,10 @@ class LayerCache(flax.struct.PyTreeNode):
     k_scale_BKS: jax.Array | None = None
     v_scale_BKS: jax.Array | None = None
 
+    @property
+    def slots(self) -> int:
+        return self.k_BKSH.shape[2]
+
     def extend(self, k_BTKH: jax.Array, v_BTKH: jax.Array, place: Place) -> LayerCache:
         """With T more tokens in their slots."""
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
@@ -60,6 +64,9 @@ class KVCache(flax.struct.PyTreeNode):
 
     layers: tuple[LayerCache, ...]
     positions_BS: jax.Array  # int32, which token of the text each slot holds; EMPTY: none
+    # Of a model with an encoder: keys and values of the source text, for each layer, and which of them are no padding
+    memory: tuple[LayerCache, ...] = ()
+    memory_segments_BS: jax.Array | None = None
 
     @property
     def slots(self) -> int:

@@ -110,7 +110,7 @@ def dense(
     use_bias: bool,
     kernel_init: nn.initializers.Initializer,
     dtype: DTypeLike,
-    name: str,
+    name: str | None = None,
 ) -> Dense:
     """x_BTD -> x_BTF. Parameters `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`.
 

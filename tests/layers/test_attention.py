@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxgpt.layers import CausalSelfAttention, RMSNorm, Rope, attend, attention
+from jaxgpt.layers import Attention, RMSNorm, Rope, attend, attention
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
@@ -130,7 +130,7 @@ def make_attention(**kwargs):
         window=None,
         softcap=None,
     )
-    layer = CausalSelfAttention(**options | kwargs, kernel_init=init, residual_init=init)
+    layer = Attention(n_embd=SIZES["D"], **options | kwargs, kernel_init=init, residual_init=init)
     x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
     return layer, nn.unbox(layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
 
