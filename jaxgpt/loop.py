@@ -71,7 +71,12 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     if existing:
         refuse_other_configuration(directory, experiment)
     full, weights = begun(experiment, directory if existing else None)
-    dataset = prepare(full.data, block_size=full.model.block_size, vocab_size=full.model.vocab_size)
+    dataset = prepare(
+        full.data,
+        block_size=full.model.block_size,
+        vocab_size=full.model.vocab_size,
+        encoder=full.model.n_encoder_layer > 0,
+    )
     if existing:
         refuse_other_data(directory, dataset)
     resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))

@@ -88,6 +88,7 @@ def train_step(
     lora: LoraConfig = NO_LORA,
     accumulation: int = 1,
     loss_chunk: int | None = None,
+    label_smoothing: float = 0.0,
     skip_spikes: float | None = None,
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -108,7 +109,9 @@ def train_step(
 
         def loss(params) -> tuple[jax.Array, jax.Array]:
             params = whole(dataclasses.replace(state, params=params), lora=lora)
-            return batch_loss(params, micro, micro_key, model=model, loss_chunk=loss_chunk)
+            return batch_loss(
+                params, micro, micro_key, model=model, loss_chunk=loss_chunk, label_smoothing=label_smoothing
+            )
 
         (nats, count), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return nats, count, grads
@@ -173,20 +176,29 @@ def micro_batches(batch: Batch, accumulation: int) -> Batch:
 
 
 def batch_loss(
-    params: Any, micro: Batch, key: jax.Array | None, *, model: GPT, loss_chunk: int | None = None
+    params: Any,
+    micro: Batch,
+    key: jax.Array | None,
+    *,
+    model: GPT,
+    loss_chunk: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """(summed nats, number of targets) of one batch; key: of dropout, None for none.
 
     loss_chunk: tokens of each sequence whose logits are in memory at once, a divisor of T; None: all.
+    label_smoothing: see `next_token_loss`.
     """
     how: Any = {
         "train": key is not None,
         "rngs": None if key is None else {"dropout": key},
         "segments_BT": micro.segments_BT,
+        "source_BS": micro.source_BS,
+        "source_segments_BS": micro.source_segments_BS,
     }
     if loss_chunk is None or loss_chunk >= micro.targets_BT.shape[1]:
         logits_BTV: Any = model.apply({"params": params}, micro.inputs_BT, **how)
-        return next_token_loss(logits_BTV, micro.targets_BT, micro.mask_BT)
+        return next_token_loss(logits_BTV, micro.targets_BT, micro.mask_BT, smoothing=label_smoothing)
     x_BTD: Any = model.apply({"params": params}, micro.inputs_BT, method="features", **how)
 
     def unembed(head: Any, x_BTD: jax.Array) -> jax.Array:
@@ -194,7 +206,9 @@ def batch_loss(
         return logits_BTV
 
     head = {name: params[name] for name in model.head}
-    sums = model.spread.sums(functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk))
+    sums = model.spread.sums(
+        functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk, smoothing=label_smoothing)
+    )
     return sums(head, x_BTD, micro.targets_BT, micro.mask_BT)
 
 

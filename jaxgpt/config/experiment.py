@@ -14,9 +14,11 @@ from jaxgpt.errors import UserError
 class DataConfig:
     """The text, and how it becomes tokens."""
 
-    # a name in the registry: python-docs, python-docs.jsonl (questions about it), shakespeare, sancho, quijote
+    # a name in the registry: python-docs, python-docs.jsonl (questions about it), spanish-numbers.tsv (in words and in
+    # digits), shakespeare, sancho, quijote
     corpus: str = "python-docs"
-    # instead of a corpus: a UTF-8 file, a folder of .txt files, .bin token shards, or conversations (.jsonl)
+    # instead of a corpus: a UTF-8 file, a folder of .txt files, .bin token shards, conversations (.jsonl), or pairs of
+    # texts (.tsv), of which the second is to be written
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
     bpe_vocab_size: int = 4096  # tokens of the BPE to train
@@ -33,6 +35,16 @@ class DataConfig:
             raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
 
     @property
+    def is_pairs(self) -> bool:
+        """Whether the data are pairs of texts, a source and its target, with a tab between them on each line."""
+        return (self.path or self.corpus).endswith(".tsv")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several documents, of which parts are to be written."""
+        return self.is_chat or self.is_pairs
+
+    @property
     def is_chat(self) -> bool:
         """Whether the data are conversations, {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
         return (self.path or self.corpus).endswith(".jsonl")
@@ -45,8 +57,8 @@ class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
     learning_rate: float = 1e-3  # peak, of AdamW
     muon_learning_rate: float = 0.02  # peak, of Muon's matrices
-    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392)
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: 2017's, without one
+    schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
     warmup_steps: int = 100  # linear from 0
     decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
     min_lr_ratio: float = 0.1  # final learning rate over peak
@@ -58,6 +70,7 @@ class OptimConfig:
     grad_clip: float | None = 1.0  # global norm; None: no clipping
     # skip a step whose gradient norm is over so many times the median of the last 128 taken; None: take any finite one
     skip_spikes: float | None = None
+    label_smoothing: float = 0.0  # share of each target spread over all tokens, in training alone (arXiv:1512.00567)
     max_skipped: int = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
@@ -69,7 +82,7 @@ class OptimConfig:
             raise UserError(
                 f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
             )
-        for name in ("beta1", "beta2", "momentum"):
+        for name in ("beta1", "beta2", "momentum", "label_smoothing"):
             in_range(self, name, 0.0, 1.0)
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
@@ -197,6 +210,11 @@ class Experiment:
         if self.lora.rank is not None and self.train.init_from is None:
             raise UserError(
                 f"lora.rank={self.lora.rank} trains adapters of weights that are there: name them with --train.init-from"
+            )
+        if self.model.n_encoder_layer and not self.data.is_pairs:
+            raise UserError(
+                f"model.n_encoder_layer={self.model.n_encoder_layer}: an encoder reads the first of two texts, so the data need "
+                "pairs: give --data.path FILE.tsv, or --data.corpus spanish-numbers.tsv"
             )
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:

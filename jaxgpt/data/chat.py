@@ -90,7 +90,7 @@ class Conversations:
     """
 
     def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
-        self._ids, self._answers = ids, answers
+        self._ids, self._answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         lengths = ends - starts
         long = np.flatnonzero(lengths > block_size + 1)
@@ -102,6 +102,8 @@ class Conversations:
         self.left_out = int((~kept).sum())
         self.shortened = int(kept[long].sum())
         self.starts, self.lengths = starts[kept], lengths[kept]
+        # Room that each takes in a row: n tokens have n - 1 inputs, each with its target, none from another one.
+        self.sizes = self.lengths - 1
 
     def __len__(self) -> int:
         """Tokens, of all of them together."""
@@ -112,8 +114,13 @@ class Conversations:
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
         return self._ids[here], self._answers[here].astype(bool)
 
-
-def in_memory(pairs: Iterable[tuple[np.ndarray, np.ndarray]], block_size: int) -> Conversations:
-    ids, answers = zip(*pairs, strict=True)
-    ends = np.cumsum([len(x) for x in ids])
-    return Conversations(np.concatenate(ids), np.concatenate(answers), ends, block_size)
+    def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(inputs_T, targets_T, mask_T, segments_T): these, one after the other, numbered from 1, then padding."""
+        inputs, targets, segments = (np.zeros(self.block_size, np.int32) for _ in range(3))
+        mask, at = np.zeros(self.block_size, bool), 0
+        for number, member in enumerate(members, 1):
+            ids, answers = self.read(member)
+            here = slice(at, at + len(ids) - 1)
+            inputs[here], targets[here], mask[here], segments[here] = ids[:-1], ids[1:], answers[1:], number
+            at += len(ids) - 1
+        return inputs, targets, mask, segments

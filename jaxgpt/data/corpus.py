@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxgpt.data import numbers
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file, sha256
 from jaxgpt.paths import cache_directory, make_cache, write_whole
@@ -73,8 +74,8 @@ CORPORA = {
     )
 }
 
-# The corpora that are always there: the second is made of the first, as conversations.
-PYTHON_DOCS, PYTHON_QUESTIONS = "python-docs", "python-docs.jsonl"
+# The corpora that are always there: the second is made of the first, as conversations; the third is pairs of texts.
+PYTHON_DOCS, PYTHON_QUESTIONS, NUMBERS = "python-docs", "python-docs.jsonl", "spanish-numbers.tsv"
 
 
 def corpus_files(name: str) -> list[Path]:
@@ -83,9 +84,11 @@ def corpus_files(name: str) -> list[Path]:
         return [_kept(f"{PYTHON_DOCS}.txt", _python_docs())]
     if name == PYTHON_QUESTIONS:
         return [_kept(PYTHON_QUESTIONS, "".join(json.dumps({"messages": m}) + "\n" for m in python_questions()))]
+    if name == NUMBERS:
+        return [_kept(NUMBERS, numbers.number_pairs())]
     if name not in CORPORA:
         raise UserError(
-            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, PYTHON_QUESTIONS, *CORPORA])}; for a text of your own use --data.path"
+            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, PYTHON_QUESTIONS, NUMBERS, *CORPORA])}; for a text of your own use --data.path"
         )
     corpus = CORPORA[name]
     path = cache_directory() / "corpora" / f"{name}.txt"

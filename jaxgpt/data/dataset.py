@@ -20,15 +20,16 @@ from jaxgpt.data.cache import SPLITS, read_tokens, write_tokens
 from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
 from jaxgpt.data.packing import Packing
+from jaxgpt.data.pairs import END, START, Pairs, encode_pairs, read_pairs
 from jaxgpt.data.shards import bin_files, cut, open_shard, scan
 from jaxgpt.data.workers import cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.paths import cache_directory
 
-OF_CHAT = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
+OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
 FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
-CHAT_FORMAT = 1  # of what the cache holds of conversations; raised when the same file gives other tokens
+DOCUMENT_FORMAT = 1  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
 
 
 class Tokens:
@@ -70,15 +71,16 @@ class Dataset:
     said: tuple[str, ...] = ()  # what the user should know about it
 
 
-def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = None) -> Dataset:
+def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = None, encoder: bool = False) -> Dataset:
     """The dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
 
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
-    validation file; of the conversations, of chat) is held out. vocab_size: the model's, which tokenizer "ids" needs.
+    validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
+    "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
-    if config.is_chat:
-        return _from_chat(config, block_size)
+    if config.is_packed:
+        return _from_documents(config, block_size, encoder)
     shards = bin_files(config.path)
     dataset = _from_bins(config, shards, vocab_size) if shards else _from_text(config)
     source = config.path or config.corpus
@@ -146,86 +148,99 @@ def _from_text(config: DataConfig) -> Dataset:
     )
 
 
-def _from_chat(config: DataConfig, block_size: int) -> Dataset:
+def _from_documents(config: DataConfig, block_size: int, encoder: bool) -> Dataset:
+    """Conversations, or pairs: documents of which parts are to be written."""
     path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
-    if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
-        raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
+    what = "conversation" if config.is_chat else "pair"
+    if not is_there(Path(path), f"Give the path of a {Path(path).suffix} file.") or Path(path).is_dir():
+        raise UserError(
+            f"no file at {path}: --data.path NAME{Path(path).suffix} takes a file with a {what} on each line"
+        )
     ready: tok.Tokenizer | None = None
     if named not in ("char", "bpe"):
         if named == "ids":
-            raise UserError(
-                "tokenizer ids is for .bin token files; conversations need char, byte, bpe or a tokenizer.json"
-            )
+            raise UserError(f"tokenizer ids is for .bin token files; {what}s need char, byte, bpe or a tokenizer.json")
         ready = tok.ByteTokenizer() if named == "byte" else tok.load_tokenizer(named)
     beside = Path(named).parent if named not in ("char", "byte", "bpe") else None
-    spec: dict[str, Any] = {"chat": CHAT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    spec: dict[str, Any] = {what: DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec |= {"tokenizer": named} if ready is None else {"tokenizer": tok.fingerprint(ready)}
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if named == "bpe" else {}
-    if ready is not None:
+    if config.is_chat and ready is not None:
         spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside))
 
     directory = (
         cache_directory() / "tokens" / hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     )
-    cached = read_tokens(directory, OF_CHAT)
+    cached = read_tokens(directory, OF_DOCUMENTS)
     if cached is None:
         alphabet, count = set[str](), 0
-        for _, messages in read_messages(path):  # so that a bad line is told before much is done with the good ones
+        for texts in _texts(config, path):  # so that a bad line is told before much is done with the good ones
             count += 1
             if named == "char":
-                alphabet.update(*(m["content"] for m in messages))
+                alphabet.update(*texts)
         train = int(count * (1.0 - config.val_fraction))
         if not 0 < train < count:
-            raise UserError(f"{path} has {count} conversations: needs at least one to train on and one to validate on")
+            raise UserError(f"{path} has {count} {what}s: needs at least one to train on and one to validate on")
         if named == "char":
-            ready = tok.CharTokenizer(alphabet | set(chat_template.plain_characters()))
+            marks = chat_template.plain_characters() if config.is_chat else {START, END}
+            ready = tok.CharTokenizer(alphabet | set(marks))
         elif ready is None:
-            first = itertools.islice(read_messages(path), train)
-            ready = tok.train_bpe((m["content"] for _, messages in first for m in messages), config.bpe_vocab_size)
-        template = chat_template.find_template(ready, beside)
-        write_tokens(directory, ready, _conversations(path, train, ready, template), OF_CHAT)
-        cached = read_tokens(directory, OF_CHAT)
+            first = itertools.islice(_texts(config, path), train)
+            ready = tok.train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
+        encoded = (
+            encode_all(path, ready, chat_template.find_template(ready, beside))
+            if config.is_chat
+            else encode_pairs(path, ready)
+        )
+        write_tokens(directory, ready, _by_split(encoded, train), OF_DOCUMENTS)
+        cached = read_tokens(directory, OF_DOCUMENTS)
         assert cached is not None
     arrays, tokenizer, fingerprint, _ = cached
-    template = chat_template.find_template(tokenizer, beside)
+    kind = Pairs if encoder else Conversations
     train, val = (
-        Conversations(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
+        kind(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
         for split in SPLITS
     )
-    for name, conversations in (("training", train), ("validation", val)):
-        if not len(conversations):
+    for name, documents in (("training", train), ("validation", val)):
+        if not len(documents):
+            fits = "an answer that ends" if config.is_chat else "texts that end"
             raise UserError(
-                f"no conversation of the {name} split of {path} has an answer that ends within block_size={block_size} "
-                "tokens: raise --model.block-size, or give shorter conversations"
+                f"no {what} of the {name} split of {path} has {fits} within block_size={block_size} "
+                f"tokens: raise --model.block-size, or give shorter {what}s"
             )
-    return Dataset(
-        train=train,
-        val=val,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint | {"template_sha256": chat_template.fingerprint(template)},
-        tokenizer_config=template.config(),
-        said=tuple(_about(train, val, block_size)),
+    dataset = Dataset(
+        train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
     )
+    if not config.is_chat:
+        return dataset
+    template = chat_template.find_template(tokenizer, beside)
+    told = {"template_sha256": chat_template.fingerprint(template)}
+    return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
 
 
-def _about(train: Conversations, val: Conversations, block_size: int) -> Iterator[str]:
-    n, m = len(train.lengths), len(val.lengths)
-    filled = Packing(train, block_size).filled
-    yield f"{n:,} training and {m:,} validation conversations, in rows of {block_size} tokens that are {filled:.1%} full"
+def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
+    """Of each document."""
+    if config.is_chat:
+        return ([m["content"] for m in messages] for _, messages in read_messages(path))
+    return (texts for _, *texts in read_pairs(path))
+
+
+def _about(train: Conversations, val: Conversations, what: str) -> Iterator[str]:
+    n, m, block_size = len(train.lengths), len(val.lengths), train.block_size
+    filled = Packing(train).filled
+    yield f"{n:,} training and {m:,} validation {what}s, in rows of {block_size} tokens that are {filled:.1%} full"
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
-        yield (
-            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, of which {shortened:,} end after "
-            f"the last answer that fits, and {left_out:,} are left out, for no answer of theirs does"
+        shorter = (
+            f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
         )
+        yield f"longer than block_size={block_size}: {shortened + left_out:,} {what}s, {shorter} are left out"
 
 
-def _conversations(
-    path: str, train: int, tokenizer: tok.Tokenizer, template: chat_template.ChatTemplate
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name in OF_CHAT, what comes next in it), of which the first `train` are for training."""
+def _by_split(encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(name in OF_DOCUMENTS, what comes next in it), of which the first `train` documents are for training."""
     ends = dict.fromkeys(SPLITS, 0)
-    for number, (ids, answers) in enumerate(encode_all(path, tokenizer, template)):
+    for number, (ids, answers) in enumerate(encoded):
         split = SPLITS[number >= train]
         ends[split] += len(ids)
         yield split, ids

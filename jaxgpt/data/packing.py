@@ -41,9 +41,8 @@ class Packing:
     its own order of rows. That keeps the number of rows the same in each, and the n-th row of a run a matter of arithmetic.
     """
 
-    def __init__(self, conversations: Conversations, block_size: int):
-        # A conversation of n tokens has n - 1 inputs, each with its target: none is from another one.
-        sizes_N = conversations.lengths - 1
+    def __init__(self, conversations: Conversations):
+        sizes_N, block_size = conversations.sizes, conversations.block_size
         self._places = np.argsort(-sizes_N, kind="stable")  # conversations, longest first
         row_N = best_fit(sizes_N[self._places], block_size)
         self._by_row = np.argsort(row_N, kind="stable")  # places
@@ -67,24 +66,12 @@ class Packing:
         return places[self._by_row[self._ends[row - 1] if row else 0 : self._ends[row]]]
 
 
-def endless(conversations: Conversations, block_size: int, seed: int) -> Callable[[int], tuple[np.ndarray, ...]]:
-    """The n-th row of a run, `filled_row` of its conversations: of (conversations, seed, n) alone."""
-    packing = Packing(conversations, block_size)
+def endless(conversations: Conversations, seed: int) -> Callable[[int], tuple[np.ndarray, ...]]:
+    """The n-th row of a run, `row` of its conversations: of (conversations, seed, n) alone."""
+    packing = Packing(conversations)
     epoch = functools.lru_cache(maxsize=2)(functools.partial(packing.epoch, seed))
 
     def row(n: int) -> tuple[np.ndarray, ...]:
-        return filled_row(conversations, epoch(n // packing.rows)(n % packing.rows), block_size)
+        return conversations.row(epoch(n // packing.rows)(n % packing.rows))
 
     return row
-
-
-def filled_row(conversations: Conversations, members: np.ndarray, block_size: int) -> tuple[np.ndarray, ...]:
-    """(inputs_T, targets_T, mask_T, segments_T): conversations one after the other, numbered from 1, then padding."""
-    inputs, targets, segments = (np.zeros(block_size, np.int32) for _ in range(3))
-    mask, at = np.zeros(block_size, bool), 0
-    for number, member in enumerate(members, 1):
-        ids, answers = conversations.read(member)
-        here = slice(at, at + len(ids) - 1)
-        inputs[here], targets[here], mask[here], segments[here] = ids[:-1], ids[1:], answers[1:], number
-        at += len(ids) - 1
-    return inputs, targets, mask, segments

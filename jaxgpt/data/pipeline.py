@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxgpt.data.chat import Conversations
 from jaxgpt.data.dataset import Tokens
-from jaxgpt.data.packing import Packing, endless, filled_row
+from jaxgpt.data.packing import Packing, endless
 
 MOST_STEPS = 2**40  # what an endless run takes
 
@@ -22,6 +22,9 @@ class Batch(NamedTuple):
     targets_BT: Any  # int32: inputs shifted by one
     mask_BT: Any = None  # bool: the targets that count; None: all
     segments_BT: Any = None  # int32: the document that each input belongs to, 0 for padding; None: one in each row
+    # int32, for a model with an encoder: the texts that the documents are made of, and the number of each token's document
+    source_BS: Any = None
+    source_segments_BS: Any = None
 
 
 def training_batches(
@@ -46,7 +49,7 @@ def training_batches(
 
     row: Callable[[int], Any]  # the n-th of the run
     if isinstance(data, Conversations):
-        row = endless(data, block_size, seed)
+        row = endless(data, seed)
     else:
         windows = windows_per_epoch(len(data), block_size)
         order: Any = grain.MapDataset.range(windows).shuffle(seed=seed).repeat()  # a new shuffle each epoch
@@ -113,7 +116,7 @@ def validation_batches(
     """
     mine = np.arange(batch_size) if rows is None else np.asarray(rows)
     if isinstance(data, Conversations):
-        yield from _packed_validation(data, block_size, batch_size, max_tokens, mine)
+        yield from _packed_validation(data, batch_size, max_tokens, mine)
         return
     stride = block_size if stride is None else stride
     targets = len(data) - 1
@@ -135,9 +138,9 @@ def validation_batches(
 
 
 def _packed_validation(
-    data: Conversations, block_size: int, batch_size: int, max_tokens: int | None, mine: np.ndarray
+    data: Conversations, batch_size: int, max_tokens: int | None, mine: np.ndarray
 ) -> Iterator[Batch]:
-    packing = Packing(data, block_size)
+    packing, block_size = Packing(data), data.block_size
     numbers: Sequence[int] = range(packing.rows)
     if max_tokens is not None and max_tokens < packing.rows * block_size:
         numbers = _spread(numbers, max_tokens // block_size)
@@ -145,7 +148,7 @@ def _packed_validation(
     for first in range(0, len(numbers), batch_size):
         at = (first + mine).tolist()
         members = [packing.unshuffled(int(numbers[n])) if n < len(numbers) else nobody for n in at]
-        made = [filled_row(data, those, block_size) for those in members]
+        made = [data.row(those) for those in members]
         yield Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
 
 

@@ -49,7 +49,7 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
     """
     train, parallel = experiment.train, experiment.parallel
     device = None if devices is None else devices[0]
-    options = compute_options(experiment.model, train, device, packed=experiment.data.is_chat)
+    options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed)
     model = GPT(experiment.model, **options.for_model())
     optimizer = make_optimizer(experiment.optim, train.steps)
     strategy = choose_strategy(parallel, model, optimizer, devices, lora=experiment.lora)
@@ -63,14 +63,17 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         lora=experiment.lora,
         accumulation=shares.accumulation,
         loss_chunk=parallel.loss_chunk,
+        label_smoothing=experiment.optim.label_smoothing,
         skip_spikes=experiment.optim.skip_spikes,
     )
     evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
     together = functools.partial(whole, lora=experiment.lora)
     batch = strategy.batch(train.batch_size, experiment.model.block_size)
-    if experiment.data.is_chat:
+    if experiment.data.is_packed:
         counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
         batch = batch._replace(mask_BT=counted, segments_BT=batch.inputs_BT)
+    if experiment.model.n_encoder_layer:
+        batch = batch._replace(source_BS=batch.inputs_BT, source_segments_BS=batch.inputs_BT)
     return Trainer(
         options=options,
         model=model,

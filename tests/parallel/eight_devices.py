@@ -12,7 +12,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.config import NO_LORA, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config import (
+    NO_LORA,
+    DataConfig,
+    Experiment,
+    GPTConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from jaxgpt.data.pipeline import Batch
 from jaxgpt.interop.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.interop.params import read_params, shapes_of, to_tensors
@@ -54,6 +63,7 @@ class Run:
         experiment = Experiment(
             name="eight",
             model=model,
+            data=DataConfig(corpus="spanish-numbers.tsv" if model.n_encoder_layer else "python-docs"),
             optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2),
             train=TrainConfig(steps=STEPS, batch_size=BATCH, init_from=lora.rank and "random weights, here"),
             lora=lora,
@@ -158,8 +168,31 @@ def places() -> dict:
         "guard": guarded(),
         "drift": drift(),
         "adapters": adapters(),
+        "encoder": with_encoder(),
         "imported": imported(),
     }
+
+
+def with_encoder() -> dict:
+    """Of each strategy: losses of a model with an encoder, whose rows hold two pairs."""
+    model = dataclasses.replace(CONFIG, n_encoder_layer=1, n_layer=1, scan_layers=False, norm_position="post")
+    found = {}
+    for name in ("single", "pmap", "all, in pieces"):
+        run = Run(name, "muon", model=model)
+        state, found[name] = run.strategy.init(jax.random.key(0)), []
+        for t in range(4):
+            text = tokens(t)
+            pairs = Batch(
+                inputs_BT=text[:, :-1],
+                targets_BT=text[:, 1:],
+                mask_BT=DOCUMENTS > 0,
+                segments_BT=DOCUMENTS,
+                source_BS=text[:, 1:],
+                source_segments_BS=DOCUMENTS,
+            )
+            state, metrics = run.step(state, run.strategy.place(pairs), jax.random.key(1))
+            found[name].append(float(metrics["loss"]))
+    return found
 
 
 def imported() -> dict:

@@ -114,6 +114,13 @@ def test_nothing_stays_whole_that_is_to_be_split(places):
     assert [x for x in whole["tensor"] if "kernel" in x or "wte" in x] == []
 
 
+def test_an_encoder_learns_the_same_everywhere(places):
+    expected = places["encoder"].pop("single")
+    assert expected[-1] < expected[0] - 0.02 and len(places["encoder"]) == 2
+    for name, losses in places["encoder"].items():
+        np.testing.assert_allclose(losses, expected, **CURVES_EQUAL, err_msg=name)
+
+
 def test_a_state_is_made_in_parts(places):
     """What a device holds when it is made, and on the way there, is an eighth of the model."""
     for whole, part in zip(places["bytes"]["single"], places["bytes"]["fsdp"], strict=True):

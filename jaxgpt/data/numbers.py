@@ -1,0 +1,75 @@
+"""Numbers in Spanish words and in digits: pairs to translate either way, that want every word to be looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+
+COUNT = 200_000  # numbers, each both ways
+LARGEST = 999_999_999
+
+_SMALL = (
+    "cero uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
+    "dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete "
+    "veintiocho veintinueve"
+).split()
+_TENS = "treinta cuarenta cincuenta sesenta setenta ochenta noventa".split()
+_HUNDREDS = (
+    "ciento doscientos trescientos cuatrocientos quinientos seiscientos setecientos ochocientos novecientos".split()
+)
+
+
+def in_words(n: int) -> str:
+    """n in Spanish, 0 to 999,999,999: 21,000 is "veintiún mil", 101 "ciento uno".
+
+    As the Academy writes it: Ortografía de la lengua española, 2010, chapter VIII.
+    """
+    if not 0 <= n <= LARGEST:
+        raise ValueError(f"n={n}: needs 0 to {LARGEST:,}")
+    if n == 0:
+        return _SMALL[0]
+    millions, thousands, rest = n // 1_000_000, n // 1000 % 1000, n % 1000
+    words = []
+    if millions:
+        words += ["un millón"] if millions == 1 else [_shortened(millions), "millones"]
+    if thousands:
+        words += ["mil"] if thousands == 1 else [_shortened(thousands), "mil"]
+    if rest:
+        words.append(_below_1000(rest))
+    return " ".join(words)
+
+
+def _below_1000(n: int) -> str:
+    if n == 100:
+        return "cien"
+    words = [_HUNDREDS[n // 100 - 1]] if n >= 100 else []
+    n %= 100
+    if n >= 30:
+        words.append(_TENS[n // 10 - 3] + (f" y {_SMALL[n % 10]}" if n % 10 else ""))
+    elif n:
+        words.append(_SMALL[n])
+    return " ".join(words)
+
+
+def _shortened(n: int) -> str:
+    """Before a noun, "uno" loses its o: veintiún mil, treinta y un millones."""
+    words = _below_1000(n)
+    if words.endswith("veintiuno"):
+        return words.removesuffix("uno") + "ún"
+    return words.removesuffix("o") if words.endswith("uno") else words
+
+
+def number_pairs() -> str:
+    """A .tsv of COUNT different numbers, each in words and then in digits, and the other way round in the next line.
+
+    All lengths from one to nine digits are drawn alike, in an order that is mixed and always the same; of the shorter
+    there are fewer than that, so that most have five to nine.
+    """
+    rng = np.random.default_rng(2017)
+    digits_N = rng.integers(1, 10, 4 * COUNT)
+    drawn_N = rng.integers(10 ** (digits_N - 1) * (digits_N > 1), 10**digits_N)
+    _, first = np.unique(drawn_N, return_index=True)
+    lines = []
+    for n in drawn_N[np.sort(first)[:COUNT]].tolist():
+        words = in_words(n)
+        lines.append(f"{words}\t{n}\n{n}\t{words}\n")
+    return "".join(lines)
