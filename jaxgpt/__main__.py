@@ -103,10 +103,10 @@ def _train(options: TrainOptions) -> None:
     except UserError as e:  # the experiment's prompt, another text than it was written for
         say(f"sampling from nothing, not from {prompt!r}: {e}")
         prompt = ""
-    chat = options.experiment.data.is_chat
-    if t.sample_tokens:
+    chat, reads = options.experiment.data.is_chat, bool(run.model.config.n_encoder_layer)
+    if t.sample_tokens and (prompt or not reads):
         written = str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed, chat=chat))
-        text = f"{prompt}\n\n{written}" if chat else prompt + written
+        text = f"{prompt}\n\n{written}" if chat or reads else prompt + written
         with contextlib.suppress(OSError):  # it is printed as well
             write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
@@ -121,6 +121,8 @@ def sample(argv: list[str]) -> None:
         ("num-samples", options.num_samples, LARGEST_COUNT),
     ):
         _in_range(name, value, most)
+    if options.beams is not None:
+        _in_range("beams", options.beams, LARGEST_COUNT)
     for run in (options.run, *([options.draft] if options.draft else [])):
         find_run(run)  # before jax is imported: a wrong path answers at once
     start_jax()
@@ -138,10 +140,12 @@ def sample(argv: list[str]) -> None:
         name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype", "chat")
     }
     how |= given
-    shown = "" if options.chat else options.prompt
+    shown = "" if options.chat or run.model.config.n_encoder_layer else options.prompt
+    if options.beams is not None:
+        how["beams"] = options.beams
     if options.draft:
         how["draft"] = load(options.draft).packed(options.weights)
-    if options.stream and sys.stdout.isatty() and not options.json and options.num_samples == 1:
+    if options.stream and sys.stdout.isatty() and not (options.json or options.beams) and options.num_samples == 1:
         print(shown, end="", flush=True)
         for piece in run.stream(options.prompt, **how):
             print(piece, end="", flush=True)
@@ -161,6 +165,8 @@ def evaluate(argv: list[str]) -> None:
     options = parse(EvaluateOptions, argv, "jaxgpt evaluate [RUN]")
     if options.batch_size is not None:
         _in_range("batch-size", options.batch_size, LARGEST_COUNT)
+    if options.beams is not None:
+        _in_range("beams", options.beams, LARGEST_COUNT)
     if options.task is not None and options.data is None:
         raise UserError(f"--task {options.task} needs --data FILE, a file of its questions, one JSON object a line")
     if options.task is not None and options.stride is not None:
@@ -178,7 +184,9 @@ def evaluate(argv: list[str]) -> None:
         found = evaluate_task(run, options.task, questions, batch_size=options.batch_size)
         table = task_table
     else:
-        found = evaluate_run(run, options.data, stride=options.stride, batch_size=options.batch_size)
+        found = evaluate_run(
+            run, options.data, stride=options.stride, batch_size=options.batch_size, beams=options.beams
+        )
         table = text_table
     print(json.dumps(found) if options.json else table(found))
 

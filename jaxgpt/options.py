@@ -29,7 +29,7 @@ class TrainOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Continue a prompt from a trained run."""
+    """Continue a prompt from a trained run; from one with an encoder, write what it makes of the prompt."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     prompt: str = ""  # what to continue; empty: from the end-of-text token, or a newline
@@ -44,6 +44,7 @@ class SampleOptions:
     greedy: bool = False  # always the likeliest token
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # end before this text; may be given several times
     seed: int = 0  # the same seed, the same text
+    beams: int | None = None  # write the likeliest text that a search with so many beams finds, instead of drawing
     draft: str | None = None  # run directory of a smaller model with the same tokenizer, to guess ahead
     # of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
     weights: Precision | None = None
@@ -67,6 +68,7 @@ class EvaluateOptions:
     # the better the loss and the longer it takes; None: block_size, windows that touch
     stride: int | None = None
     batch_size: int | None = None  # windows or endings that are read together; None: the run's, in training
+    beams: int | None = None  # of pairs of texts: the likeliest text by a search with so many beams; None: greedy
     # of the matrices, to see what fewer bits cost; None: as trained
     weights: Precision | None = None
     json: bool = False  # print JSON instead of text

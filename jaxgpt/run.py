@@ -15,6 +15,7 @@ import numpy as np
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.config import Experiment, GPTConfig, Precision
 from jaxgpt.data.dataset import prepare
+from jaxgpt.data.pairs import END, start_ids
 from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
@@ -26,6 +27,7 @@ from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run
 from jaxgpt.record import read_record
+from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
 from jaxgpt.sample.score import Likelihood, likelihoods, score
@@ -62,8 +64,14 @@ class Run:
             greedy: see `Sampling`.
         draft: a Run with the same tokenizer, smaller and faster, that guesses ahead: see `speculate`. With it, a seed
             gives another text of the same distribution.
+        beams: instead of drawing, the likeliest text that a search with so many beams finds: see `beam_search`.
+
+        A run whose model has an encoder reads the prompt there, and what it writes is made of that.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if options.get("beams") is not None:
+            texts = self._searched(prompts, max_new_tokens, **options)
+            return texts[0] if isinstance(prompt, str) else texts
         stop = options.get("stop", ())
         if options.get("draft") is not None:
             texts = ["".join(self.stream(p, max_new_tokens=max_new_tokens, **options)) for p in prompts]
@@ -74,8 +82,8 @@ class Run:
         texts = [""] * len(prompts)
         # Stop strings are looked for every so often; without any the program need not come back before the end.
         every = STOP_STRINGS_EVERY if stop else max(max_new_tokens - 1, 1)
-        rows = [self._ids(p, options.get("chat", False)) for p in prompts]
-        for news in stream(*self._decoder, rows, **how, every=every):
+        rows, sources = self._ids(prompts, options.get("chat", False))
+        for news in stream(*self.decoder, rows, **how, every=every, sources=sources):
             texts = [text + s.push(new) for text, s, new in zip(texts, streams, news, strict=True)]
             if all(s.stopped for s in streams):
                 break
@@ -88,19 +96,19 @@ class Run:
         every: tokens between looks. The other options are those of `sample`.
         """
         how = self._how(max_new_tokens=max_new_tokens, **options)
-        draft, ids = how.pop("draft"), self._ids(prompt, options.get("chat", False))
+        draft, (rows, sources) = how.pop("draft"), self._ids([prompt], options.get("chat", False))
         if draft is None:
-            news = (rows[0] for rows in stream(*self._decoder, [ids], **how, every=every))
+            news = (rows[0] for rows in stream(*self.decoder, rows, **how, every=every, sources=sources))
         else:
-            (model, params), (small, small_params) = self._decoder, draft._decoder
-            news = speculate(model, params, small, small_params, ids, **how, every=every)
+            (model, params), (small, small_params) = self.decoder, draft.decoder
+            news = speculate(model, params, small, small_params, rows[0], **how, every=every)
         yield from pieces(self.tokenizer, news, options.get("stop", ()))
 
     def score(self, texts: list[str]) -> list[Score]:
         """How well the model foresees each text, after the tokens that its tokenizer begins texts with."""
         prefix = self.tokenizer.prefix
         ids = [self.tokenizer.encode(text).tolist() for text in texts]
-        found = [all_of[len(prefix) :] for all_of in score(*self._decoder, [[*prefix, *row] for row in ids])]
+        found = [all_of[len(prefix) :] for all_of in score(*self.decoder, [[*prefix, *row] for row in ids])]
         unseen = 0 if prefix else 1  # tokens that nothing is before
         return [
             Score(
@@ -119,7 +127,7 @@ class Run:
 
         `pair_ids` there makes them of texts. batch_size: pairs that are read together; None: as many as in training.
         """
-        return likelihoods(*self._decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
+        return likelihoods(*self.decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
 
     def xray(self, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
         """A self-contained HTML page that shows what the model does with a text: surprise, attention, norms, the
@@ -140,7 +148,8 @@ class Run:
         return dataclasses.replace(self, model=model, params=params)
 
     @functools.cached_property
-    def _decoder(self) -> tuple[GPT, dict]:
+    def decoder(self) -> tuple[GPT, dict]:
+        """(model, parameters) as decoding reads them."""
         return for_decoding(self.model, self.params)
 
     @functools.cached_property
@@ -155,11 +164,42 @@ class Run:
             )
         return template
 
-    def _ids(self, prompt: str, chat: bool) -> list[int]:
+    def _ids(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
+        """What the model is to continue, and what its encoder, if it has one, is to read."""
         if chat:
-            return prompt_ids(self.template, self.tokenizer, prompt)
-        ids = [*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()]
-        return ids or [start_token(self.tokenizer)[0]]
+            return [prompt_ids(self.template, self.tokenizer, prompt) for prompt in prompts], None
+        ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        if self.model.config.n_encoder_layer:
+            if not all(ids):
+                raise UserError("the prompt is empty: give a text to read with --prompt TEXT")
+            return [start_ids(self.tokenizer).tolist()] * len(ids), ids
+        return [row or [start_token(self.tokenizer)[0]] for row in ids], None
+
+    def _searched(
+        self, prompts: list[str], max_new_tokens: int, *, beams: int, chat: bool = False, **options: Any
+    ) -> list[str]:
+        if other := [name for name, value in options.items() if value and name != "seed"]:
+            raise UserError(f"beams={beams} draws nothing, so leave out {', '.join(other)}")
+        rows, sources = self._ids(prompts, chat)
+        stops = self._stops(chat)
+        room = self.model.config.block_size - max(len(row) for row in rows)
+        found = beam_search(
+            *self.decoder,
+            rows,
+            beams=beams,
+            max_new_tokens=min(max_new_tokens, room),
+            stop_tokens=stops,
+            vocab_size=self.tokenizer.vocab_size,
+            sources=sources,
+        )
+        return [self.tokenizer.decode(texts[0]) for texts in found.tokens]
+
+    def _stops(self, chat: bool) -> list[int]:
+        """Tokens that end a text."""
+        ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
+        if self.experiment.data.is_pairs:
+            ends.append(int(self.tokenizer.encode(END)[0]))
+        return [end for end in ends if end is not None]
 
     def _how(
         self,
@@ -183,12 +223,15 @@ class Run:
             temperature = self.experiment.train.sample_temperature
         if not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: needs at least 0 and less than 4294967296")
-        ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
+        if self.model.config.n_encoder_layer:
+            if draft is not None:
+                raise UserError("a draft guesses for a model without an encoder: leave it out")
+            max_new_tokens = min(max_new_tokens, self.model.config.block_size)
         return {
             "key": jax.random.key(seed),
             "max_new_tokens": max_new_tokens,
             "sampling": Sampling(temperature=temperature, **filters),
-            "stop_tokens": [end for end in ends if end is not None],
+            "stop_tokens": self._stops(chat),
             "vocab_size": self.tokenizer.vocab_size,
             "cache_dtype": cache_dtype,
             "draft": draft,
@@ -231,7 +274,7 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
         )
     experiment = record.experiment
     config = record.model
-    model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_chat).for_model())
+    model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_packed).for_model())
     checkpoints = open_checkpoints(directory)
     try:
         step = checkpoints.good(which)

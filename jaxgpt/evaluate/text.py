@@ -12,11 +12,13 @@ import jax
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat import encode_all, in_memory
+from jaxgpt.data.chat import Conversations, encode_all
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.pipeline import Batch, validation_batches
 from jaxgpt.errors import UserError
+from jaxgpt.evaluate.pairs import exact_matches
 from jaxgpt.record import changed_data, read_record
 from jaxgpt.run import Run
 from jaxgpt.train import eval_step
@@ -43,7 +45,12 @@ def mean_loss(eval_step: Callable, params: dict, batches: Iterable[Batch]) -> tu
 
 
 def evaluate_run(
-    run: Run, path: str | None = None, *, stride: int | None = None, batch_size: int | None = None
+    run: Run,
+    path: str | None = None,
+    *,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    beams: int | None = None,
 ) -> dict[str, Any]:
     """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
 
@@ -51,7 +58,7 @@ def evaluate_run(
     A text of the user's stands after the tokens that its tokenizer begins texts with, if it does, as when sampling.
     batch_size: windows that are read together; None: the run's, in training.
     Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
-    None where only token ids are known.
+    None where only token ids are known. Of pairs of texts also what `exact_matches` says; beams: see there.
     """
     config, data = run.model.config, run.experiment.data
     stride = config.block_size if stride is None else stride
@@ -64,16 +71,21 @@ def evaluate_run(
     if path is None:
         if record.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
-        dataset = prepare(data, block_size=config.block_size, vocab_size=config.vocab_size)
+        dataset = prepare(
+            data, block_size=config.block_size, vocab_size=config.vocab_size, encoder=config.n_encoder_layer > 0
+        )
         if changed := changed_data(record.data, dataset.fingerprint):
             raise UserError(
                 f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
             )
         held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
-    elif DataConfig(path=path).is_chat:
-        held, characters, utf8 = in_memory(encode_all(path, run.tokenizer, run.template), config.block_size), None, None
+    elif DataConfig(path=path).is_packed:
+        chat = DataConfig(path=path).is_chat
+        encoded = encode_all(path, run.tokenizer, run.template) if chat else encode_pairs(path, run.tokenizer)
+        held, characters, utf8 = in_memory(encoded, config.block_size, encoder=config.n_encoder_layer > 0), None, None
         if not len(held):
-            raise UserError(f"{path} has no conversation with an answer that ends within {config.block_size} tokens")
+            what = "conversation with an answer" if chat else "pair"
+            raise UserError(f"{path} has no {what} that ends within {config.block_size} tokens")
     else:
         text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
         ids, prefix = run.tokenizer.encode(text), run.tokenizer.prefix
@@ -84,12 +96,18 @@ def evaluate_run(
     batch_size = batch_size or run.experiment.train.batch_size
     if not isinstance(held, Tokens) and stride != config.block_size:
         raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
+    pairs = data.is_pairs if path is None else DataConfig(path=path).is_pairs
+    if beams is not None and not pairs:
+        raise UserError(f"beams={beams} is for pairs of texts: leave it out")
+    if config.n_encoder_layer and not pairs:
+        raise UserError(f"{path} has no pairs, which a model with an encoder needs: give a .tsv file with --data FILE")
     windows = validation_batches(
         held, block_size=config.block_size, batch_size=batch_size, stride=stride, given=len(prefix)
     )
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
     # A first token that nothing is before is not counted, nor is what it spells: a ratio of the whole.
     bits = loss / math.log(2) * (len(held) - len(prefix))
+    matches = exact_matches(run, held, beams=beams) if pairs and isinstance(held, Conversations) else {}
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
@@ -97,12 +115,17 @@ def evaluate_run(
         "stride": stride,
         "bits_per_byte": None if utf8 is None else bits / utf8,
         "bits_per_character": None if characters is None else bits / characters,
+        **matches,
     }
 
 
 def text_table(found: dict[str, Any]) -> str:
     """What `evaluate_run` found, for a reader."""
     text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
+    if "exact" in found:
+        missed = "".join(f"\n  {source} -> {written}, not {target}" for source, target, written in found["missed"])
+        text += f"\n{found['exact']:.2%} of {found['pairs']:,} pairs exact (standard error {found['exact_error']:.2%})"
+        return text + (f"; of the others:{missed}" if missed else "")
     if found["bits_per_byte"] is None:
         return text
     return f"{text}\n{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character"

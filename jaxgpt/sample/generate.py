@@ -50,6 +50,7 @@ def generate(
     vocab_size: int | None = None,
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -68,6 +69,7 @@ def generate(
     bucket: prompts take room for `bucket` tokens, or twice that, four times ..., so that another length does not
         compile anew (nor does another max_new_tokens up to the next power of two). More room, fewer compilations;
         but attention passes over it, which in GPT-2 124M costs a quarter of the speed for 256 in place of 64.
+    sources: of a model with an encoder, the text that it reads for each prompt, at most block_size ids.
     `sample.weights.for_decoding` gives a faster form of `model` and `params`.
     Raises `UserError` for no prompts, an empty prompt, max_new_tokens below 1, and ids the model does not have; of
     a prompt longer than block_size the end is read, with a warning.
@@ -84,6 +86,7 @@ def generate(
         vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
+        sources=sources,
     )
     lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
     rows = [slice(first, first + int(length)) for length in lengths]
@@ -112,6 +115,7 @@ def stream(
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
     every: int = 8,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[list[int]]]:
     """`generate`, told as it goes: for each prompt the ids since last time, the first at once, then every `every`.
 
@@ -129,6 +133,7 @@ def stream(
         vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
+        sources=sources,
     ):
         lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
         yield [row[first + a : first + b].tolist() for row, a, b in zip(tokens_BX, told, lengths, strict=True)]
@@ -136,7 +141,19 @@ def stream(
 
 
 def _written(
-    model, params, prompts, key, stages, *, sampling, stop_tokens, vocab_size, cache_dtype, bucket, logprobs=False
+    model,
+    params,
+    prompts,
+    key,
+    stages,
+    *,
+    sampling,
+    stop_tokens,
+    vocab_size,
+    cache_dtype,
+    bucket,
+    sources,
+    logprobs=False,
 ) -> Iterator[tuple[int, Texts]]:
     """(the column of the first new token, the texts) with each number of new tokens in turn, until all have stopped."""
     sampling = sampling or Sampling()
@@ -150,6 +167,7 @@ def _written(
         logprobs=logprobs,
         cache_dtype=cache_dtype,
         bucket=bucket,
+        sources=sources,
     )
     first, stops = int(texts.written), padded_stops(stop_tokens)
     for new in stages:

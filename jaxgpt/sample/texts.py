@@ -11,7 +11,7 @@ import functools
 import warnings
 import zlib
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import flax.struct
 import jax
@@ -56,13 +56,15 @@ def begin(
     cache_dtype: Precision | None = None,
     bucket: int,
     extra_slots: int = 0,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Texts:
-    """The prompts as texts, nothing read yet. Raises and warns as `generate` says.
+    """The prompts as texts, nothing read yet but the sources. Raises and warns as `generate` says.
 
     seen: keep account of the tokens that the texts have. extra_slots: of the cache, beyond block_size.
     """
     c = model.config
     prompts = _checked(model, prompts, max_new_tokens)
+    memory = _source(model, sources, len(prompts))
     if bucket < 1:
         raise UserError(f"bucket={bucket}: needs at least 1")
     if cache_dtype not in (None, *get_args(Precision)):
@@ -74,10 +76,10 @@ def begin(
     tokens_BX = np.zeros((len(prompts), X), np.int32)
     for row, prompt in enumerate(prompts):
         tokens_BX[row, columns - len(prompt) : columns] = prompt
-    return _empty(
+    texts = _empty(
         tokens_BX,
         np.array([columns - len(prompt) for prompt in prompts], np.int32),
-        row_keys(key, prompts),
+        row_keys(key, prompts if sources is None else [[*s, *p] for s, p in zip(sources, prompts, strict=True)]),
         np.int32(columns),
         np.int32(columns - -(-longest // chunk) * chunk),
         jax.tree.leaves(params)[0],
@@ -87,6 +89,33 @@ def begin(
         seen=seen,
         slots=min(c.block_size + extra_slots, X),
     )
+    return texts if memory is None else texts.replace(cache=_remembered(model, params, texts.cache, *memory))
+
+
+def _source(model: GPT, sources: Sequence[Sequence[int]] | None, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """(source_BS, segments_BS), padded to one of few lengths; None for a model that has no encoder."""
+    window = model.config.block_size
+    if not model.config.n_encoder_layer:
+        if sources is not None:
+            raise UserError("sources are for a model with an encoder: leave them out, or give a text as its prompt")
+        return None
+    if sources is None or len(sources) != rows:
+        raise UserError(f"a model with an encoder needs a source for each of {rows} prompts, got {len(sources or ())}")
+    for number, source in enumerate(sources):
+        check_ids(model, source, f"source {number}")
+        if not 1 <= len(source) <= window:
+            raise UserError(f"source {number} has {len(source)} tokens: needs 1 to {window}, the context of the model")
+    S = min(doubled(16, max(len(source) for source in sources)), window)
+    source_BS, segments_BS = np.zeros((rows, S), np.int32), np.zeros((rows, S), np.int32)
+    for row, source in enumerate(sources):
+        source_BS[row, : len(source)], segments_BS[row, : len(source)] = source, 1
+    return source_BS, segments_BS
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _remembered(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> KVCache:
+    remembered: Any = model.apply({"params": params}, cache, source_BS, segments_BS, method="remember")
+    return remembered
 
 
 def _checked(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:

@@ -1,0 +1,172 @@
+"""Beam search: the likeliest text that a search of a certain width finds, in one jitted program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.errors import UserError
+from jaxgpt.model import GPT
+from jaxgpt.sample.generate import padded_stops
+from jaxgpt.sample.texts import BUCKET, Texts, begin, read, read_all
+from jaxgpt.sample.weights import unrolled
+
+NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
+
+
+class Found(NamedTuple):
+    """What a search found for each prompt, best first: of `beams` texts, those that there are."""
+
+    tokens: list[list[list[int]]]  # without the prompt and the stop token
+    scores: list[list[float]]  # log-probability in nats over the length penalty
+
+
+class Beams(flax.struct.PyTreeNode):
+    """Each of the B prompts has W texts that go on, best first, and the best W that have stopped."""
+
+    texts: Texts  # B W rows
+    logprob_BW: jax.Array
+    done_BWX: jax.Array  # their columns
+    done_length_BW: jax.Array  # tokens written
+    done_score_BW: jax.Array
+
+
+def beam_search(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beams: int,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    length_penalty: float = 0.6,
+    vocab_size: int | None = None,
+    bucket: int = BUCKET,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Found:
+    """Continue each prompt to the stop token, keeping the `beams` likeliest beginnings at every token.
+
+    A text's score is its log-probability, stop token included, over ((5 + tokens) / 6) ^ length_penalty, whose tokens
+    are those written and the stop token (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's).
+    A search ends when no text that goes on could still beat the ones that have stopped, or at max_new_tokens, where
+    texts are taken as they are. It reads through the cache, whose rows follow the beams.
+    Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`; prompt and text together are at most
+    block_size long. Raises `UserError` where they would not be.
+    """
+    V = vocab_size or model.config.vocab_size
+    assert V is not None
+    if beams < 1:
+        raise UserError(f"beams={beams}: needs at least 1")
+    if not stop_tokens:
+        raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + max_new_tokens > model.config.block_size:
+        raise UserError(
+            f"max_new_tokens={max_new_tokens} after a prompt of {longest} tokens: needs at most "
+            f"{model.config.block_size - longest}, since a search stays within block_size={model.config.block_size}"
+        )
+
+    def each(rows: Sequence[Sequence[int]] | None) -> list[Sequence[int]] | None:
+        return None if rows is None else [row for row in rows for _ in range(beams)]
+
+    texts = begin(
+        model,
+        params,
+        each(prompts) or [],
+        key=jax.random.key(0),
+        max_new_tokens=max_new_tokens,
+        bucket=bucket,
+        sources=each(sources),
+    )
+    first = int(texts.written)
+    searched = _search(
+        model, params, texts, padded_stops(stop_tokens), first + max_new_tokens, length_penalty, beams, V
+    )
+    tokens_BWX, lengths_BW, scores_BW = jax.device_get(searched)
+    order_BW = np.argsort(-scores_BW, axis=1, kind="stable")
+    found = Found([], [])
+    for tokens_WX, lengths_W, scores_W, order_W in zip(tokens_BWX, lengths_BW, scores_BW, order_BW, strict=True):
+        real = [w for w in order_W.tolist() if scores_W[w] > NEVER / 2]
+        found.tokens.append([tokens_WX[w, first : first + lengths_W[w]].tolist() for w in real])
+        found.scores.append([float(scores_W[w]) for w in real])
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6, 7))
+def _search(model, params, texts: Texts, stops, limit, alpha, W: int, V: int) -> Any:
+    """(tokens_BWX, lengths_BW, scores_BW) of the best that have stopped, or were cut."""
+    model, params = unrolled(model, params)
+    rows, X = texts.tokens_BX.shape
+    B, start = rows // W, texts.written
+    b_B1 = jnp.arange(B)[:, None]
+
+    def over_length(logprob_BW, tokens):
+        return logprob_BW / ((5.0 + tokens) / 6.0) ** alpha
+
+    def best(s: Beams, columns_BWX, length_BW, score_BW) -> Beams:
+        """With these among those that have stopped, of which the best W stay."""
+        all_BWX = jnp.concatenate([s.done_BWX, columns_BWX], axis=1)
+        length_BM = jnp.concatenate([s.done_length_BW, length_BW], axis=1)
+        top_BW, at_BW = jax.lax.top_k(jnp.concatenate([s.done_score_BW, score_BW], axis=1), W)
+        return s.replace(done_BWX=all_BWX[b_B1, at_BW], done_length_BW=length_BM[b_B1, at_BW], done_score_BW=top_BW)
+
+    def step(s: Beams, x_RD: jax.Array) -> Beams:
+        """One more token for every beam: of all W V continuations, the best that stop and the best that do not."""
+        t = s.texts
+        logits: Any = model.apply({"params": params}, x_RD[:, None], method="unembed")
+        logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V) + s.logprob_BW[:, :, None]
+        is_stop_V = (jnp.arange(V)[:, None] == stops[None]).any(axis=1)
+        tokens = t.written - start + 1  # with the one that is chosen now
+        columns_BWX = t.tokens_BX.reshape(B, W, X)
+
+        # Only a stop among the W likeliest of all continuations: with one beam, what greedy decoding would do.
+        least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
+        stopping_BW = jnp.where(is_stop_V[None, None], logprob_BWV, NEVER).max(axis=-1)
+        stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
+        score_BW = jnp.where(stops_BW, over_length(stopping_BW, tokens), NEVER)
+        s = best(s, columns_BWX, jnp.full((B, W), tokens - 1), score_BW)
+
+        going_BM = jnp.where(is_stop_V[None, None], NEVER, logprob_BWV).reshape(B, W * V)
+        logprob_BW, at_BW = jax.lax.top_k(going_BM, W)
+        from_BW, token_BW = at_BW // V, at_BW % V
+        rows_R = (b_B1 * W + from_BW).reshape(-1)
+        tokens_BX = jax.lax.dynamic_update_slice_in_dim(
+            t.tokens_BX[rows_R], token_BW.reshape(-1, 1).astype(t.tokens_BX.dtype), t.written, axis=1
+        )
+        # The prompt's cache is the same in all beams of it, and so is the source: only what was written since differs.
+        layers = jax.tree.map(lambda x: x[rows_R], t.cache.layers)
+        t = t.replace(tokens_BX=tokens_BX, written=t.written + 1, cache=t.cache.replace(layers=layers))
+        return s.replace(texts=t, logprob_BW=logprob_BW)
+
+    def unfinished(s: Beams):
+        # A text's log-probability only falls; the longest that it may become divides it by the most.
+        most_B = over_length(s.logprob_BW[:, 0], limit - start + 1)
+        return (s.texts.written < limit) & (most_B > s.done_score_BW[:, -1]).any()
+
+    def go_on(s: Beams) -> Beams:
+        t, x_RTD = read(model, params, s.texts, 1)
+        return step(s.replace(texts=t), x_RTD[:, 0])
+
+    # At first the beams of a prompt are all the same: one of them is taken for real.
+    alone_BW = jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER)[None], (B, W))
+    texts, x_RD = read_all(model, params, texts)
+    s = Beams(
+        texts=texts,
+        logprob_BW=alone_BW,
+        done_BWX=jnp.zeros((B, W, X), texts.tokens_BX.dtype),
+        done_length_BW=jnp.zeros((B, W), jnp.int32),
+        done_score_BW=jnp.full((B, W), NEVER),
+    )
+    s = jax.lax.while_loop(unfinished, go_on, step(s, x_RD))
+    # Those that did not stop in time are taken as they are.
+    t = s.texts
+    written = t.written - start
+    cut_BW = jnp.where((t.written >= limit) & (s.logprob_BW > NEVER / 2), over_length(s.logprob_BW, written), NEVER)
+    s = best(s, t.tokens_BX.reshape(B, W, X), jnp.full((B, W), written), cut_BW)
+    return s.done_BWX, s.done_length_BW, s.done_score_BW
