@@ -19,14 +19,6 @@ ALTERNATIVES = 5  # likeliest tokens that are kept of each place
 LENS = 3  # and of each place in each layer
 BATCH = 8  # windows of a corpus that are read together
 
-# What a branch adds to the residual stream, as `norm_position` says: the module whose output that is.
-_ADDED = {
-    "pre": ("attn", "mlp"),
-    "post": ("attn", "mlp"),
-    "output": ("ln_1", "ln_2"),
-    "sandwich": ("ln_1_out", "ln_2_out"),
-}
-
 
 class Guess(NamedTuple):
     """The likeliest next tokens at each place, and what came."""
@@ -39,7 +31,7 @@ class Guess(NamedTuple):
 class Branch(NamedTuple):
     """What attention or an MLP adds to the residual stream."""
 
-    name: str  # "h_0/attn"
+    name: str  # "h_0/attn", "h_0/cross", "h_0/mlp"
     added_T: Any  # Euclidean norm, of each token
     stream_T: Any  # of the stream with it; where norms come after the sum (post), after that
 
@@ -63,31 +55,43 @@ class Anatomy(NamedTuple):
     logits_V: Any  # at the last place
     lens: list[Guess]  # L + 1: were the stream read off after the embedding, after the first block, ...
     weights_LNTS: list[Any]  # of attention: how much of token S each token T takes
+    cross_LNTS: list[Any]  # of a model with an encoder: how much of token S of the source each token T takes
+    encoder_LNSS: list[Any]  # and how much of each other the source's tokens take
     hidden_LTF: list[Any]  # of the MLPs, after the activation
     start_T: Any  # norm of the stream that enters the first block
     branches: list[Branch]  # in their order
     norms: list[Norm]  # in their order
 
 
-def anatomy(model: GPT, params: dict, tokens: list[int], vocab_size: int | None = None) -> Anatomy:
-    """Everything about one text, which is at most block_size long. vocab_size: ids from there on are padding."""
+def anatomy(
+    model: GPT, params: dict, tokens: list[int], vocab_size: int | None = None, source: list[int] | None = None
+) -> Anatomy:
+    """Everything about one text, which is at most block_size long. vocab_size: ids from there on are padding.
+
+    source: of a model with an encoder, the text that it reads.
+    """
     model, params = _plain(model, params)
-    seen = _look(model, params, jnp.asarray(tokens, jnp.int32), vocab_size)
+    source_S = None if source is None else jnp.asarray(source, jnp.int32)
+    seen = _look(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
     guess, logits_V, lens, inner = jax.device_get(seen)
     c = model.config
     blocks = [inner[f"h_{i}"] for i in range(c.n_layer)]
-    start_TD = _output(inner["drop"])
+    start_TD = inner["drop"]["__call__"][-1][0].astype(np.float32)
     branches, stream_TD = [], start_TD
     for i, block in enumerate(blocks):
-        for branch, norm, name in zip(("attn", "mlp"), ("ln_1", "ln_2"), _ADDED[c.norm_position], strict=True):
-            added_TD = _output(block[name])
-            stream_TD = _output(block[norm]) if c.norm_position == "post" else stream_TD + added_TD
-            branches.append(Branch(f"h_{i}/{branch}", _length(added_TD), _length(stream_TD)))
+        for branch, norm in (("attn", "ln_1"), ("cross", "ln_cross"), ("mlp", "ln_2")):
+            if branch in block:
+                added = {"output": norm, "sandwich": f"{norm}_out"}.get(c.norm_position, branch)
+                added_TD = _output(block[added])
+                stream_TD = _output(block[norm]) if c.norm_position == "post" else stream_TD + added_TD
+                branches.append(Branch(f"h_{i}/{branch}", _length(added_TD), _length(stream_TD)))
     return Anatomy(
         guess=guess,
         logits_V=logits_V,
         lens=[Guess(*(x[layer] for x in lens)) for layer in range(c.n_layer + 1)],
-        weights_LNTS=[block["attn"]["weights_BTNS"][0][0].swapaxes(0, 1) for block in blocks],
+        weights_LNTS=[_weights(block["attn"]) for block in blocks],
+        cross_LNTS=[_weights(block["cross"]) for block in blocks if "cross" in block],
+        encoder_LNSS=[_weights(inner[f"encoder_{i}"]["attn"]) for i in range(c.n_encoder_layer)],
         hidden_LTF=[block["mlp"]["hidden_BTF"][0][0].astype(np.float32) for block in blocks],
         start_T=_length(start_TD),
         branches=branches,
@@ -146,7 +150,7 @@ def _plain(model: GPT, params: dict) -> tuple[GPT, dict]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None) -> Any:
+def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None) -> Any:
     """(guess, logits_V of the last place, lens, what was captured)."""
 
     def sow_inputs(call, args, kwargs, context):
@@ -156,7 +160,11 @@ def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None)
 
     with nn.intercept_methods(sow_inputs):
         logits_BTV, kept = model.apply(
-            {"params": params}, tokens_T[None], capture_intermediates=True, mutable=["intermediates"]
+            {"params": params},
+            tokens_T[None],
+            source_BS=None if source_S is None else source_S[None],
+            capture_intermediates=True,
+            mutable=["intermediates"],
         )
     inner: Any = kept["intermediates"]
 
@@ -169,12 +177,17 @@ def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None)
     def read_off(module: GPT, x_BTD: jax.Array) -> jax.Array:
         return module.unembed(x_BTD if model.config.norm_position == "post" else module.ln_f(x_BTD))
 
-    streams = [inner["drop"], *(inner[f"h_{i}"] for i in range(model.config.n_layer))]
+    streams = [inner["drop"]["__call__"][-1], *(inner[f"h_{i}"]["__call__"][0] for i in range(model.config.n_layer))]
     lens = jax.lax.map(  # one after the other: logits of one layer in memory
         lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=read_off), LENS),
-        jnp.stack([_first(stream["__call__"][0]) for stream in streams]),
+        jnp.stack([_first(stream) for stream in streams]),
     )
     return guess(logits_BTV, ALTERNATIVES), logits_BTV[0, -1, :vocab_size], lens, inner
+
+
+def _weights(attention: Any) -> Any:
+    """weights_NTS"""
+    return attention["weights_BTNS"][0][0].swapaxes(0, 1)
 
 
 def _norm(model: GPT, name: str, values: Any, params: dict) -> Norm:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jaxgpt.anatomy import anatomy, excited
+from jaxgpt.config import GPTConfig
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.flops import count_parameters
 from jaxgpt.record import changed_data, read_record
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import generate
 from jaxgpt.viz.xray import Corpus, Map, Subject, xray_page
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ MOST_WEIGHTS = 2**25  # of attention on a page: a byte each, before they are pac
 def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
     """An HTML page of its own: see `Run.xray`."""
     config = run.model.config
+    source: list[int] | None = None
     ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
     if not prompt or not ids:
         raise UserError("the prompt is empty: give a text to look at with --prompt TEXT")
@@ -32,12 +38,20 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
         raise UserError(
             f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
         )
-    if (weights := config.n_layer * config.n_head * len(ids) ** 2) > MOST_WEIGHTS:
-        fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
+    if config.n_encoder_layer:
+        source, ids = ids, _written(run, ids)
+    layers, longest = config.n_layer + config.n_encoder_layer, max(len(ids), len(source or ()))
+    if (weights := layers * config.n_head * longest**2) > MOST_WEIGHTS:
+        fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
         raise UserError(
-            f"{len(ids)} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
+            f"{longest} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
         )
-    found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size)
+    found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size, source)
+    maps = [Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)]
+    if source is not None:
+        across = [Map(f"layer {i + 1}, to the source", "text", "source", w) for i, w in enumerate(found.cross_LNTS)]
+        maps = [m for pair in zip(maps, across, strict=True) for m in pair]
+        maps += [Map(f"encoder, layer {i + 1}", "source", "source", w) for i, w in enumerate(found.encoder_LNSS)]
     windows_NT, why = _windows(run, data, corpus_tokens)
     corpus = None if windows_NT is None else Corpus(windows_NT, *excited(run.model, run.params, windows_NT))
     measured = "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"
@@ -49,15 +63,15 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
                 ("step", f"{run.step:,}"),
                 ("validation loss", measured),
                 ("parameters", f"{count_parameters(run.params):,}"),
-                ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.n_embd}"),
+                ("layers, heads, width", f"{_layers(config)}, {config.n_head}, {config.n_embd}"),
                 ("norm", f"{config.norm}, {config.norm_position}"),
                 ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
                 ("positions", config.position),
             ],
-            texts={"text": ids},
+            texts={"text": ids} | ({} if source is None else {"source": source}),
             spell=speller(run.tokenizer),
             found=found,
-            maps=[Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)],
+            maps=maps,
             activation=config.activation,
             embedding_VD=np.asarray(run.params["wte"]["embedding"], np.float32)[: run.tokenizer.vocab_size],
             corpus=corpus,
@@ -65,6 +79,10 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
             temperature=run.experiment.train.sample_temperature,
         )
     )
+
+
+def _layers(config: GPTConfig) -> str:
+    return f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
 
 
 def speller(tokenizer: Tokenizer) -> Any:
@@ -80,9 +98,27 @@ def speller(tokenizer: Tokenizer) -> Any:
     return spell
 
 
+def _written(run: Run, source: list[int]) -> list[int]:
+    """What a run with an encoder makes of a source, greedily: the tokens that its decoder reads."""
+    start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
+    out = generate(
+        *run.decoder,
+        [[start]],
+        key=jax.random.key(0),
+        max_new_tokens=max(run.model.config.block_size - 1, 1),
+        sampling=Sampling(greedy=True),
+        stop_tokens=[end],
+        vocab_size=run.tokenizer.vocab_size,
+        sources=[source],
+    )
+    return [start, *out.tokens[0]][: run.model.config.block_size]
+
+
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
     """Windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
     T = run.model.config.block_size
+    if run.model.config.n_encoder_layer:
+        return None, "It was trained on pairs of texts, not on one."
     if not tokens:
         return None, "It was not asked for (--corpus-tokens 0)."
     if data is not None:
@@ -102,7 +138,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
             return None, "Its training text has changed since: name a text with --data FILE."
         held = dataset.train
         if not isinstance(held, Tokens):
-            return None, "It was trained on conversations: name a text with --data FILE."
+            return None, "It was trained on conversations, or pairs: name a text with --data FILE."
     count = min(max(tokens // T, 1), len(held) // T)
     starts = np.linspace(0, len(held) - T, count).astype(np.int64)
     return np.stack([held.read(int(start), T) for start in starts]), ""

@@ -187,14 +187,14 @@ function headDialog() {
 
 // The residual stream and its norms ------------------------------------------------------------------------------------
 
-const branchName = (name) => name.replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
-const normName = (name) => name.replace(/^h_(\d+)\/ln_(\d)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${n === "1" ? "attention" : "MLP"}${out ? ", after" : ""}`).replace(/^ln_f$/, "the last");
+const branchName = (name) => name.replace(/^h_(\d+)\/cross$/, (_, i) => `to the source ${Number(i) + 1}`).replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
+const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2|cross)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP", cross: "to the source" }[n]}${out ? ", after" : ""}`).replace(/^ln_f$/, "the last");
 
 function stream() {
   const panel = h("div", {});
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const names = ["start", ...data.branches.map((b) => branchName(b.name))];
-  const short = ["start", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${kind === "a" ? "att" : "mlp"} ${Number(i) + 1}`))];
+  const short = ["start", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", c: "src", m: "mlp" }[kind]} ${Number(i) + 1}`))];
   onPlace((t) => {
     const at = (pick) => data.branches.map((b) => pick(b));
     const norms = [data.start[t], ...at((b) => b.stream[t])];
