@@ -39,6 +39,7 @@ def place(tmp_path_factory, text_file):
     """Where the README's files are: a text of the user's own, and a folder of tokens."""
     directory = tmp_path_factory.mktemp("readme")
     (directory / "mytext.txt").write_text("The text of the user. " + text_file.read_text() * 3)
+    (directory / "mypairs.tsv").write_text("".join(f"uno {n}\t{n}\n" for n in range(100)))
     (directory / "experiments").symlink_to(REPOSITORY / "experiments")
     return directory
 
@@ -54,7 +55,8 @@ def test_every_command_in_order(place):
         if "train" in argv or verb == "python":
             argv += SMALL.split()
             if not {"--data.path", "--run-dir"} & set(argv):
-                argv += ["--data.path", "mytext.txt"]
+                pairs = any("2017" in word for word in argv)
+                argv += ["--data.path", "mypairs.tsv" if pairs else "mytext.txt"]
         run = (
             functools.partial(zygote.run, deadline=240)
             if verb == "jaxgpt"
