@@ -39,6 +39,22 @@ def load_experiment(named: str) -> Experiment:
     return experiment
 
 
+def load_variants(named: str) -> dict[str, Experiment]:
+    """The `variants` of a Python file, experiments by name: what a study compares. What goes wrong is `UserError`."""
+    path = Path(named)
+    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
+        raise UserError(f"no study {named!r}: give a .py file with `variants = {{name: Experiment(...), ...}}` in it")
+    variants = vars(_run(path)).get("variants")
+    if not isinstance(variants, dict) or not variants:
+        raise UserError(f"{path} has no `variants = {{name: Experiment(...), ...}}`, which a study needs")
+    for name, experiment in variants.items():
+        if not isinstance(name, str) or not isinstance(experiment, Experiment):
+            raise UserError(
+                f"{path}: variants has {name!r}: {type(experiment).__name__}, needs a name and an Experiment"
+            )
+    return variants
+
+
 def _run(path: Path) -> types.ModuleType:
     """The file as a module. The user named it, as one names a program: it is trusted, and may yet be wrong."""
     module = types.ModuleType(path.stem)

@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__", "harness"],
+    ["study"],
     ["loop", "plan", "replay", "start", "import_hf", "export_hf"],
     ["evaluate"],
     ["run", "autopsy", "log"],

@@ -1,0 +1,43 @@
+"""Study: which activation, at equal parameters?
+
+Question    ReLU, GELU, squared ReLU and SwiGLU with the same number of parameters: which learns most from as many tokens,
+            and which from as many seconds of a CPU?
+Reference   GELU: arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668; SwiGLU: Shazeer 2020, arXiv:2002.05202,
+            whose gate is a third matrix, so that its hidden width is two thirds: at width 96, 256 units for 384.
+Variants    the four; all else equal: four layers of width 96, rotary positions, no biases, AdamW at 2e-3, 1,000 steps of
+            16 x 64 characters of Shakespeare. Every variant has the same 449,472 parameters (a test counts them).
+Command     jaxgpt study experiments/study_activation.py
+Expected    SwiGLU and squared ReLU a little ahead of GELU, and GELU of ReLU.
+Result      RESULT
+Verdict     VERDICT
+"""
+
+import dataclasses
+
+import jaxgpt
+from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+
+experiment = Experiment(
+    name="study-activation",
+    model=GPTConfig(
+        block_size=64, n_layer=4, n_head=4, n_embd=96, bias=False, position="rope", activation="relu", mlp_dim=384
+    ),
+    data=DataConfig(corpus="shakespeare"),
+    optim=OptimConfig(learning_rate=2e-3, warmup_steps=100),
+    train=TrainConfig(steps=1000, batch_size=16, eval_every=125),
+)
+
+variants = {
+    name: dataclasses.replace(
+        experiment, model=dataclasses.replace(experiment.model, activation=activation, mlp_dim=mlp_dim)
+    )
+    for name, activation, mlp_dim in (
+        ("ReLU", "relu", 384),
+        ("GELU", "gelu", 384),
+        ("squared ReLU", "relu2", 384),
+        ("SwiGLU", "swiglu", 256),
+    )
+}
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)

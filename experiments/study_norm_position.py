@@ -1,0 +1,39 @@
+"""Study: does the place of the norm decide whether warm-up is needed?
+
+Question    LayerNorm before each branch (pre, GPT-2) or after the sum (post, 2017), with and without a linear warm-up of
+            the learning rate: what does each cost?
+Reference   Xiong et al. 2020, arXiv:2002.04745: at initialisation, post-norm's gradients are large near the output, so that
+            Adam's first steps want to be small; pre-norm's are not.
+Variants    pre and post, each with 100 steps of warm-up and with none; all else equal: six layers of width 96, learned
+            positions, AdamW at 2e-3, 800 steps of 16 x 64 characters of Shakespeare.
+Command     jaxgpt study experiments/study_norm_position.py
+Expected    pre the same either way; post worse without warm-up, or lost.
+Result      RESULT
+Verdict     VERDICT
+"""
+
+import dataclasses
+
+import jaxgpt
+from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+
+experiment = Experiment(
+    name="study-norm-position",
+    model=GPTConfig(block_size=64, n_layer=6, n_head=4, n_embd=96),
+    data=DataConfig(corpus="shakespeare"),
+    optim=OptimConfig(learning_rate=2e-3, warmup_steps=100),
+    train=TrainConfig(steps=800, batch_size=16, eval_every=100),
+)
+
+variants = {
+    f"{place}, {'warm-up' if steps else 'none'}": dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(experiment.model, norm_position=place),
+        optim=dataclasses.replace(experiment.optim, warmup_steps=steps),
+    )
+    for place in ("pre", "post")
+    for steps in (100, 0)
+}
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)
