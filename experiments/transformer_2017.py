@@ -20,8 +20,6 @@ import dataclasses
 import jaxgpt
 from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 
-WIDTH, WARMUP = 128, 800
-
 experiment = Experiment(
     name="transformer-2017",
     model=GPTConfig(
@@ -29,7 +27,7 @@ experiment = Experiment(
         n_layer=2,
         n_encoder_layer=2,
         n_head=4,
-        n_embd=WIDTH,
+        n_embd=128,
         norm_position="post",
         activation="relu",
         position="sinusoidal",
@@ -38,9 +36,9 @@ experiment = Experiment(
     # So many tokens have most words whole, and every digit by itself.
     data=DataConfig(corpus="spanish-numbers.tsv", tokenizer="bpe", bpe_vocab_size=352, val_fraction=0.05),
     optim=OptimConfig(
-        learning_rate=(WIDTH * WARMUP) ** -0.5,
+        learning_rate=(128 * 1000) ** -0.5,  # 1 / sqrt(n_embd warmup_steps)
         schedule="inverse_sqrt",
-        warmup_steps=WARMUP,
+        warmup_steps=1000,
         beta2=0.98,
         eps=1e-9,
         weight_decay=0.0,

@@ -22,7 +22,7 @@ from typing import Any
 from jaxgpt.checks import LARGEST_COUNT, LARGEST_SIZE
 from jaxgpt.config import Experiment
 from jaxgpt.errors import SaveFailed, UserError
-from jaxgpt.experiment_file import close, load_experiment
+from jaxgpt.experiment_file import close, load_experiment, load_variants
 from jaxgpt.options import (
     EvaluateOptions,
     ExportOptions,
@@ -30,11 +30,12 @@ from jaxgpt.options import (
     PlanOptions,
     ReplayOptions,
     SampleOptions,
+    StudyOptions,
     TrainOptions,
     XrayOptions,
     parse,
 )
-from jaxgpt.paths import find_run, is_run, new_file, write_whole
+from jaxgpt.paths import RUNS, find_run, is_run, new_file, write_whole
 from jaxgpt.presets import EXPERIMENTS
 from jaxgpt.start import start_jax
 from jaxgpt.tell import quote, say, told_in_words
@@ -45,6 +46,7 @@ usage: jaxgpt VERB [OPTIONS]
   train [EXPERIMENT]   train an experiment: a Python file with an `experiment` in it, or one of {experiments}
   sample [RUN]         continue a prompt from a trained run
   evaluate [RUN]       loss and bits per byte on held-out text
+  study EXPERIMENT     variants of an experiment, several seeds each: which differ by more than noise
   xray [RUN]           what the model does with a text, piece by piece, as a page for a browser
   replay [RUN]         one step of a run again, alone: its loss, and what made it not finite
   import-hf DIR        a model in Hugging Face's format becomes a run
@@ -133,7 +135,7 @@ def sample(argv: list[str]) -> None:
     filters = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "greedy")
     given = {name: getattr(options, name) for name in filters}
     Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
-    run = load(options.run).packed(options.weights)
+    run = load(options.run, average=options.average).packed(options.weights)
     if not options.prompt and not options.chat:
         say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
     how: dict[str, Any] = {
@@ -178,7 +180,7 @@ def evaluate(argv: list[str]) -> None:
 
     # Before the weights, so that a mistake answers at once.
     questions = read_questions(options.task, options.data) if options.task and options.data else []
-    run = load(options.run)
+    run = load(options.run, average=options.average)
     run = run if options.weights is None else run.packed(options.weights)
     if options.task is not None:
         found = evaluate_task(run, options.task, questions, batch_size=options.batch_size)
@@ -191,6 +193,24 @@ def evaluate(argv: list[str]) -> None:
     print(json.dumps(found) if options.json else table(found))
 
 
+def study(argv: list[str]) -> None:
+    options = parse(StudyOptions, argv, "jaxgpt study EXPERIMENT")
+    _in_range("seeds", options.seeds, LARGEST_COUNT)
+    variants = load_variants(options.experiment)
+    start_jax()
+    from jaxgpt.loop import Interrupted
+    from jaxgpt.study import study, study_table
+
+    place = Path(options.run_dir) if options.run_dir else RUNS / "studies" / Path(options.experiment).stem
+    try:
+        found = study(variants, place, seeds=options.seeds, say=say)
+    except Interrupted as e:
+        say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
+        raise SystemExit(1) from None
+    write_whole(place / "study.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(found) if options.json else study_table(found))
+
+
 def xray(argv: list[str]) -> None:
     options = parse(XrayOptions, argv, "jaxgpt xray [RUN]")
     if options.corpus_tokens:
@@ -200,7 +220,7 @@ def xray(argv: list[str]) -> None:
     start_jax()
     from jaxgpt.run import load
 
-    run = load(options.run)
+    run = load(options.run, average=options.average)
     page = run.xray(options.prompt, data=options.data, corpus_tokens=options.corpus_tokens)
     write_whole(out, page)
     print(f"{out}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
@@ -262,6 +282,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "sample": sample,
     "evaluate": evaluate,
+    "study": study,
     "xray": xray,
     "replay": replay,
     "plan": plan,

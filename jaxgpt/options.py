@@ -32,6 +32,8 @@ class SampleOptions:
     """Continue a prompt from a trained run; from one with an encoder, write what it makes of the prompt."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    # parameters are the mean of so many checkpoints, the last ones, of those that train.keep_last keeps; None: the best one
+    average: int | None = None
     prompt: str = ""  # what to continue; empty: from the end-of-text token, or a newline
     chat: bool = False  # the prompt is what a user says; written is the assistant's answer alone
     max_new_tokens: int = 400  # tokens to write
@@ -58,6 +60,8 @@ class EvaluateOptions:
     """Loss, perplexity and bits per byte of a run, on its validation split or any text; or the questions it answers."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    # parameters are the mean of so many checkpoints, the last ones, of those that train.keep_last keeps; None: the best one
+    average: int | None = None
     data: str | None = (
         None  # a UTF-8 text file, conversations (.jsonl), or with --task its questions; None: the run's validation split
     )
@@ -79,6 +83,8 @@ class XrayOptions:
     """Show what a run's model does with a text, piece by piece, on one page for a browser."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    # parameters are the mean of so many checkpoints, the last ones, of those that train.keep_last keeps; None: the best one
+    average: int | None = None
     prompt: str  # the text to look at, at most as long as the context
     out: str = "xray.html"  # the page to write
     force: bool = False  # write it over a file that is there
@@ -124,6 +130,16 @@ class ReplayOptions:
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     step: int  # the step to see again; all since the newest checkpoint before it are taken again
     json: bool = False  # print JSON instead of text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Train the variants of an experiment file with several seeds each, and tell which differ by more than noise."""
+
+    experiment: tyro.conf.Positional[str]  # a Python file with `variants = {name: Experiment(...), ...}` in it
+    seeds: int = 5  # runs of each variant; seeds are 0, 1, ...
+    run_dir: str | None = None  # where the runs go, or go on; None: runs/studies/FILE
+    json: bool = False  # print JSON instead of tables
 
 
 def parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) -> T:

@@ -256,14 +256,18 @@ class Score:
         return self.bits / self.characters if self.characters else math.nan
 
 
-def load(run: str | Path | None = None, *, which: str = "best") -> Run:
+def load(run: str | Path | None = None, *, which: str = "best", average: int | None = None) -> Run:
     """The run in a directory (None: the newest under `runs/`), ready to sample on this machine.
 
     which: "best", the checkpoint with the lowest validation loss, or "last".
+    average: instead of one, the mean of the parameters of so many checkpoints, the last ones, which is less noisy where
+        the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many.
     Raises `UserError` if there is no run or no checkpoint.
     """
     if which not in ("best", "last"):
         raise UserError(f"which={which!r}: needs best or last")
+    if average is not None and average < 1:
+        raise UserError(f"average={average}: needs at least 1")
     directory = find_run(run)
     record = read_record(directory)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
@@ -277,10 +281,21 @@ def load(run: str | Path | None = None, *, which: str = "best") -> Run:
     model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_packed).for_model())
     checkpoints = open_checkpoints(directory)
     try:
-        step = checkpoints.good(which)
+        step = checkpoints.good(which if average is None else "last")
         assert step is not None
-        params = one_copy(restored_params(record, checkpoints, step, placed(model.shapes(), whole_everywhere())))
-        val_loss = checkpoints.val_loss(step)
+        like = placed(model.shapes(), whole_everywhere())
+        params, earlier = restored_params(record, checkpoints, step, like), step
+        for number in range(1, average or 1):
+            earlier = checkpoints.good(before=earlier)
+            if earlier is None:
+                raise UserError(
+                    f"average={average}: {directory} has {number} checkpoints, the last up to step {step}. Give {number} or "
+                    "fewer; --train.keep-last keeps more"
+                )
+            more = restored_params(record, checkpoints, earlier, like)
+            params = jax.tree.map(lambda mean, x, n=number: mean + (x - mean) / (n + 1), params, more)
+        params = one_copy(params)
+        val_loss = checkpoints.val_loss(step) if average in (None, 1) else None
     finally:
         checkpoints.close()
     return Run(

@@ -186,6 +186,11 @@ def _experiments(place: Path) -> None:
         "other": "from jaxgpt import *\nmine = Experiment(name='x')\n",
         "generator": "raise StopIteration\n",
         "silent": "raise Exception\n",
+        "variants_list": "variants = [1]\n",
+        "variants_text": "variants = {'a': 'b'}\n",
+        "variants_one": GOOD + "variants = {'a': experiment}\n",
+        "variants_data": GOOD
+        + "variants = {'a': experiment, 'b': Experiment(name='x', data=DataConfig(tokenizer='byte'))}\n",
         "empty": "",
     }.items():
         (place / f"{name}.py").write_text(source)

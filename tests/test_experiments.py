@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxgpt.config import Experiment
-from jaxgpt.experiment_file import load_experiment
+from jaxgpt.experiment_file import load_experiment, load_variants
 from jaxgpt.flops import count_parameters
 from jaxgpt.loop import fit
 from jaxgpt.model import GPT
 from jaxgpt.presets import EXPERIMENTS
+from jaxgpt.study import comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
@@ -32,7 +33,7 @@ def variants():
     yield from EXPERIMENTS
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign):
+            if isinstance(node, ast.Assign) and node.targets[0].id != "variants":
                 yield f"{path}:{node.targets[0].id}"
 
 
@@ -179,6 +180,21 @@ def test_a_page_of_a_notebook(path):
     imported |= {n.module.split(".")[0] for n in tree.body if isinstance(n, ast.ImportFrom)}
     assert imported <= {"jaxgpt", "dataclasses"}
     assert not [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+
+
+STUDIES = [path for path in FILES if path.name.startswith("study_")]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)
+def test_a_studys_variants_can_be_compared(path):
+    variants = load_variants(str(path))
+    comparable(variants)
+    first, *_ = variants.values()
+    assert first == load_experiment(str(path))  # whose options are on the command line
+    sizes = {count_parameters(GPT(dataclasses.replace(e.model, vocab_size=65)).shapes()) for e in variants.values()}
+    assert len(sizes) == 1 or path.name == "study_norm_position.py"  # post-norm has no last norm
+    if path.name == "study_activation.py":
+        assert sizes == {449_472}
 
 
 def test_running_the_file_is_training_it(text_file, tmp_path):

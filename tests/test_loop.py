@@ -46,6 +46,20 @@ def run(experiment, tmp_path_factory):
     return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
 
 
+def test_the_mean_of_the_last_checkpoints(run):
+    """The run keeps its last two, at steps 4 and 6, and the best."""
+    steps = Checkpoints(run.directory / "checkpoints").steps()
+    assert steps[-2:] == [4, 6]
+    one, two = (load(run.directory, which="last").params, load(run.directory, average=1).params)
+    chex.assert_trees_all_equal(one, two)
+    mean = load(run.directory, average=2)
+    assert mean.step == 6 and mean.val_loss is None
+    earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, one)
+    chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6)
+    with pytest.raises(UserError, match=rf"average=9: .* has {len(steps)} checkpoints, the last up to step 6"):
+        load(run.directory, average=9)
+
+
 def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
     assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", ".lock"}
