@@ -7,8 +7,8 @@ Reference   Vaswani et al. 2017, arXiv:1706.03762: post-norm residuals LayerNorm
             by sqrt(width), Adam with beta2 0.98 and eps 1e-9, the learning rate of equation 3, label smoothing 0.1.
 Change      two layers of width 128 instead of six of 512 (`base` has those); no dropout, since every pair is new.
 Data        200,000 numbers up to 999,999,999, each both ways, made on the spot; the last 10,000 are held out.
-Command     python experiments/transformer_2017.py && jaxgpt evaluate runs/transformer-2017
-            jaxgpt sample runs/transformer-2017 --greedy --prompt "dos millones quinientos mil uno"
+Command     python experiments/transformer_2017.py && jaxgpt evaluate runs/transformer-2017 --average 5
+            jaxgpt sample runs/transformer-2017 --average 5 --greedy --prompt "dos millones quinientos mil uno"
             jaxgpt train experiments/transformer_2017.py:base --data.path PAIRS.tsv      (the paper's size; an accelerator)
 Expected    99.5% of the held-out numbers exact, within ten minutes of two CPU cores.
 Result      RESULT
@@ -46,7 +46,13 @@ experiment = Experiment(
         label_smoothing=0.1,
     ),
     train=TrainConfig(
-        steps=1600, batch_size=256, eval_every=100, eval_tokens=50_000, sample_prompt="dos mil diecisiete"
+        steps=2500,
+        batch_size=128,
+        eval_every=250,
+        eval_tokens=50_000,
+        checkpoint_every=100,
+        keep_last=5,
+        sample_prompt="dos mil diecisiete",
     ),
 )
 

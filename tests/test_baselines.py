@@ -1,0 +1,57 @@
+"""Models that are no networks: against sums by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tests.helpers import script
+
+
+@pytest.fixture(scope="module")
+def baselines():
+    return script("baselines")
+
+
+def test_n_grams_are_probabilities(baselines):
+    """Of every context, seen or not, those of all characters add up to one: 2 ** -bits of each, as the only one held out."""
+    train, alphabet = "abracadabra abracadabra", "abrcd x"
+    for order in (1, 2, 3, 5):
+        for context in ("abra", "xxxx", "dabr"):
+            p = [2 ** -baselines.n_gram(train + context, c, order, len(alphabet)) for c in alphabet]
+            assert sum(p) == pytest.approx(1.0) and min(p) > 0
+
+
+def test_a_unigram_by_hand(baselines):
+    # Of "aab" with three letters: p(a) = (2 + 2/3) / 5, p(b) = (1 + 2/3) / 5, and p(c) = (2/3) / 5.
+    for letter, p in (("a", 8 / 15), ("b", 1 / 3), ("c", 2 / 15)):
+        assert baselines.n_gram("aab", letter, 1, 3) == pytest.approx(-math.log2(p))
+
+
+def test_longer_contexts_see_what_shorter_cannot(baselines):
+    text = "abcd" * 500
+    one, two = (baselines.n_gram(text, "abcd" * 10, order, 4) for order in (1, 2))
+    assert one == pytest.approx(2.0, abs=0.01) and two < 0.02
+
+
+def test_the_table(baselines, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    text = "".join(rng.choice(list("abcdefgh"), 20_000))  # nothing to be learnt: three bits, whatever one does
+    path = tmp_path / "noise.txt"
+    path.write_text(text)
+    found = baselines.main([str(path), "--json", str(tmp_path / "found.json")])["noise"]
+    assert found["uniform over the alphabet"] == 3.0
+    assert found["unigram"] == pytest.approx(3.0, abs=0.01) and 3.0 < found["5-gram with back-off"] < 3.6
+    assert all(3.0 < bits < 4.2 for name, bits in found.items() if "gzip" in name or "xz" in name)
+    assert (
+        "| noise |" in capsys.readouterr().out and json.loads((tmp_path / "found.json").read_text())["texts"]["noise"]
+    )
+
+
+def test_real_text_is_worth_less_than_its_letters(baselines, real_text):
+    text = (real_text / "shakespeare.txt").read_text()[:200_000]
+    found = baselines.baselines(text)
+    order = ["uniform over the alphabet", "unigram", "5-gram with back-off"]
+    assert [found[name] for name in order] == sorted((found[name] for name in order), reverse=True)
+    assert found["xz, after the training text"] < found["xz, alone"]
