@@ -25,7 +25,21 @@ ROWS = [
     ["checkpoint", "sample"],
     ["parallel"],
     ["train"],
-    ["model", "loss", "optim", "lora", "data", "sample.filters", "metrics", "flops", "hlo", "viz", "manifest"],
+    [
+        "model",
+        "loss",
+        "optim",
+        "lora",
+        "data",
+        "sample.filters",
+        "metrics",
+        "flops",
+        "hlo",
+        "viz",
+        "manifest",
+        "novelty",
+        "verdict",
+    ],
     ["layers"],
     ["presets", "options"],
     ["config", "paths"],
@@ -49,6 +63,7 @@ HOMES = {
     "tyro": ["options"],
     "rich": ["progress"],
     "lm_eval": ["harness"],
+    "pydivsufsort": ["novelty"],
 }
 
 
