@@ -53,6 +53,7 @@ experiment = Experiment(
         checkpoint_every=100,
         keep_last=5,
         sample_prompt="dos mil diecisiete",
+        sample_temperature=0.0,
     ),
 )
 

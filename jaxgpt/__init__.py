@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxgpt.__main__ import run_experiment as run_experiment
     from jaxgpt.config import DataConfig as DataConfig
     from jaxgpt.config import Experiment as Experiment
     from jaxgpt.config import GPTConfig as GPTConfig
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from jaxgpt.sample.score import score as score
     from jaxgpt.sample.speculative import speculate as speculate
     from jaxgpt.sample.weights import for_decoding as for_decoding
+    from jaxgpt.verbs.training import run_experiment as run_experiment
 
 _HOME = {
     "DataConfig": "config",
@@ -47,7 +47,7 @@ _HOME = {
     "for_decoding": "sample.weights",
     "generate": "sample.generate",
     "load": "run",
-    "run_experiment": "__main__",
+    "run_experiment": "verbs.training",
     "score": "sample.score",
     "speculate": "sample.speculative",
     "stream": "sample.generate",

@@ -94,6 +94,18 @@ class XrayOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What a run learnt, how fast, what it writes, and what of that is word for word from its text: a page, and JSON."""
+
+    run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
+    out: str | None = None  # the directory to write report.html and summary.json in; None: the run's
+    force: bool = False  # write them over files that are there
+    samples: int = 4  # texts to write and to compare with the training text
+    tokens: int = 400  # of each
+    json: bool = False  # print the summary as well
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """A model in Hugging Face's format becomes a run, to sample, to evaluate, and to export again."""
 
@@ -156,6 +168,13 @@ def parse(cls: type[T], argv: list[str], prog: str, default: T | None = None) ->
         if e.code in (0, None):
             raise
         raise UserError(_one_line(told.getvalue(), prog)) from None
+
+
+def count_in_range(name: str, value: int, most: int) -> None:
+    if value < 1:
+        raise UserError(f"--{name} {value}: needs at least 1")
+    if value > most:
+        raise UserError(f"--{name} {value}: needs at most {most:,}")
 
 
 def _one_line(framed: str, prog: str) -> str:

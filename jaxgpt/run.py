@@ -256,16 +256,16 @@ class Score:
         return self.bits / self.characters if self.characters else math.nan
 
 
-def load(run: str | Path | None = None, *, which: str = "best", average: int | None = None) -> Run:
+def load(run: str | Path | None = None, *, which: str | int = "best", average: int | None = None) -> Run:
     """The run in a directory (None: the newest under `runs/`), ready to sample on this machine.
 
-    which: "best", the checkpoint with the lowest validation loss, or "last".
+    which: "best", the checkpoint with the lowest validation loss, "last", or the step of one that is kept.
     average: instead of one, the mean of the parameters of so many checkpoints, the last ones, which is less noisy where
         the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many.
     Raises `UserError` if there is no run or no checkpoint.
     """
-    if which not in ("best", "last"):
-        raise UserError(f"which={which!r}: needs best or last")
+    if which not in ("best", "last") and not isinstance(which, int):
+        raise UserError(f"which={which!r}: needs best, last or a step")
     if average is not None and average < 1:
         raise UserError(f"average={average}: needs at least 1")
     directory = find_run(run)
@@ -281,7 +281,14 @@ def load(run: str | Path | None = None, *, which: str = "best", average: int | N
     model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_packed).for_model())
     checkpoints = open_checkpoints(directory)
     try:
-        step = checkpoints.good(which if average is None else "last")
+        if isinstance(which, int):
+            step = checkpoints.good(before=which + 1)
+            if step != which:
+                raise UserError(
+                    f"which={which}: {directory} needs a good checkpoint of that step, and has {checkpoints.steps()}"
+                )
+        else:
+            step = checkpoints.good(which if average is None else "last")
         assert step is not None
         like = placed(model.shapes(), whole_everywhere())
         params, earlier = restored_params(record, checkpoints, step, like), step

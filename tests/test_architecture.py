@@ -14,7 +14,8 @@ PACKAGE = REPOSITORY / "jaxgpt"
 # From top to bottom; a module imports from rows below its own, and from its own row only its own package.
 ROWS = [
     ["__main__", "__init__", "harness"],
-    ["study"],
+    ["verbs"],
+    ["study", "report"],
     ["loop", "plan", "replay", "start", "import_hf", "export_hf"],
     ["evaluate"],
     ["run", "autopsy", "log"],
@@ -147,7 +148,7 @@ def test_only_the_command_line_prints():
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
-    assert calls == {"__main__", "tell"}  # and progress.py, through rich
+    assert calls == {"__main__", "tell", "verbs.training", "verbs.using"}  # and progress.py, through rich
 
 
 def test_files_fit_on_a_few_screens():

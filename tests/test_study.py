@@ -218,14 +218,14 @@ def test_the_command(tmp_path, text_file):
 
 
 def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
-    from jaxgpt import __main__ as command_line
+    from jaxgpt.verbs import training
 
     def stopped(*args, **how):
         raise Interrupted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
     monkeypatch.setattr("jaxgpt.study.fit", stopped)
-    monkeypatch.setattr(command_line, "load_variants", lambda named: variants)
+    monkeypatch.setattr(training, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
-        command_line.study(["s.py", "--run-dir", str(tmp_path)])
+        training.study(["s.py", "--run-dir", str(tmp_path)])
     assert left.value.code == 1
     assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. The same command goes on from there.\n"

@@ -27,8 +27,9 @@ at, sums = {}, {}
 def reached(what):
     at.setdefault(what, time.time() - began)
 from jaxgpt import __main__
+from jaxgpt.verbs import training
 reached("the command line is imported")
-start_jax = __main__.start_jax
+start_jax = training.start_jax
 def started():
     start_jax()
     reached("jax is imported")
@@ -53,7 +54,7 @@ def started():
     after(loop.Log, "compiled", "the first step is done")
     after(loop, "mean_loss", "the validation loss is known")
     after(loop.Checkpoints, "wait", "it is saved")
-__main__.start_jax = started
+training.start_jax = started
 __main__.main(sys.argv[1:])
 reached("the end")
 print(json.dumps({"at": at, "sums": sums}))

@@ -1,0 +1,69 @@
+"""Where the curves of an experiment lie: five seeds each, for `jaxgpt report` to compare a run with.
+
+Command     python experiments/bands.py quickstart experiments/sancho_mini.py ... [--seeds 5] [--runs DIR]
+Result      jaxgpt/bands/NAME.json: at each validation the mean over the seeds, and the interval in which a further
+            run's loss is expected with 95% probability, by Student's t.
+
+Runs stay in --runs, and one that is there is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from jaxgpt.experiment_file import load_experiment
+from jaxgpt.loop import fit
+from jaxgpt.metrics import read_metrics
+from jaxgpt.parallel.device import device_kind
+from jaxgpt.paths import is_run, write_whole
+from jaxgpt.record import read_record
+from jaxgpt.report import band_file
+from jaxgpt.verdict import band_of
+
+BANDS = Path(__file__).parent.parent / "jaxgpt" / "bands"
+
+
+def curve(directory: Path) -> list[tuple[int, float]]:
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+
+
+def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
+    """Train what is not there yet, and write the band."""
+    experiment, curves = load_experiment(named), []
+    for seed in range(seeds):
+        place = runs / experiment.name / f"seed-{seed}"
+        seeded = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=seed))
+        if not is_run(place) or curve(place)[-1:] == [] or curve(place)[-1][0] < experiment.train.steps:
+            fit(seeded, place, progress=False)
+        curves.append(curve(place))
+        print(f"{experiment.name}, seed {seed}: {curves[-1][-1][1]:.4f}", file=sys.stderr, flush=True)
+    made = {
+        "date": datetime.date.today().isoformat(),
+        "device": device_kind(),
+        "last": [losses[-1][1] for losses in curves],
+        "versions": {name: metadata.version(name) for name in ("jaxgpt", "jax", "flax", "optax")},
+    }
+    out.mkdir(exist_ok=True)
+    path = out / f"{experiment.name}.json"
+    write_whole(path, band_file(read_record(runs / experiment.name / "seed-0"), band_of(curves), made))
+    return path
+
+
+def main(argv: list[str] | None = None) -> list[Path]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", help="names of built-in ones, or files")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--runs", type=Path, default=Path("runs/bands"))
+    parser.add_argument("--out", type=Path, default=BANDS)
+    options = parser.parse_args(argv)
+    return [make(named, options.runs, options.seeds, options.out) for named in options.experiments]
+
+
+if __name__ == "__main__":
+    main()

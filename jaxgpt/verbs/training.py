@@ -1,0 +1,151 @@
+"""The verbs that train, or say how it would be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from jaxgpt.checks import LARGEST_COUNT
+from jaxgpt.config import Experiment
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.experiment_file import load_experiment, load_variants
+from jaxgpt.options import PlanOptions, ReplayOptions, StudyOptions, TrainOptions, count_in_range, parse
+from jaxgpt.paths import RUNS, find_run, is_run, write_whole
+from jaxgpt.presets import EXPERIMENTS
+from jaxgpt.start import start_jax
+from jaxgpt.tell import quote, say, told_in_words
+
+
+def train(argv: list[str]) -> None:
+    experiment = _named_experiment(argv) or _default_experiment(argv)
+    options = parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
+    _train(options)
+
+
+def _train(options: TrainOptions) -> None:
+    start_jax()
+    from jaxgpt.interrupts import second_leaves_at_once
+    from jaxgpt.loop import Diverged, Interrupted, fit
+    from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave, status_of
+    from jaxgpt.parallel.replicas import ReplicasDiffer
+
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
+    began = time.monotonic()
+    try:
+        with second_leaves_at_once(say):
+            run = fit(options.experiment, options.run_dir, fresh=options.fresh)
+    except (Interrupted, Diverged, ReplicasDiffer) as e:
+        if is_leader():
+            say(str(e))
+        raise SystemExit(1) from None
+    except SaveFailed as e:
+        say(str(e))
+        leave(1)  # a usual exit would print pages of TensorStore's
+    except BaseException as e:
+        if not joined():
+            raise
+        if isinstance(e, UserError | ProcessLost):
+            say(f"jaxgpt: {e}")
+        elif not isinstance(e, KeyboardInterrupt):
+            traceback.print_exc()
+        leave(status_of(e))
+    if not is_leader():
+        return
+    t = options.experiment.train
+    say(
+        f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * run.model.config.block_size:,} tokens"
+    )
+    if run.val_loss is not None:
+        say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
+    prompt = t.sample_prompt
+    try:
+        run.tokenizer.encode(prompt)
+    except UserError as e:  # the experiment's prompt, another text than it was written for
+        say(f"sampling from nothing, not from {prompt!r}: {e}")
+        prompt = ""
+    chat, reads = options.experiment.data.is_chat, bool(run.model.config.n_encoder_layer)
+    if t.sample_tokens and (prompt or not reads):
+        written = str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed, chat=chat))
+        text = f"{prompt}\n\n{written}" if chat or reads else prompt + written
+        with contextlib.suppress(OSError):  # it is printed as well
+            write_whole(run.directory / "sample.txt", text + "\n")
+        print(f"\n{text}\n", flush=True)
+    asked = f" --prompt {quote(prompt)}" if prompt.strip() else ""
+    print(f"next: jaxgpt sample {run.directory}{' --chat' * chat}{asked}")
+
+
+def run_experiment(experiment: Experiment) -> None:
+    """What an experiment file ends with: `jaxgpt train FILE`, with the options of this command line."""
+    with told_in_words():
+        _train(parse(TrainOptions, sys.argv[1:], Path(sys.argv[0]).name, TrainOptions(experiment=experiment)))
+
+
+def study(argv: list[str]) -> None:
+    options = parse(StudyOptions, argv, "jaxgpt study EXPERIMENT")
+    count_in_range("seeds", options.seeds, LARGEST_COUNT)
+    variants = load_variants(options.experiment)
+    start_jax()
+    from jaxgpt.loop import Interrupted
+    from jaxgpt.study import study, study_table
+
+    place = Path(options.run_dir) if options.run_dir else RUNS / "studies" / Path(options.experiment).stem
+    try:
+        found = study(variants, place, seeds=options.seeds, say=say)
+    except Interrupted as e:
+        say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
+        raise SystemExit(1) from None
+    write_whole(place / "study.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(found) if options.json else study_table(found))
+
+
+def plan(argv: list[str]) -> None:
+    experiment = _named_experiment(argv) or EXPERIMENTS["quickstart"]()
+    options = parse(PlanOptions, argv, "jaxgpt plan [EXPERIMENT]", PlanOptions(experiment=experiment))
+    if options.topology is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
+    start_jax()
+    from jaxgpt.init_from import begun
+    from jaxgpt.plan import plan, table
+    from jaxgpt.run import vocabulary
+
+    experiment, _ = begun(options.experiment)
+    found = plan(experiment, vocabulary(experiment), topology=options.topology, say=say)
+    print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
+
+
+def replay(argv: list[str]) -> None:
+    options = parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
+    find_run(options.run)
+    start_jax()
+    from jaxgpt.autopsy import in_json
+    from jaxgpt.replay import replay, replay_table
+
+    found = replay(options.run, options.step, say=say)
+    print(json.dumps(in_json(dataclasses.asdict(found))) if options.json else replay_table(found))
+
+
+def _named_experiment(argv: list[str]) -> Experiment | None:
+    """The experiment that the first argument names, if it does, taken off the arguments."""
+    return load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+
+
+def _default_experiment(argv: list[str]) -> Experiment:
+    """Without an EXPERIMENT: what --run-dir holds, if it is a run; else the quickstart."""
+    for at, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name in ("--run-dir", "--run_dir"):
+            directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
+            if is_run(directory):
+                from jaxgpt.record import read_record
+
+                return read_record(directory).given
+    return EXPERIMENTS["quickstart"]()

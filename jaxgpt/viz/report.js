@@ -1,0 +1,120 @@
+// The report: what a run learnt, how fast, what it writes.
+
+const s = data.summary;
+
+// A chart over steps: series of { name, points: [[step, value]], color, dash, dots }, and a band of { steps, low, high }.
+// from: where the axis begins; null: at the lowest value, and of the first tenth, which is guessing, what is above the rest is cut.
+function curves(label, unit, series, { band = null, height = 320, from = null } = {}) {
+  const [left, right, top, bottom, width] = [60, 14, 12, 50, 860];
+  const drawn = series.filter((one) => one.points.length);
+  const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
+  const all = drawn.flatMap((one) => one.points.map((p) => p[1])).sort((a, b) => a - b);
+  if (!all.length) return h("p", { class: "quiet" }, "Nothing was logged.");
+  const ends = drawn.map((one) => one.points[Math.floor(one.points.length / 10)][1]);
+  let [low, high] = from === null ? [all[0], Math.max(...ends)] : [from, all[all.length - 1]];
+  if (band) [low, high] = [Math.min(low, ...band.low.slice(-1)), Math.max(high, ...band.high.slice(1))];
+  if (high <= low) high = low + Math.max(Math.abs(low), 1e-6) * 0.1;
+  const pad = (high - low) * 0.06;
+  [low, high] = [from === null ? low - pad : from, high + pad];
+  const last = Math.max(...xs, 1);
+  const x = (step) => left + ((width - left - right) * step) / last;
+  const y = (v) => top + (height - top - bottom) * (1 - (Math.min(Math.max(v, low), high) - low) / (high - low));
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "wide" });
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+    const v = low + share * (high - low);
+    svg.append(h("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }),
+      h("text", { class: "quiet", x: left - 6, y: y(v) + 4, "text-anchor": "end" }, number(v)));
+    const step = Math.round(share * last);
+    svg.append(h("text", { class: "quiet", x: x(step), y: height - bottom + 18, "text-anchor": share === 1 ? "end" : "middle" }, step.toLocaleString("en")));
+  }
+  if (band) {
+    const there = band.steps.map((step, i) => [step, band.low[i], band.high[i]]).filter(([step]) => step <= last);
+    const edge = [...there.map(([step, , up]) => `${x(step)},${y(up)}`), ...there.reverse().map(([step, down]) => `${x(step)},${y(down)}`)];
+    svg.append(h("path", { class: "band", d: `M${edge.join("L")}Z` }));
+  }
+  drawn.forEach((one, n) => {
+    const path = h("path", { class: "line", d: `M${one.points.map(([step, v]) => `${x(step)},${y(v)}`).join("L")}`, "stroke-dasharray": one.dash || null });
+    path.style.stroke = one.color;
+    if (one.thin) path.style.strokeWidth = "1";
+    svg.append(path);
+    if (one.dots) one.points.forEach(([step, v]) => {
+      const dot = h("circle", { cx: x(step), cy: y(v), r: 3 }, h("title", {}, `step ${step}: ${number(v, 5)}`));
+      dot.style.fill = one.color;
+      svg.append(dot);
+    });
+    const key = h("line", { x1: left + 200 * n, x2: left + 200 * n + 24, y1: height - 10, y2: height - 10, "stroke-width": 2, "stroke-dasharray": one.dash || null });
+    key.style.stroke = one.color;
+    svg.append(key, h("text", { class: "quiet", x: left + 200 * n + 30, y: height - 6 }, one.name));
+  });
+  if (band) svg.append(h("text", { class: "quiet", x: left + 200 * drawn.length, y: height - 6 }, `shaded: 95% of further runs, from ${band.seeds} seeds`));
+  svg.append(h("text", { class: "quiet", x: width - right, y: height - 20, "text-anchor": "end" }, `optimiser step; ${unit}`));
+  return svg;
+}
+
+function losses() {
+  const rows = data.validation.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
+  return section("losses", "Losses",
+    h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
+    s.band ? null : h("p", { class: "quiet", id: "why-no-band" }, `No band to compare with. ${s.why_no_band}`),
+    s.skipped_steps.length ? h("p", {}, `Steps that were skipped: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
+    curves("training and validation loss by step; the table below has the numbers", "nats per token", [
+      { name: "training, one batch", points: data.training, color: "var(--cool)", thin: true },
+      { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
+    ], { band: s.band }),
+    h("details", {}, h("summary", {}, "validation losses"), table("nats per token, over the validation split", ["step", "loss"], rows)));
+}
+
+function samples() {
+  const kept = s.samples.map((one) => [h("h3", {}, `step ${one.step.toLocaleString("en")}`), h("blockquote", { class: "sample", lang: "" }, h("b", {}, one.prompt), one.text)]);
+  return section("samples", "Samples through time",
+    h("p", {}, "What each checkpoint that was kept writes from the same prompt, with the same seed. (--train.keep-every keeps more of them.)"),
+    ...(kept.length ? kept.flat() : [h("p", { class: "quiet" }, "No checkpoint is there.")]));
+}
+
+function memory() {
+  const m = s.memorisation;
+  if (!m) return section("memorisation", "Memorisation", h("p", { class: "quiet" }, s.why_no_memorisation));
+  const share = (x) => (x === null ? "–" : percent(x));
+  const overlaps = (found) => table("the longest stretches that the training text has word for word", ["characters", "text:"],
+    found.overlaps.map((one) => [[...one.text].length, h("td", { class: "text wide" }, one.text.replaceAll("\n", "↵"))]));
+  return section("memorisation", "Memorisation",
+    h("p", {}, `${m.samples} texts that it wrote, ${m.written.characters.toLocaleString("en")} characters, beside as much held-out text: what a text by the same hand shares with the training text anyway.`),
+    table("n-grams of characters that the training text has not", ["n", "written", "held out"],
+      Object.keys(m.written.novel).map((n) => [n, share(m.written.novel[n]), share(m.held_out.novel[n])])),
+    h("h3", {}, "Written"), h("div", { id: "written" }, overlaps(m.written)),
+    h("h3", {}, "Held out"), h("div", { id: "held-out" }, overlaps(m.held_out)));
+}
+
+function speed() {
+  const t = s.throughput;
+  const rate = (x) => (x === null ? "–" : Math.round(x).toLocaleString("en"));
+  return section("speed", "Speed",
+    h("p", {}, `${rate(t.tokens_per_second)} tokens per second in the middle, ${rate(t.least)} to ${rate(t.most)}; ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in all, on ${s.device}.`),
+    curves("tokens per second by step", "tokens per second", [{ name: "tokens per second", points: data.rates, color: "var(--accent)" }], { height: 220, from: 0 }),
+    h("h3", {}, "Gradient norm and learning rate"),
+    curves("gradient norm by step", "norm", [{ name: "gradient norm", points: data.grad_norms, color: "var(--hot)", thin: true }], { height: 200, from: 0 }),
+    curves("learning rate by step", "learning rate", [{ name: "learning rate", points: data.learning_rates, color: "var(--accent)" }], { height: 160, from: 0 }));
+}
+
+function configuration() {
+  const shown = (value) => (value === null ? "none" : Array.isArray(value) ? value.join(" ") : String(value));
+  const rows = (all) => all.map(([name, value]) => [name, h("td", { class: "text wide" }, shown(value))]);
+  return section("configuration", "Configuration",
+    table("what is not at its default", ["field", "value:"], rows(data.configuration.filter((one) => one[2]))),
+    h("details", {}, h("summary", {}, "all fields"), table("all fields", ["field", "value:"], rows(data.configuration))));
+}
+
+begin(async () => {
+  const best = s.validation_loss;
+  const facts = [
+    ["run", s.run], ["steps", `${s.steps.logged.toLocaleString("en")} of ${s.steps.planned.toLocaleString("en")}`],
+    ["best validation loss", best.best === null ? "–" : `${number(best.best, 5)} at step ${best.at.toLocaleString("en")}`],
+    ["parameters", s.parameters.toLocaleString("en")],
+  ];
+  const sections = [losses(), samples(), memory(), speed(), configuration()];
+  document.body.append(
+    h("a", { class: "skip", href: "#losses" }, "to the losses"),
+    h("header", {}, h("h1", {}, data.title), h("dl", { class: "facts" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
+    h("nav", { "aria-label": "parts of the page" }, h("ul", {}, ...sections.map((one) => h("li", {}, h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent))))),
+    h("main", {}, ...sections));
+});
