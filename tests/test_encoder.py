@@ -24,11 +24,12 @@ from jaxgpt.loop import Interrupted, fit
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
+from jaxgpt.report import report
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.weights import for_decoding
-from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tiny_experiment
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model, run_command, tiny_experiment
 
 CONFIG = dataclasses.replace(
     TINY,
@@ -388,6 +389,19 @@ def test_a_run_reads_and_writes(trained):
         run.sample("")
     with pytest.raises(UserError, match="source 0 has 9 tokens"):
         run.sample("abcdabcda")
+
+
+def test_a_sample_that_is_too_long_to_read_is_no_failure(trained, tmp_path):
+    """After training, and in a report."""
+    experiment, run = trained
+    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8"
+    more = "--optim.warmup-steps 1 --train.steps 2 --train.batch-size 2 --train.sample-prompt abcdabcdabcd --run-dir r"
+    done = run_command(
+        "-m", "jaxgpt", "train", *options.split(), *more.split(), "--data.path", experiment.data.path, cwd=tmp_path
+    )
+    assert done.returncode == 0 and "no sample of 'abcdabcdabcd': it is longer than block_size=8" in done.stderr
+    summary, _ = report(run, samples=1, tokens=4)
+    assert "pairs" in summary["why_no_memorisation"] and "empty" in summary["samples"][0]["text"]
 
 
 def test_resumed_is_uninterrupted(trained, tmp_path):

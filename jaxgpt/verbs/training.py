@@ -73,6 +73,9 @@ def _train(options: TrainOptions) -> None:
         say(f"sampling from nothing, not from {prompt!r}: {e}")
         prompt = ""
     chat, reads = options.experiment.data.is_chat, bool(run.model.config.n_encoder_layer)
+    if reads and len(run.tokenizer.encode(prompt)) > run.model.config.block_size:
+        say(f"no sample of {prompt!r}: it is longer than block_size={run.model.config.block_size}")
+        prompt = ""
     if t.sample_tokens and (prompt or not reads):
         written = str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed, chat=chat))
         text = f"{prompt}\n\n{written}" if chat or reads else prompt + written
