@@ -8,8 +8,8 @@ Variants    the four; all else equal: four layers of width 96, rotary positions,
             16 x 64 characters of Shakespeare. Every variant has the same 449,472 parameters (a test counts them).
 Command     jaxgpt study experiments/study_activation.py
 Expected    SwiGLU and squared ReLU a little ahead of GELU, and GELU of ReLU.
-Result      RESULT
-Verdict     VERDICT
+Result      not run yet.
+Verdict     none yet.
 """
 
 import dataclasses

@@ -8,8 +8,9 @@ Variants    the two; all else as in the course: four layers of width 128 and fou
             no QK-norm, dropout 0.1, AdamW at 1e-3, 1,000 steps of 16 x 64 characters of Cervantes' verse.
 Command     jaxgpt study experiments/study_attention_scale.py
 Expected    little: queries and keys can grow to make up for it.
-Result      RESULT
-Verdict     VERDICT
+Result      1.9475 (standard deviation 0.0054) by the head size, 1.9631 (0.0083) by the embedding size, five seeds: a
+            difference of 0.0156 ± 0.0053 nats at equal tokens (2026-11-22).
+Verdict     it matters a little, and more than noise: divide by the head size.
 """
 
 import dataclasses

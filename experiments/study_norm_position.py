@@ -8,8 +8,8 @@ Variants    pre and post, each with 100 steps of warm-up and with none; all else
             positions, AdamW at 2e-3, 800 steps of 16 x 64 characters of Shakespeare.
 Command     jaxgpt study experiments/study_norm_position.py
 Expected    pre the same either way; post worse without warm-up, or lost.
-Result      RESULT
-Verdict     VERDICT
+Result      not run yet.
+Verdict     none yet.
 """
 
 import dataclasses

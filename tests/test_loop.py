@@ -188,7 +188,7 @@ def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
         whole._how(max_new_tokens=9, chat=True)["stop_tokens"] == end
         and whole._how(max_new_tokens=9)["stop_tokens"] == []
     )
-    assert whole.tokenizer.decode(whole._ids("1 and 0?", True)) == "User:\n1 and 0?\x03\nAssistant:\n"
+    assert whole.tokenizer.decode(whole._ids(["1 and 0?"], True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
     (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
     with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
         load(tmp_path / "whole").sample("1", chat=True)

@@ -23,7 +23,8 @@ const texts = {};
 function strip(label, ids, picked) {
   const buttons = [...ids].map((id, t) => {
     const text = word(id);
-    const shown = text.includes("\n") ? [h("span", { class: "mark" }, visible(text)), "\n"] : [text || h("span", { class: "mark" }, "∅")];
+    const sign = text === "" || /[\n\t\r]/.test(text); // what would not be seen
+    const shown = sign ? [h("span", { class: "mark" }, visible(text)), text.includes("\n") ? "\n" : ""] : [text];
     return h("span", { role: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
   });
   const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; arrow keys move` }, ...buttons);

@@ -153,7 +153,8 @@ def test_pythons_documentation_is_always_there():
 
 def test_an_unknown_corpus_is_told():
     with pytest.raises(
-        UserError, match="unknown corpus 'bible': there are python-docs, python-docs.jsonl, shakespeare"
+        UserError,
+        match="unknown corpus 'bible': there are python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare",
     ):
         corpus_files("bible")
 
