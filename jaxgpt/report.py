@@ -189,7 +189,10 @@ def _by_heart(
     if dataset is None or not isinstance(dataset.train, Tokens) or not isinstance(dataset.val, Tokens):
         return None, None, why or "There is no text to compare with."
     decode = run.tokenizer.decode
-    corpus = Corpus(decode(dataset.train.read(0, min(len(dataset.train), MOST_TEXT))))
+    try:
+        corpus = Corpus(decode(dataset.train.read(0, min(len(dataset.train), MOST_TEXT))))
+    except UserError as e:  # without the package for it
+        return None, None, f"It was not looked for: {e}"
     prompt = run.experiment.train.sample_prompt
     try:
         run.tokenizer.encode(prompt)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -139,6 +140,13 @@ def test_without_its_text_it_says_why(run, tmp_path):
     summary, page = report(moved, samples=1, tokens=8)
     assert summary["memorisation"] is None and "gone.txt" in summary["why_no_memorisation"]
     assert "gone.txt" in page and math.isfinite(summary["validation_loss"]["best"])
+
+
+def test_without_the_package_the_rest_is_there(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    summary, _ = report(run, samples=1, tokens=8)
+    assert summary["memorisation"] is None and "pip install 'jaxgpt[report]'" in summary["why_no_memorisation"]
+    assert summary["samples"] and summary["verdict"] == "it learns"
 
 
 def test_the_page(found, open_page, tmp_path):
