@@ -155,7 +155,8 @@ class Attention(nn.Module):
     Query head n reads key/value head n // G. positions_BT are the tokens' places, which rope needs; B may be 1.
     What is read is x itself, each token those before it or, where `causal` is false, all of its document; with a
     `memory`, x_BSD of another text, that one. segments_BT, memory_segments_BS: see `attend`.
-    With a cache, the tokens before are those in its slots, and a memory is `keys_values` of it, readable_BS of them.
+    With a cache, the tokens before are those in its slots, and a memory is its `keys_values` in a LayerCache, all of
+    which are read but those of segment 0.
     Returns (x_BTD, the extended cache or None).
     """
 
