@@ -8,8 +8,10 @@ Variants    the four; all else equal: four layers of width 96, rotary positions,
             16 x 64 characters of Shakespeare. Every variant has the same 449,472 parameters (a test counts them).
 Command     jaxgpt study experiments/study_activation.py
 Expected    SwiGLU and squared ReLU a little ahead of GELU, and GELU of ReLU.
-Result      not run yet.
-Verdict     none yet.
+Result      five seeds, at equal tokens (standard deviation): ReLU 1.7927 (0.0044), GELU 1.8797 (0.0103), squared ReLU
+            1.7802 (0.0052), SwiGLU 1.7777 (0.0119). To ReLU: +0.0870 ± 0.0111, -0.0126 ± 0.0104, -0.0150 ± 0.0176 (2026-11-22).
+Verdict     squared ReLU is better than ReLU by more than noise, SwiGLU as far ahead but too uneven to say; GELU is worst, against
+            expectation: at this width and N(0, 0.02) its inputs begin near 0.2, where it is almost a straight line.
 """
 
 import dataclasses
