@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jaxgpt.experiment_file import load_experiment
 from jaxgpt.loop import fit
-from jaxgpt.metrics import read_metrics
+from jaxgpt.metrics import read_metrics, validations
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.paths import is_run, write_whole
 from jaxgpt.record import read_record
@@ -29,8 +29,7 @@ BANDS = Path(__file__).parent.parent / "jaxgpt" / "bands"
 
 
 def curve(directory: Path) -> list[tuple[int, float]]:
-    lines = read_metrics(directory / "metrics.jsonl")
-    return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+    return validations(read_metrics(directory / "metrics.jsonl"))
 
 
 def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
@@ -39,7 +38,7 @@ def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
     for seed in range(seeds):
         place = runs / experiment.name / f"seed-{seed}"
         seeded = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=seed))
-        if not is_run(place) or curve(place)[-1:] == [] or curve(place)[-1][0] < experiment.train.steps:
+        if not is_run(place) or max([step for step, _ in curve(place)], default=0) < experiment.train.steps:
             fit(seeded, place, progress=False)
         curves.append(curve(place))
         print(f"{experiment.name}, seed {seed}: {curves[-1][-1][1]:.4f}", file=sys.stderr, flush=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,24 @@ def is_there(path: Path, remedy: str) -> bool:
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}. {remedy}") from None
     return True
+
+
+def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[str, bytes]]:
+    """("FILE:LINE", the line with its end) of a file of any size, without a byte order mark and without blank lines.
+
+    Raises `UserError` for a line of over `longest` bytes; remedy: what to do then.
+    """
+    with open_file(path) as f:
+        for number in itertools.count(1):
+            raw = f.readline(longest + 1)
+            if not raw:
+                return
+            where = f"{path}:{number}"
+            if len(raw) > longest:
+                raise UserError(f"{where}: the line is longer than {longest:,} bytes: {remedy}")
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if raw.strip():
+                yield where, raw
 
 
 def open_file(path: str | Path) -> io.BufferedReader:

@@ -43,6 +43,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return [line for raw in f if (line := _line(raw)) is not None]
 
 
+def validations(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, validation loss) of those that were finite."""
+    return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+
+
 def _line(raw: bytes) -> dict[str, Any] | None:
     try:
         line = parse_json(raw, "the line")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset, Tokens, prepare
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
@@ -26,14 +26,14 @@ from jaxgpt.viz.report import report_page
 
 MOST_TEXT = 2**26  # characters of a corpus that are looked in, from its beginning
 LARGEST_BAND = 2**20  # bytes of a band's file
-# What does not change where a curve lies, or is told by the data's fingerprint.
-FREE = {
-    "data": ("corpus", "path"),
-    "train": (
-        "seed", "dtype", "attention", "log_every", "checkpoint_every", "keep_last", "keep_every", "sample_prompt",
-        "sample_tokens", "sample_temperature", "eval_every",
-    ),
-}  # fmt: skip
+# Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
+FREE = (
+    "parallel.",
+    "data.corpus",
+    "data.path",
+    *(f"train.{name}" for name in ("seed", "dtype", "attention", "log_every", "eval_every", "checkpoint_every")),
+    *(f"train.{name}" for name in ("keep_", "sample_")),
+)
 
 
 def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
@@ -88,13 +88,7 @@ def band_for(record: Record) -> tuple[Band | None, str]:
         return None, f"None is shipped for {record.experiment.name}."
     with resources.as_file(file) as path:
         held = read_json(path, LARGEST_BAND)
-    differing = [
-        name
-        for name, (ours, theirs) in _differences(
-            record.experiment, from_dict(Experiment, held["experiment"], "")
-        ).items()
-        if ours != theirs
-    ]
+    differing = differing_fields(record.experiment, from_dict(Experiment, held["experiment"], ""))
     if differing:
         return None, f"The one that is shipped has another configuration: {', '.join(differing[:6])}."
     if changed_data(record.data, held["data"]):
@@ -118,29 +112,14 @@ def band_file(record: Record, band: Band, made: dict[str, Any]) -> str:
     return json.dumps(held, indent=1) + "\n"
 
 
-def _differences(ours: Experiment, theirs: Experiment) -> dict[str, tuple[Any, Any]]:
-    """Of all fields that decide where a curve lies."""
-    found = {}
-    for part in ("model", "data", "optim", "train", "lora"):
-        for field in dataclasses.fields(getattr(ours, part)):
-            if field.name not in FREE.get(part, ()):
-                pair = getattr(getattr(ours, part), field.name), getattr(getattr(theirs, part), field.name)
-                found[f"{part}.{field.name}"] = pair
-    return found
+def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:
+    """Of those that decide where a curve lies."""
+    return [name for name in differences(ours, theirs) if not name.startswith(FREE)]
 
 
 def _changed(experiment: Experiment) -> list[str]:
     """Fields that are not at their default."""
-    plain = Experiment(name=experiment.name)
-    fields: dict[str, Any] = to_dict(experiment)
-    defaults: dict[str, Any] = to_dict(plain)
-    return [
-        f"{part}.{name}"
-        for part, values in fields.items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-        if value != defaults[part].get(name)
-    ]
+    return list(differences(experiment, Experiment(name=experiment.name)))
 
 
 def _number(value: Any) -> float:

@@ -16,7 +16,7 @@ from jaxgpt.checks import short
 from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, fit
-from jaxgpt.metrics import read_metrics
+from jaxgpt.metrics import read_metrics, validations
 from jaxgpt.paths import is_run, write_whole
 
 DIVERGED = "diverged.txt"  # in the directory of a run that no longer learnt: why
@@ -120,7 +120,7 @@ def _trained(experiment: Experiment, directory: Path) -> Curve:
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
     """Of a run that logs the rate of its steps, from which their time follows without that of compilation."""
     lines = read_metrics(directory / "metrics.jsonl")
-    validated = [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+    validated = validations(lines)
     rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
     if not rated or not validated:
         return Curve(tokens=[], seconds=[], losses=[])

@@ -14,9 +14,10 @@ import optax
 import pytest
 
 from jaxgpt.anatomy import anatomy
-from jaxgpt.config import DataConfig, GPTConfig, OptimConfig
+from jaxgpt.config import DataConfig, OptimConfig
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_run, text_table
+from jaxgpt.experiment_file import load_experiment
 from jaxgpt.export_hf import export_hf
 from jaxgpt.flops import count_parameters
 from jaxgpt.layers.cache import KVCache, Place
@@ -29,6 +30,7 @@ from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.weights import for_decoding
+from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model, run_command, tiny_experiment
 
 CONFIG = dataclasses.replace(
@@ -190,20 +192,8 @@ def test_what_goes_wrong_is_said():
 
 def test_the_base_model_of_2017():
     """Table 3 of arXiv:1706.03762: N=6, d_model=512, d_ff=2048, h=8, d_k=64, about 37,000 shared tokens, 65 million."""
-    config = GPTConfig(
-        vocab_size=37_000,
-        block_size=512,
-        n_layer=6,
-        n_encoder_layer=6,
-        n_head=8,
-        n_embd=512,
-        dropout=0.1,
-        bias=True,
-        norm_position="post",
-        activation="relu",
-        position="sinusoidal",
-        scale_embeddings=True,
-    )
+    base = load_experiment(str(REPOSITORY / "experiments/transformer_2017.py:base")).model
+    config = dataclasses.replace(base, vocab_size=37_000)
     model = GPT(config)
     shapes = jax.tree.map(lambda x: x.shape, model.shapes())
     D, F, attention = 512, 2048, 4 * (512 * 512 + 512)

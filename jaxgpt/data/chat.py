@@ -12,7 +12,7 @@ from jaxgpt.checks import short
 from jaxgpt.data.template import MARKS, ROLES, ChatTemplate, Message, tokenise
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file, parse_json
+from jaxgpt.files import parse_json, read_lines
 
 LONGEST_LINE = 2**24  # bytes
 SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -23,17 +23,8 @@ def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message]]]:
 
     Raises `UserError`, which names file and line, for what is no conversation or has nothing to learn from.
     """
-    with open_file(path) as f:
-        for number in range(1, 2**63):
-            raw = f.readline(LONGEST_LINE + 1)
-            if not raw:
-                return
-            where = f"{path}:{number}"
-            if len(raw) > LONGEST_LINE:
-                raise UserError(f"{where}: the line is longer than {LONGEST_LINE:,} bytes: cut the conversation")
-            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw  # a byte order mark
-            if raw.strip():
-                yield where, _messages(parse_json(raw, f"{where}: the line"), where)
+    for where, raw in read_lines(path, LONGEST_LINE, "cut the conversation"):
+        yield where, _messages(parse_json(raw, f"{where}: the line"), where)
 
 
 def _messages(value: Any, where: str) -> list[Message]:

@@ -11,7 +11,7 @@ from jaxgpt.checks import short
 from jaxgpt.data.chat import LONGEST_LINE, Conversations
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file
+from jaxgpt.files import read_lines
 
 # A line of the file is also how a pair is written in tokens: what stands between the two begins the second, and the
 # end of the line ends it.
@@ -23,24 +23,15 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
 
     Raises `UserError`, which names file and line, for what is no pair.
     """
-    with open_file(path) as f:
-        for number in range(1, 2**63):
-            raw = f.readline(LONGEST_LINE + 1)
-            if not raw:
-                return
-            where = f"{path}:{number}"
-            if len(raw) > LONGEST_LINE:
-                raise UserError(f"{where}: the line is longer than {LONGEST_LINE:,} bytes: cut the pair")
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as e:
-                raise UserError(f"{where} is not UTF-8 text: byte 0x{raw[e.start]:02x}: save it as UTF-8") from None
-            if not line:
-                continue
-            fields = line.split(START)
-            if len(fields) != 2 or not all(fields):
-                raise UserError(f"{where}: got {short(line)}, needs two texts with one tab between them")
-            yield where, fields[0], fields[1]
+    for where, raw in read_lines(path, LONGEST_LINE, "cut the pair"):
+        try:
+            line = raw.decode().rstrip("\r\n")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{where} is not UTF-8 text: byte 0x{raw[e.start]:02x}: save it as UTF-8") from None
+        fields = line.split(START)
+        if len(fields) != 2 or not all(fields):
+            raise UserError(f"{where}: got {short(line)}, needs two texts with one tab between them")
+        yield where, fields[0], fields[1]
 
 
 def encode_pairs(path: str | Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -141,6 +141,7 @@ class Block(nn.Module):
             return out_BTD
 
         def look_up(x_BTD: jax.Array) -> jax.Array:
+            assert memory is not None, "without a text to read, this would read its own"
             read = {"memory": memory, "memory_segments_BS": memory_segments_BS, "segments_BT": segments_BT}
             return self.cross(x_BTD, positions_BT, train=train, **read)[0]
 
