@@ -1,6 +1,7 @@
 """Where files go: the user's cache, and the runs."""
 
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -70,13 +71,15 @@ def new_file(path: str, *, force: bool) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file, into a directory that is there, so that it is there whole or not at all, though the power fails."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    partial = path.with_name(
+        f"{path.name}.{secrets.token_hex(4)}"
+    )  # `mkstemp` would keep it from a group that may read it
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as f:
+        with open(partial, "x", encoding="utf-8", newline="") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
