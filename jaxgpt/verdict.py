@@ -90,16 +90,15 @@ def judge(
         "diverging": f"diverging since step {worse_since:,}" if worse_since is not None else "diverging from the start",
     }[learning]
     if band is not None:
-        beside = f"of this experiment's band of {band.seeds} seeds"
-        words += (
-            "; "
-            + {
-                "inside": f"inside {beside.removeprefix('of ')}",
-                "above": f"above {beside.removeprefix('of ')} since step {since}",
-                "below": f"below {beside.removeprefix('of ')}, which is better, since step {since}",
-                None: "nowhere near the steps of this experiment's band",
-            }[place]
-        )
+        own = f"this experiment's band of {band.seeds} seeds"
+        beside = {
+            "inside": f"inside {own}",
+            "above": f"above {own} since step {since}",
+            "below": f"below {own}, which is better, since step {since}",
+            None: "nowhere near the steps of this experiment's band",
+        }[place]
+        # A run that is validated once, at its end, is judged by the band alone.
+        words = beside if learning == "unknown" and place else f"{words}; {beside}"
     return Verdict(band=place, since=since, learning=learning, learning_since=worse_since, words=words)
 
 

@@ -41,6 +41,11 @@ def test_beside_the_band(losses, place, since, words):
     assert (found.band, found.since, found.learning) == (place, since, "yes") and words in found.words
 
 
+def test_one_validation_is_enough_beside_a_band():
+    assert judge([(1000, falling()[-1])], TRAINING, BAND).words == "inside this experiment's band of 5 seeds"
+    assert judge([(1000, 2.0)], TRAINING).words == "there is too little of it to say whether it learns"
+
+
 def test_without_a_band_nothing_is_said_of_it():
     found = judge(curve(falling()), TRAINING)
     assert found.words == "it learns" and found.band is None

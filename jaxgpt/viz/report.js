@@ -2,11 +2,21 @@
 
 const s = data.summary;
 
+// About n round numbers from low to high.
+function ticks(low, high, n) {
+  const least = (high - low) / n;
+  const ten = 10 ** Math.floor(Math.log10(least));
+  const apart = [1, 2, 5, 10].map((k) => k * ten).find((k) => k >= least);
+  const first = Math.ceil(low / apart);
+  return Array.from({ length: Math.floor(high / apart) - first + 1 }, (_, i) => (first + i) * apart);
+}
+
 // A chart over steps: series of { name, points: [[step, value]], color, dash, dots }, and a band of { steps, low, high }.
 // from: where the axis begins; null: at the lowest value, and of the first tenth, which is guessing, what is above the rest is cut.
 function curves(label, unit, series, { band = null, height = 320, from = null } = {}) {
-  const [left, right, top, bottom, width] = [60, 14, 12, 50, 860];
   const drawn = series.filter((one) => one.points.length);
+  const keyed = drawn.length > 1 || band !== null; // one line alone is named by its unit
+  const [left, right, top, bottom, width] = [60, 14, 12, keyed ? 64 : 44, 860];
   const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
   const all = drawn.flatMap((one) => one.points.map((p) => p[1])).sort((a, b) => a - b);
   if (!all.length) return h("p", { class: "quiet" }, "Nothing was logged.");
@@ -20,16 +30,17 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
   const x = (step) => left + ((width - left - right) * step) / last;
   const y = (v) => top + (height - top - bottom) * (1 - (Math.min(Math.max(v, low), high) - low) / (high - low));
   const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "wide" });
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    const v = low + share * (high - low);
+  for (const v of ticks(low, high, 7)) {
     svg.append(h("line", { class: "axis", x1: left, x2: width - right, y1: y(v), y2: y(v) }),
-      h("text", { class: "quiet", x: left - 6, y: y(v) + 4, "text-anchor": "end" }, number(v)));
-    const step = Math.round(share * last);
-    svg.append(h("text", { class: "quiet", x: x(step), y: height - bottom + 18, "text-anchor": share === 1 ? "end" : "middle" }, step.toLocaleString("en")));
+      h("text", { class: "quiet", x: left - 6, y: y(v) + 4, "text-anchor": "end" }, Number(v.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 12 })));
+  }
+  for (const step of ticks(0, last, 8).filter(Number.isInteger)) {
+    svg.append(h("text", { class: "quiet", x: x(step), y: height - bottom + 18, "text-anchor": x(step) > width - 40 ? "end" : "middle" }, step.toLocaleString("en")));
   }
   if (band) {
-    const there = band.steps.map((step, i) => [step, band.low[i], band.high[i]]).filter(([step]) => step <= last);
-    const edge = [...there.map(([step, , up]) => `${x(step)},${y(up)}`), ...there.reverse().map(([step, down]) => `${x(step)},${y(down)}`)];
+    let there = band.steps.map((step, i) => [x(step), y(band.low[i]), y(band.high[i])]).filter((_, i) => band.steps[i] <= last);
+    if (there.length === 1) there = [-5, 5].map((by) => [there[0][0] + by, ...there[0].slice(1)]); // one step has no width of its own
+    const edge = [...there.map(([at, , up]) => `${at},${up}`), ...there.reverse().map(([at, down]) => `${at},${down}`)];
     svg.append(h("path", { class: "band", d: `M${edge.join("L")}Z` }));
   }
   drawn.forEach((one, n) => {
@@ -42,12 +53,13 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
       dot.style.fill = one.color;
       svg.append(dot);
     });
+    if (!keyed) return;
     const key = h("line", { x1: left + 200 * n, x2: left + 200 * n + 24, y1: height - 10, y2: height - 10, "stroke-width": 2, "stroke-dasharray": one.dash || null });
     key.style.stroke = one.color;
     svg.append(key, h("text", { class: "quiet", x: left + 200 * n + 30, y: height - 6 }, one.name));
   });
   if (band) svg.append(h("text", { class: "quiet", x: left + 200 * drawn.length, y: height - 6 }, `shaded: 95% of further runs, from ${band.seeds} seeds`));
-  svg.append(h("text", { class: "quiet", x: width - right, y: height - 20, "text-anchor": "end" }, `optimiser step; ${unit}`));
+  svg.append(h("text", { class: "quiet", x: width - right, y: height - bottom + 38, "text-anchor": "end" }, `optimiser step; ${unit}`));
   return svg;
 }
 
