@@ -19,7 +19,8 @@ CONFIDENCE = 0.95
 class Band:
     """Where the validation loss of an experiment lies, step by step, from runs with several seeds.
 
-    low and high: between them a further run's loss is expected with 95% probability at each step, by Student's t.
+    low and high: between them a further run's loss is expected with 95% probability at each step, by Student's t of the
+    losses' logarithms: a loss is not below 0, and where one seed is late, it is far above the others.
     """
 
     steps: list[int]
@@ -51,13 +52,14 @@ def band_of(curves: Sequence[Sequence[tuple[int, float]]]) -> Band:
 
     losses_NS = np.array([[loss for _, loss in curve] for curve in curves])
     n = len(curves)
-    margin_S = t.ppf((1 + CONFIDENCE) / 2, n - 1) * losses_NS.std(axis=0, ddof=1) * math.sqrt(1 + 1 / n)
-    mean_S = losses_NS.mean(axis=0)
+    logs_NS = np.log(losses_NS)
+    margin_S = t.ppf((1 + CONFIDENCE) / 2, n - 1) * logs_NS.std(axis=0, ddof=1) * math.sqrt(1 + 1 / n)
+    centre_S = logs_NS.mean(axis=0)
     return Band(
         steps=steps,
-        mean=mean_S.tolist(),
-        low=(mean_S - margin_S).tolist(),
-        high=(mean_S + margin_S).tolist(),
+        mean=losses_NS.mean(axis=0).tolist(),
+        low=np.exp(centre_S - margin_S).tolist(),
+        high=np.exp(centre_S + margin_S).tolist(),
         seeds=n,
     )
 
@@ -78,8 +80,8 @@ def judge(
 ) -> Verdict:
     """What the two losses of a run say, each (step, nats per token).
 
-    Over-fitting: validation is above its best by more than 1%, while training has gone on falling. Diverging: training
-    has risen as well, or a loss is no number. Training is smoothed over a tenth of the lines, for it is that of one batch.
+    Over-fitting: validation is above its best by more than 1%, and by more than it has risen and come back before, while
+    training has gone on falling. Diverging: training has risen as well, or a loss is no number. Training is smoothed over a tenth of the lines, for it is that of one batch.
     """
     learning, worse_since = _learning(validation, training)
     place, since = _place(validation, band)
@@ -130,10 +132,21 @@ def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[
         return "unknown", None
     best_step, best = min(validation, key=lambda point: point[1])
     last_step, last = validation[-1]
-    if last - best <= RISE * abs(best) or not training:
+    if last - best <= max(RISE, _swing(validation)) * best or not training:
         return "yes", None
     then, now = (_smoothed(training, step) for step in (best_step, last_step))
     return ("over-fitting" if now <= then else "diverging"), best_step
+
+
+def _swing(validation: Sequence[tuple[int, float]]) -> float:
+    """The largest rise, as a share, that the curve's second half has come back from: one as large may be another of these."""
+    losses = [loss for step, loss in validation if 2 * step >= validation[-1][0]]
+    rises = [0.0]
+    for i, loss in enumerate(losses[:-1]):
+        best = min(losses[: i + 1])
+        if best > 0 and min(losses[i + 1 :]) <= best * (1 + RISE):
+            rises.append(loss / best - 1)
+    return max(rises)
 
 
 def _smoothed(training: Sequence[tuple[int, float]], step: int) -> float:

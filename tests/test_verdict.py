@@ -69,6 +69,18 @@ def test_over_fitting_is_told_from_diverging_by_the_training_loss():
     assert judge(curve(rising(500, 0.009)), risen).learning == "yes"  # within one per cent: noise
 
 
+def test_a_curve_that_swings_is_given_its_swing():
+    """A rise of 4% is nothing new to one that has come back from as much in its second half; once, long ago, says nothing."""
+    up_and_down = [*falling()[:5], 1.65, 1.6, 1.664, 1.6, 1.66]
+    assert judge(curve(up_and_down), TRAINING).learning == "yes"
+    assert judge(curve([*up_and_down[:-1], 1.7]), TRAINING).learning == "over-fitting"
+    spike = [2.0, 5.0, *rising(300, 0.05)[2:]]
+    assert judge(curve(spike), TRAINING).learning == "over-fitting"
+    assert (
+        judge(curve([*up_and_down[:5], 1.6, 1.62, 1.64, 1.652, 1.664]), TRAINING).words == "over-fitting since step 600"
+    )
+
+
 def test_one_batch_that_was_easy_decides_nothing():
     noisy = [(step, loss + (2.0 if step == 1000 else 0.0)) for step, loss in TRAINING]
     assert judge(curve(rising(500, 0.05)), noisy).learning == "over-fitting"
@@ -79,6 +91,7 @@ def test_numbers_that_are_none():
     assert found.words == "diverging since step 900"
     assert judge([(1, math.nan)], []).words == "diverging from the start"
     assert judge([(1, 2.0)], []).learning == "unknown"
+    assert judge(curve([0.0] * 10), TRAINING).learning == "yes"  # a text of one letter
 
 
 def test_a_band_is_a_prediction_interval():
@@ -90,9 +103,17 @@ def test_a_band_is_a_prediction_interval():
         band = band_of([[(100, float(loss))] for loss in runs[:5, 0]])
         inside.append(band.low[0] <= runs[5, 0] <= band.high[0])
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
-    margin = band.high[0] - band.mean[0]
-    assert margin == pytest.approx(stats.t.ppf(0.975, 4) * np.std(runs[:5], ddof=1) * math.sqrt(1.2))
+    logs = np.log(runs[:5])
+    margin = stats.t.ppf(0.975, 4) * np.std(logs, ddof=1) * math.sqrt(1.2)
+    assert (band.low[0], band.high[0]) == pytest.approx(tuple(np.exp(np.mean(logs) + np.array([-margin, margin]))))
+    assert band.mean[0] == pytest.approx(np.mean(runs[:5]))
     assert band.seeds == 5 and band.at(50) is None
+
+
+def test_a_band_is_of_losses_that_can_be():
+    """One seed of five learns late: the others are not expected below 0."""
+    band = band_of([[(500, loss)] for loss in (0.2, 0.25, 0.3, 0.25, 1.4)])
+    assert 0 < band.low[0] < 0.2 and band.high[0] > 1.4
 
 
 def test_what_is_no_band():
