@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.config import Experiment
+from jaxgpt.config import Experiment, from_dict
 from jaxgpt.experiment_file import load_experiment, load_variants
 from jaxgpt.flops import count_parameters
 from jaxgpt.loop import fit
 from jaxgpt.model import GPT
 from jaxgpt.presets import EXPERIMENTS
+from jaxgpt.report import differing_fields
 from jaxgpt.study import comparable
+from jaxgpt.verdict import as_band
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
@@ -49,6 +51,17 @@ def test_full_size_by_shape(name):
     logits, variables = jax.eval_shape(GPT(config).init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (1, config.block_size, config.vocab_size)
     assert count_parameters(variables["params"]) > 100_000
+
+
+def test_a_band_is_shipped_for_every_one_that_runs_on_a_cpu():
+    """Its configuration is still the experiment's, and at least five seeds made it."""
+    ours = {e.name: e for e in map(load_experiment, variants())}
+    elsewhere = {"finetune-quijote", "gpt2-124m", "shakespeare-char-wide", "transformer-2017-base"}  # weights, or a GPU
+    shipped = {path.stem: json.loads(path.read_text()) for path in (REPOSITORY / "jaxgpt/bands").glob("*.json")}
+    assert shipped.keys() == ours.keys() - elsewhere
+    for name, held in shipped.items():
+        assert differing_fields(ours[name], from_dict(Experiment, held["experiment"], "")) == [], name
+        assert as_band(held["band"]).seeds >= 5 and held["band"]["steps"][-1] == ours[name].train.steps, name
 
 
 @pytest.fixture(scope="module")
