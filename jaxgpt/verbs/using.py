@@ -113,7 +113,7 @@ def xray(argv: list[str]) -> None:
     run = load(options.run, average=options.average)
     page = run.xray(options.prompt, data=options.data, corpus_tokens=options.corpus_tokens)
     write_whole(out, page)
-    print(f"{out}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser")
+    print(f"{out}: {len(page.encode()) / 1e3:,.0f} kB; open it in a browser")
 
 
 def report(argv: list[str]) -> None:
@@ -136,7 +136,7 @@ def report(argv: list[str]) -> None:
         print(text)
         return
     print(f"{summary['experiment']}: {summary['verdict']}")
-    print(f"{page}: {len(html.encode()) / 1e6:.1f} MB; open it in a browser")
+    print(f"{page}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
 
 
 def import_hf(argv: list[str]) -> None:

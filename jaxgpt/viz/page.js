@@ -54,6 +54,7 @@ function number(x, digits = 3) {
 }
 
 function percent(p) {
+  if (p > 0 && p < 1e-4) return "<0.01%";
   return p >= 0.0995 || p === 0 ? `${Math.round(100 * p)}%` : `${Number((100 * p).toPrecision(2))}%`;
 }
 
