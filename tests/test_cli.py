@@ -25,7 +25,8 @@ SMALL = """
 
 
 def jaxgpt(*argv, cwd, **env):
-    return run_command("-m", "jaxgpt", *map(str, argv), cwd=cwd, **env)
+    """On the CPU: where libtpu is installed and no TPU is, it speaks on stderr whenever it is asked for one."""
+    return run_command("-m", "jaxgpt", *map(str, argv), cwd=cwd, **{"JAX_PLATFORMS": "cpu"} | env)
 
 
 @pytest.fixture(scope="module")
