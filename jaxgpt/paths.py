@@ -71,9 +71,8 @@ def new_file(path: str, *, force: bool) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file, into a directory that is there, so that it is there whole or not at all, though the power fails."""
-    partial = path.with_name(
-        f"{path.name}.{secrets.token_hex(4)}"
-    )  # `mkstemp` would keep it from a group that may read it
+    # Not by `mkstemp`, whose files are their owner's alone, whatever the umask says.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with open(partial, "x", encoding="utf-8", newline="") as f:
             f.write(text)

@@ -80,8 +80,9 @@ def judge(
 ) -> Verdict:
     """What the two losses of a run say, each (step, nats per token).
 
-    Over-fitting: validation is above its best by more than 1%, and by more than it has risen and come back before, while
-    training has gone on falling. Diverging: training has risen as well, or a loss is no number. Training is smoothed over a tenth of the lines, for it is that of one batch.
+    Over-fitting: validation is above its best by more than 1%, and by more than it has lately risen and come back, while
+    training has gone on falling. Diverging: training has risen as well, or a loss is no number. Training is smoothed over
+    a tenth of the lines, for it is that of one batch.
     """
     learning, worse_since = _learning(validation, training)
     place, since = _place(validation, band)
@@ -139,7 +140,7 @@ def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[
 
 
 def _swing(validation: Sequence[tuple[int, float]]) -> float:
-    """The largest rise, as a share, that the curve's second half has come back from: one as large may be another of these."""
+    """The largest rise, as a share, that the curve's second half has come back from: one as large may be the next."""
     losses = [loss for step, loss in validation if 2 * step >= validation[-1][0]]
     rises = [0.0]
     for i, loss in enumerate(losses[:-1]):
