@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxgpt.anatomy import anatomy, excited
-from jaxgpt.config import GPTConfig
+from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.data.corpus import read_text, user_files
 from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.flops import count_parameters
+from jaxgpt.model import GPT
 from jaxgpt.record import changed_data, read_record
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.viz.xray import Corpus, Map, Subject, xray_page
 
-if TYPE_CHECKING:
-    from jaxgpt.run import Run
-
 CORPUS_TOKENS = 2**15  # of the corpus that are read for what excites a unit: seconds for a small model
 MOST_WEIGHTS = 2**25  # of attention on a page: a byte each, before they are packed
 
 
-def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+class Trained(Protocol):
+    """What a page needs of a `Run`, which is above this module."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def model(self) -> GPT: ...
+    @property
+    def params(self) -> dict: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def val_loss(self) -> float | None: ...
+    @property
+    def decoder(self) -> tuple[GPT, dict]: ...
+
+
+def xray(run: Trained, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
     """An HTML page of its own: see `Run.xray`."""
     config = run.model.config
     source: list[int] | None = None
@@ -98,7 +118,7 @@ def speller(tokenizer: Tokenizer) -> Any:
     return spell
 
 
-def _written(run: Run, source: list[int]) -> list[int]:
+def _written(run: Trained, source: list[int]) -> list[int]:
     """What a run with an encoder makes of a source, greedily: the tokens that its decoder reads."""
     start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
     out = generate(
@@ -114,7 +134,7 @@ def _written(run: Run, source: list[int]) -> list[int]:
     return [start, *out.tokens[0]][: run.model.config.block_size]
 
 
-def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
+def _windows(run: Trained, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
     """Windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
     T = run.model.config.block_size
     if run.model.config.n_encoder_layer:
