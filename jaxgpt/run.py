@@ -181,14 +181,12 @@ class Run:
         if other := [name for name, value in options.items() if value and name != "seed"]:
             raise UserError(f"beams={beams} draws nothing, so leave out {', '.join(other)}")
         rows, sources = self._ids(prompts, chat)
-        stops = self._stops(chat)
-        room = self.model.config.block_size - max(len(row) for row in rows)
         found = beam_search(
             *self.decoder,
             rows,
             beams=beams,
-            max_new_tokens=min(max_new_tokens, room),
-            stop_tokens=stops,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=self._stops(chat),
             vocab_size=self.tokenizer.vocab_size,
             sources=sources,
         )

@@ -317,14 +317,21 @@ def test_a_search_of_one_is_greedy():
     assert alone.tokens[0] == wide.tokens[0]  # nor does the batch matter
 
 
-def test_prompts_of_several_lengths_are_searched_together():
-    model, params = make_model(dataclasses.replace(TINY, position="rope"), seed=2)
-    prompts = [[1], [4, 2, 7], [1, 2]]
-    together = beam_search(model, params, prompts, beams=3, max_new_tokens=4, stop_tokens=[0])
-    for number, prompt in enumerate(prompts):
-        alone = beam_search(model, params, [prompt], beams=3, max_new_tokens=4, stop_tokens=[0])
-        assert alone.tokens[0] == together.tokens[number]
-        np.testing.assert_allclose(alone.scores[0], together.scores[number], **FLOAT32_REORDERED)
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_prompts_of_several_lengths_are_searched_together(position):
+    """Also to the end of the context, which comes sooner for some."""
+    model, params = make_model(dataclasses.replace(TINY, position=position), seed=2)
+    params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
+    prompts = [[1], [4, 2, 7], [1, 2], [3] * TINY.block_size]
+    for new in (4, 20):
+        together = beam_search(model, params, prompts, beams=3, max_new_tokens=new, stop_tokens=[7])
+        for number, prompt in enumerate(prompts):
+            alone = beam_search(model, params, [prompt], beams=3, max_new_tokens=new, stop_tokens=[7])
+            assert alone.tokens[0] == together.tokens[number]
+            np.testing.assert_allclose(alone.scores[0], together.scores[number], **FLOAT32_REORDERED)
+            room = TINY.block_size + 1 - len(prompt)
+            assert max(map(len, alone.tokens[0])) <= min(room, new)
+    assert any(len(text) == TINY.block_size for text in together.tokens[0])  # else none met the end
 
 
 @pytest.mark.parametrize(
@@ -332,7 +339,10 @@ def test_prompts_of_several_lengths_are_searched_together():
     [
         ({"beams": 0}, "beams=0: needs at least 1"),
         ({"stop_tokens": []}, "beam search needs a stop token"),
-        ({"max_new_tokens": 8}, "max_new_tokens=8 after a prompt of 2 tokens: needs at most 6"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
+        ({"prompts": [[1], [2] * 9]}, "a prompt has 9 tokens: needs at most block_size=8"),
+        ({"length_penalty": -1.0}, "length_penalty=-1.0: needs a finite number of at least 0"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan"),
         ({"prompts": []}, "no prompts"),
         ({"sources": [[1]]}, "for a model with an encoder"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,23 +55,28 @@ def beam_search(
 
     A text's score is its log-probability, stop token included, over ((5 + tokens) / 6) ^ length_penalty, whose tokens
     are those written and the stop token (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's).
-    A search ends when no text that goes on could still beat the ones that have stopped, or at max_new_tokens, where
-    texts are taken as they are. It reads through the cache, whose rows follow the beams.
-    Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`; prompt and text together are at most
-    block_size long. Raises `UserError` where they would not be.
+    A search ends when no text that goes on could still beat the ones that have stopped. Texts are taken as they are at
+    max_new_tokens, or sooner, where the last token that they were made from was the block_size-th of prompt and text.
+    It reads through the cache, whose rows follow the beams.
+    length_penalty: at least 0, where log-probabilities alone count.
+    Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`. What is found for a prompt does not depend on
+    the others. Raises `UserError` for a prompt of more than block_size tokens.
     """
     V = vocab_size or model.config.vocab_size
     assert V is not None
     if beams < 1:
         raise UserError(f"beams={beams}: needs at least 1")
-    if not stop_tokens:
+    if not len(stop_tokens):
         raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest + max_new_tokens > model.config.block_size:
+    if not 0 <= length_penalty < math.inf:
+        raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
+    block_size = model.config.block_size
+    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a text need not be read
+    if min(room_B, default=1) < 1:
         raise UserError(
-            f"max_new_tokens={max_new_tokens} after a prompt of {longest} tokens: needs at most "
-            f"{model.config.block_size - longest}, since a search stays within block_size={model.config.block_size}"
+            f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
         )
+    max_new_tokens = min(max_new_tokens, max(room_B, default=max_new_tokens))
 
     def each(rows: Sequence[Sequence[int]] | None) -> list[Sequence[int]] | None:
         return None if rows is None else [row for row in rows for _ in range(beams)]
@@ -85,9 +91,8 @@ def beam_search(
         sources=each(sources),
     )
     first = int(texts.written)
-    searched = _search(
-        model, params, texts, padded_stops(stop_tokens), first + max_new_tokens, length_penalty, beams, V
-    )
+    limit_B = first + np.minimum(room_B, max_new_tokens).astype(np.int32)
+    searched = _search(model, params, texts, padded_stops(stop_tokens), limit_B, length_penalty, beams, V)
     tokens_BWX, lengths_BW, scores_BW = jax.device_get(searched)
     order_BW = np.argsort(-scores_BW, axis=1, kind="stable")
     found = Found([], [])
@@ -99,8 +104,8 @@ def beam_search(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def _search(model, params, texts: Texts, stops, limit, alpha, W: int, V: int) -> Any:
-    """(tokens_BWX, lengths_BW, scores_BW) of the best that have stopped, or were cut."""
+def _search(model, params, texts: Texts, stops, limit_B, alpha, W: int, V: int) -> Any:
+    """(tokens_BWX, lengths_BW, scores_BW) of the best that have stopped, or were cut at their limit, a column."""
     model, params = unrolled(model, params)
     rows, X = texts.tokens_BX.shape
     B, start = rows // W, texts.written
@@ -142,12 +147,16 @@ def _search(model, params, texts: Texts, stops, limit, alpha, W: int, V: int) ->
         # The prompt's cache is the same in all beams of it, and so is the source: only what was written since differs.
         layers = jax.tree.map(lambda x: x[rows_R], t.cache.layers)
         t = t.replace(tokens_BX=tokens_BX, written=t.written + 1, cache=t.cache.replace(layers=layers))
-        return s.replace(texts=t, logprob_BW=logprob_BW)
+        # Those that did not stop in time are taken as they are, and do not go on.
+        cut_B1 = (t.written >= limit_B)[:, None]
+        score_BW = jnp.where(cut_B1 & (logprob_BW > NEVER / 2), over_length(logprob_BW, tokens), NEVER)
+        s = best(s, tokens_BX.reshape(B, W, X), jnp.full((B, W), tokens), score_BW)
+        return s.replace(texts=t, logprob_BW=jnp.where(cut_B1, NEVER, logprob_BW))
 
     def unfinished(s: Beams):
         # A text's log-probability only falls; the longest that it may become divides it by the most.
-        most_B = over_length(s.logprob_BW[:, 0], limit - start + 1)
-        return (s.texts.written < limit) & (most_B > s.done_score_BW[:, -1]).any()
+        most_B = over_length(s.logprob_BW[:, 0], limit_B - start + 1)
+        return ((s.texts.written < limit_B) & (most_B > s.done_score_BW[:, -1])).any()
 
     def go_on(s: Beams) -> Beams:
         t, x_RTD = read(model, params, s.texts, 1)
@@ -164,9 +173,4 @@ def _search(model, params, texts: Texts, stops, limit, alpha, W: int, V: int) ->
         done_score_BW=jnp.full((B, W), NEVER),
     )
     s = jax.lax.while_loop(unfinished, go_on, step(s, x_RD))
-    # Those that did not stop in time are taken as they are.
-    t = s.texts
-    written = t.written - start
-    cut_BW = jnp.where((t.written >= limit) & (s.logprob_BW > NEVER / 2), over_length(s.logprob_BW, written), NEVER)
-    s = best(s, t.tokens_BX.reshape(B, W, X), jnp.full((B, W), written), cut_BW)
     return s.done_BWX, s.done_length_BW, s.done_score_BW
