@@ -25,7 +25,7 @@ def exact_matches(
     beams: how many a search keeps; None: greedy. Returns exact (the share), its standard error, pairs (how many), and
     missed: up to five of the others, as (source, target, written).
     """
-    tokenizer, room = run.tokenizer, run.model.config.block_size
+    tokenizer = run.tokenizer
     right, missed = 0, []
     # By their length, so that those that are written together end together.
     order = np.argsort(pairs.lengths, kind="stable")
@@ -33,17 +33,21 @@ def exact_matches(
         given = [_parts(pairs, int(n)) for n in order[first : first + batch_size]]
         sources, prompts, targets = zip(*given, strict=True)
         how: dict[str, Any] = {
-            "max_new_tokens": max(1, room - max(map(len, prompts))),
             "stop_tokens": [int(targets[0][-1])],
             "vocab_size": tokenizer.vocab_size,
             "sources": sources if isinstance(pairs, Pairs) else None,
         }
         if beams is None:
+            # As many as the longest target has with its end, which has to be written too.
+            most, greedy = max(map(len, targets)), Sampling(greedy=True)
             written = generate(
-                *run.decoder, prompts, key=jax.random.key(0), sampling=Sampling(greedy=True), **how
+                *run.decoder, prompts, key=jax.random.key(0), max_new_tokens=most, sampling=greedy, **how
             ).tokens
         else:
-            written = [texts[0] for texts in beam_search(*run.decoder, prompts, beams=beams, **how).tokens]
+            # As many as fit, since what a search finds may depend on where it ends.
+            most = run.model.config.block_size
+            found = beam_search(*run.decoder, prompts, beams=beams, max_new_tokens=most, **how)
+            written = [texts[0] for texts in found.tokens]
         for source, target, text in zip(sources, targets, written, strict=True):
             same = text == target[:-1]
             right += same
