@@ -259,7 +259,9 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
 
     which: "best", the checkpoint with the lowest validation loss, "last", or the step of one that is kept.
     average: instead of one, the mean of the parameters of so many checkpoints, the last ones, which is less noisy where
-        the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many.
+        the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many. Each
+        counts, also one that was saved between two multiples of `train.checkpoint_every` because its validation was
+        the best so far: for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
     Raises `UserError` if there is no run or no checkpoint.
     """
     if which not in ("best", "last") and not isinstance(which, int):
