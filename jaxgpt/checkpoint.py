@@ -93,7 +93,7 @@ class Checkpoints:
             about = {
                 "jaxgpt": metadata.version("jaxgpt"),
                 "step": step,
-                "val_loss": None if val_loss is None or not math.isfinite(val_loss) else val_loss,
+                "val_loss": _finite(val_loss),
                 "arrays": {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()},
             }
             self._sealing = self._pool.submit(self._seal, partial, about)
@@ -129,6 +129,7 @@ class Checkpoints:
         return {
             *steps[-self._keep_last :],
             *([] if best is None else [best]),
+            *self._illegible(steps),  # each may be the best
             *(s for s in steps if self._keep_every and s % self._keep_every == 0),
         }
 
@@ -141,7 +142,7 @@ class Checkpoints:
 
     def measured(self, step: int, val_loss: float) -> None:
         """The validation loss of a saved step, where a signal had come between."""
-        manifest.rewrite(self._directory / str(step), val_loss=val_loss)
+        manifest.rewrite(self._directory / str(step), val_loss=_finite(val_loss))
         self._about.pop(step, None)
 
     def raise_if_failed(self) -> None:
@@ -187,12 +188,27 @@ class Checkpoints:
         return min(losses, key=lambda step: (losses[step], -step)) if losses else max(steps, default=None)
 
     def val_loss(self, step: int) -> float | None:
-        if step not in self._about:
+        """None: not measured, or the manifest cannot be read."""
+        try:
+            return self._manifest(step)["val_loss"]
+        except Damaged:
+            return None
+
+    def _illegible(self, steps: list[int]) -> dict[int, str]:
+        """The steps with a manifest that cannot be read, and why. Their losses are unknown."""
+        found = {}
+        for step in steps:
             try:
-                self._about[step] = self._read(step, manifest.read)
-            except Damaged:  # told by whoever wants to restore it
-                return None
-        return self._about[step]["val_loss"]
+                self._manifest(step)
+            except Damaged as e:
+                found[step] = str(e)
+        return found
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        """Read once. Raises `Damaged`."""
+        if step not in self._about:
+            self._about[step] = self._read(step, manifest.read)
+        return self._about[step]
 
     def _read(self, step: int, how: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         directory = self._directory / str(step)
@@ -210,7 +226,7 @@ class Checkpoints:
         before: of the steps below this one. Warns of each damaged one that it passes over. Raises `UserError` if no
         good one is left.
         """
-        damaged: dict[int, str] = {}
+        damaged = self._illegible([step for step in self.steps() if step < before]) if which == "best" else {}
         while left := [step for step in self.steps() if step < before and step not in damaged]:
             step = self._best(left) if which == "best" else max(left)
             assert step is not None
@@ -219,16 +235,20 @@ class Checkpoints:
             except (Damaged, OSError) as e:
                 damaged[step] = str(e)
                 continue
-            for bad, why in damaged.items():
+            for bad, why in self._there(damaged):
                 warnings.warn(f"checkpoint {bad} is damaged, so {step} is used: {why}", UserWarning, stacklevel=2)
             return step
-        if damaged:
-            step, why = max(damaged.items())
-            others = f" (nor are {', '.join(map(str, sorted(damaged)[:-1]))})" if len(damaged) > 1 else ""
+        if bad := self._there(damaged):
+            *others, (step, why) = bad
+            others = f" (nor are {', '.join(str(other) for other, _ in others)})" if others else ""
             raise UserError(
                 f"checkpoint {step} is damaged, and no other is good{others}: {why}. Restore it from a copy."
             )
         return None
+
+    def _there(self, damaged: dict[int, str]) -> list[tuple[int, str]]:
+        """Those that are still there: a run that is being trained removes old checkpoints while another process reads."""
+        return [(step, damaged[step]) for step in self.steps() if step in damaged]
 
     def files(self, step: int) -> dict[str, list]:
         """Each file of a good checkpoint: its bytes and SHA-256."""
@@ -258,7 +278,7 @@ class Checkpoints:
         return self._restore(step, **{PARAMS: jax.tree.map_with_path(as_saved, like)})[PARAMS]
 
     def _arrays(self, step: int) -> dict[str, dict[str, str]]:
-        return (self._about.get(step) or self._read(step, manifest.read))["arrays"]
+        return self._manifest(step)["arrays"]
 
     def _restore(self, step: int, **like: Any) -> Any:
         import orbax.checkpoint as ocp
@@ -294,6 +314,11 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
 
     handlers: Any = {name: of(tree) for name, tree in items.items()}
     return ocp.CompositeCheckpointHandler(**handlers)
+
+
+def _finite(loss: float | None) -> float | None:
+    """JSON has no NaN; such a loss is never the best."""
+    return None if loss is None or not math.isfinite(loss) else loss
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

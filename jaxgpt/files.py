@@ -88,6 +88,12 @@ def read_json(path: str | Path, most: int) -> Any:
     return parse_json(read_bytes(path, most), str(path))
 
 
+def sealed(body: dict[str, Any]) -> dict[str, Any]:
+    """Add the SHA-256 of a JSON object, of its values in their order, as its last key."""
+    digest = hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
+    return {**body, "sha256": digest}
+
+
 def parse_json(raw: str | bytes, where: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

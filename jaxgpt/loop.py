@@ -142,7 +142,8 @@ def _train(
     init_key, dropout_key = run_keys(train.seed)
     state = state_at(trainer, weights, init_key, checkpoints, start)
     kept = read_metrics(directory / "metrics.jsonl")
-    best = min((line["val_loss"] for line in kept if line.get("val_loss") is not None), default=math.inf)
+    losses = map(checkpoints.val_loss, checkpoints.steps())  # with digests, which those in metrics.jsonl have not
+    best = min((loss for loss in losses if loss is not None), default=math.inf)
 
     log = Log(experiment, trainer, directory, start, kept, show=progress and leader)
     log.introduce(dataset)
@@ -232,6 +233,10 @@ def _train(
             val_loss, _ = mean_loss(trainer.evaluate, trainer.whole(state), watchdog.each(until_asked(), step))
         return None if caught else val_loss
 
+    def refuse_last(step: int, val_loss: float) -> None:
+        if step == train.steps and not math.isfinite(val_loss):
+            raise Diverged(diverged(f"the last validation loss is {val_loss}"))
+
     def measures(step: int) -> bool:
         return step % train.eval_every == 0 or step == train.steps
 
@@ -246,7 +251,8 @@ def _train(
                     if leader:
                         checkpoints.measured(start, val_loss)
                     log.validation(start, val_loss)
-                    best = min(best, val_loss)
+                    refuse_last(start, val_loss)
+                    best = min(best, val_loss)  # which is best where the other is NaN
             if caught:
                 raise Interrupted(f"{caught[0].name}: step {start} of {train.steps} is saved. {again}")
             for step in range(start + 1, train.steps + 1):
@@ -273,9 +279,8 @@ def _train(
                     stop = bool(caught)
                 if val_loss is not None:
                     log.validation(step, val_loss)
+                    refuse_last(step, val_loss)
                     if not math.isfinite(val_loss):  # never the best
-                        if step == train.steps:
-                            raise Diverged(diverged(f"the last validation loss is {val_loss}"))
                         val_loss = None
                 is_best = val_loss is not None and val_loss < best
                 due = due or step % train.checkpoint_every == 0 or is_best or step == train.steps or stop

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json, read_bytes
+from jaxgpt.files import parse_json, read_bytes, sealed
 
 NAME = "manifest.json"
 FORMAT = 1  # of the manifest and of what it lists
 MOST_BYTES = 64 * 1024**2  # of a manifest: that of a million arrays
 
 
-class Damaged(Exception):
+class Damaged(UserError):
     """A checkpoint is not what was saved: which file, and how, in one line."""
 
 
@@ -124,5 +124,4 @@ def _measure(path: Path, *, sync: bool = False) -> list:
 
 def _render(body: dict[str, Any]) -> str:
     """The one spelling of a manifest, so that every changed bit of it shows."""
-    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=True) + "\n"
+    return json.dumps(sealed(body), indent=1, allow_nan=False) + "\n"

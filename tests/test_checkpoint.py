@@ -61,11 +61,17 @@ def files(directory):
     return sorted(p for p in directory.rglob("*") if p.is_file())
 
 
-def found(directory):
+def found(directory, which="last"):
     """(step that is used, what was said)."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        return Checkpoints(directory).good(), [str(w.message) for w in said]
+        return Checkpoints(directory).good(which), [str(w.message) for w in said]
+
+
+def flip(path, bit):
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
 
 
 def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
@@ -84,14 +90,31 @@ def test_every_flipped_bit_is_found_and_its_file_named(damaged):
     chosen = [rng.choice(bits) for _ in range(FLIPS)] + [(p, rng.randrange(8 * p.stat().st_size)) for p in paths]
     for path, at in chosen:
         whole = path.read_bytes()
-        flipped = bytearray(whole)
-        flipped[at // 8] ^= 1 << at % 8
-        path.write_bytes(flipped)
+        flip(path, at)
         step, said = found(damaged)
         assert step == 1 and len(said) == 1, (path, at)
         assert "checkpoint 2 is damaged, so 1 is used" in said[0] and str(path) in said[0] and "\n" not in said[0]
         path.write_bytes(whole)
     assert found(damaged) == (2, [])
+
+
+@pytest.mark.parametrize("step, used", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("losses", [(1.0, 2.0), (2.0, 1.0), ()])
+def test_a_damaged_manifest_is_named_when_the_best_is_looked_for(two, tmp_path, losses, step, used):
+    """It may have been the best: which loss it had is not known any more."""
+    directory = shutil.copytree(two, tmp_path / "checkpoints")
+    for number, loss in enumerate(losses, start=1):
+        manifest.rewrite(directory / str(number), val_loss=loss)
+    flip(directory / str(step) / "manifest.json", 2000)
+    step_used, (said,) = found(directory, "best")
+    assert step_used == used and f"checkpoint {step} is damaged, so {used} is used: {directory}/{step}" in said
+
+
+def test_a_checkpoint_that_cannot_be_judged_is_not_removed(tmp_path):
+    """Its numbers may be whole, and the best."""
+    save(tmp_path, [1, 2], [1.0, 2.0])
+    flip(tmp_path / "1" / "manifest.json", 2000)
+    assert save(tmp_path, [3, 4], [3.0, 4.0]).steps() == [1, 2, 4]
 
 
 @pytest.mark.parametrize("how", ["truncated", "emptied", "zeroed", "deleted", "grown", "linked"])
@@ -195,7 +218,19 @@ def test_a_validation_loss_can_be_told_later(damaged):
     checkpoints = Checkpoints(damaged)
     checkpoints.measured(1, 0.5)
     assert checkpoints.best() == 1 and found(damaged) == (2, [])
-    assert Checkpoints(damaged).good("best") == 1
+    assert found(damaged, "best") == (1, [])
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_as_good_as_none(damaged, loss):
+    checkpoints = Checkpoints(damaged)
+    checkpoints.measured(2, loss)
+    checkpoints.measured(1, 0.5)
+    assert found(damaged) == (2, []) and found(damaged, "best") == (1, [])
+    assert manifest.read(damaged / "2")["val_loss"] is None
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest.rewrite(damaged / "2", val_loss=loss)
+    assert found(damaged) == (2, [])
 
 
 # What a run makes of it

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the first saves, the second leaves, and what was left out is made up for."""
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import chex
 import pytest
 
 from jaxgpt import loop
-from jaxgpt.loop import Interrupted, fit
+from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import read_metrics
 from jaxgpt.run import load
 from tests.conftest import REPOSITORY
@@ -59,6 +60,66 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
     assert (run.step, run.val_loss) == (whole.step, whole.val_loss)
     assert load(directory, which="last").val_loss == load(whole.directory, which="last").val_loss
     chex.assert_trees_all_equal(run.params, whole.params)
+
+
+def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
+    plain, steps = loop.mean_loss, iter(["stop", "nan"])
+
+    def scripted(*arguments):
+        match next(steps, None):
+            case "stop":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "nan":
+                return math.nan, 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    with pytest.raises(Interrupted, match="SIGTERM: saved step 2 of 4"):
+        fit(experiment, tmp_path / "r", progress=False)
+    fit(experiment, tmp_path / "r", progress=False)
+    assert [x["val_loss"] for x in lines(tmp_path / "r") if x["step"] == 2] == [None, None]
+    assert load(tmp_path / "r", which=2).val_loss is None
+
+
+def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, monkeypatch):
+    """As it would have been without the signal."""
+    steps = iter(["stop", "stop", "nan"])
+
+    def scripted(*arguments):
+        if next(steps, None) == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return math.nan, 1
+
+    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
+        with pytest.raises(Interrupted, match=said):
+            fit(e, tmp_path / "r", progress=False)
+    with pytest.raises(Diverged, match="the last validation loss is nan"):
+        fit(e, tmp_path / "r", progress=False)
+    assert load(tmp_path / "r").step == 4
+
+
+@pytest.mark.parametrize("garbled, third, kept", [(0.3, 2.0, "1 2 3 4"), (9.3, 4.0, "1 2 4")])
+def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch, garbled, third, kept):
+    """Whatever metrics.jsonl says: a flipped bit there must not keep the best from being saved."""
+    values = iter([3.0, None, 5.0, third, 4.5])
+
+    def scripted(*arguments):
+        value = next(values)
+        if value is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value, 1
+
+    train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
+    e = dataclasses.replace(experiment, train=train)
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    with pytest.raises(Interrupted, match="saved step 2 of 4"):
+        fit(e, tmp_path / "r", progress=False)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"val_loss": 3.0', f'"val_loss": {garbled}'))
+    fit(e, tmp_path / "r", progress=False)
+    assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == set(kept.split())
 
 
 # A save that takes for ever, so that the second signal finds the first one's work unfinished.
