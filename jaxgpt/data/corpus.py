@@ -211,10 +211,11 @@ def python_questions() -> list[list[dict[str, str]]]:
 
 
 def _kept(name: str, text: str) -> Path:
-    """The text in a file, whose name tells what it holds."""
+    """Return the file of the cache that holds the text; its name is of the text's SHA-256."""
     stem, _, suffix = name.rpartition(".")
-    path = cache_directory() / "corpora" / f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.{suffix}"
-    if not path.exists():
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix}"
+    if not path.exists() or sha256(path) != digest:
         make_cache(path.parent)
         write_whole(path, text)
     return path

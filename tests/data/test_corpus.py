@@ -151,6 +151,15 @@ def test_pythons_documentation_is_always_there():
     assert corpus_files("python-docs") == [path]
 
 
+@pytest.mark.parametrize("name", ["python-docs", "python-docs.jsonl"])
+def test_a_made_corpus_that_is_damaged_is_made_again(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    (path,) = corpus_files(name)
+    good = path.read_bytes()
+    path.write_bytes(good[: len(good) // 2])
+    assert corpus_files(name) == [path] and path.read_bytes() == good
+
+
 def test_an_unknown_corpus_is_told():
     with pytest.raises(
         UserError,
