@@ -94,11 +94,13 @@ def write_tokens(
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         meta = {"fingerprint": _fingerprint(counts, digests, tokenizer), "about": about or {}}
         (partial / "meta.json").write_text(json.dumps(meta))
-        os.replace(partial, directory)
-    except BaseException:
+        try:
+            os.replace(partial, directory)
+        except OSError:
+            if not (directory / "meta.json").is_file():  # else another process was first with the same tokens
+                raise
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if not (directory / "meta.json").is_file():  # another process may have been first with the same tokens
-            raise
 
 
 def _fingerprint(counts: dict, digests: dict, tokenizer: tok.Tokenizer) -> dict:

@@ -29,7 +29,10 @@ from jaxgpt.paths import cache_directory
 
 OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
 FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
-DOCUMENT_FORMAT = 1  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
+# Of what the cache holds: raised when the same text, or the same conversations or pairs, give other tokens.
+TEXT_FORMAT = 2
+DOCUMENT_FORMAT = 1
+HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
 
 
 class Tokens:
@@ -98,7 +101,7 @@ def _from_text(config: DataConfig) -> Dataset:
     digest, characters, seen = hashlib.sha256(), 0, np.zeros(sys.maxunicode + 1, bool)
     for piece in read_text(files):
         text = "\n" if piece is None else piece
-        digest.update(text.encode())
+        digest.update(_hashed(piece))
         characters += len(text)
         if config.tokenizer == "char":
             seen[tok.code_points(text)] = True
@@ -107,7 +110,7 @@ def _from_text(config: DataConfig) -> Dataset:
     train_characters = int(characters * (1.0 - config.val_fraction))
 
     spec = {
-        "meta": "about",  # what meta.json has had since: a directory without it has another key
+        "format": TEXT_FORMAT,
         "text": digest.hexdigest(),
         "train_characters": train_characters,
         "tokenizer": config.tokenizer,
@@ -125,16 +128,24 @@ def _from_text(config: DataConfig) -> Dataset:
         ready = tok.load_tokenizer(config.tokenizer)
         spec["tokenizer"] = tok.fingerprint(ready)
 
-    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
-    directory = cache_directory() / "tokens" / key
+    def again() -> Iterator[str | None]:
+        """Read the text once more. Raises `UserError` where it is not the text of the digest, and so of the cache's key."""
+        other = hashlib.sha256()
+        for piece in read_text(files):
+            other.update(_hashed(piece))
+            yield piece
+        if other.digest() != digest.digest():
+            raise _changed(config.path or config.corpus)
+
+    directory = _cached_at(spec)
     cached = read_tokens(directory)
     if cached is None:
         if ready is None:
-            train_text = (p for split, p in _split(read_text(files), train_characters) if split == "train" and p)
+            train_text = (p for split, p in _split(again(), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
         counted = {"val_bytes": 0}
         workers = cores() if characters >= FOR_ALL_CORES else 1
-        write_tokens(directory, ready, _encoded(files, train_characters, ready, counted, workers), about=counted)
+        write_tokens(directory, ready, _encoded(again(), train_characters, ready, counted, workers), about=counted)
         cached = read_tokens(directory)
         assert cached is not None
     arrays, tokenizer, fingerprint, about = cached
@@ -168,9 +179,7 @@ def _from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datas
     if config.is_chat and ready is not None:
         spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside))
 
-    directory = (
-        cache_directory() / "tokens" / hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
-    )
+    directory = _cached_at(spec)
     cached = read_tokens(directory, OF_DOCUMENTS)
     if cached is None:
         alphabet, count = set[str](), 0
@@ -192,7 +201,8 @@ def _from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datas
             if config.is_chat
             else encode_pairs(path, ready)
         )
-        write_tokens(directory, ready, _by_split(encoded, train), OF_DOCUMENTS)
+        pieces = _unless_changed(_by_split(encoded, train), path, spec["file"])
+        write_tokens(directory, ready, pieces, OF_DOCUMENTS)
         cached = read_tokens(directory, OF_DOCUMENTS)
         assert cached is not None
     arrays, tokenizer, fingerprint, _ = cached
@@ -216,6 +226,30 @@ def _from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datas
     template = chat_template.find_template(tokenizer, beside)
     told = {"template_sha256": chat_template.fingerprint(template)}
     return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
+
+
+def _hashed(piece: str | None) -> bytes:
+    """Return what a piece of text adds to the digest. The end of a document is a byte that UTF-8 does not have."""
+    return b"\xff" if piece is None else piece.encode()
+
+
+def _changed(source: str) -> UserError:
+    return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
+
+
+def _unless_changed(
+    pieces: Iterable[tuple[str, np.ndarray]], path: str, digest: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Pass on what a file was made into. Raises `UserError` at the end if it has another SHA-256 by then."""
+    yield from pieces
+    if sha256(path) != digest:
+        raise _changed(path)
+
+
+def _cached_at(spec: dict[str, Any]) -> Path:
+    """Return the directory of the tokens that `spec` describes: everything that decides them has to be in it."""
+    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_directory() / "tokens" / key
 
 
 def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
@@ -249,12 +283,16 @@ def _by_split(encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int) -> I
 
 
 def _encoded(
-    files: list[Path], train_characters: int, tokenizer: tok.Tokenizer, counted: dict[str, int], workers: int
+    pieces: Iterable[str | None],
+    train_characters: int,
+    tokenizer: tok.Tokenizer,
+    counted: dict[str, int],
+    workers: int,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(split, the ids that come next in it). counted: to its val_bytes are added those of the validation split."""
 
     def texts() -> Iterator[tuple[str, str | np.ndarray]]:
-        for split, text in _split(read_text(files), train_characters):
+        for split, text in _split(pieces, train_characters):
             if split == "val":
                 counted["val_bytes"] += len(("\n" if text is None else text).encode())
             if text is None and tokenizer.end_of_text is not None:

@@ -1,9 +1,13 @@
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import corpus
+from jaxgpt.data import cache, corpus, dataset
 from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
 
@@ -62,6 +66,91 @@ def test_documents_are_separated(tmp_path):
         DataConfig(path=str(tmp_path), tokenizer="bpe", bpe_vocab_size=270, val_fraction=0.4), block_size=8
     )
     assert (ids(by_bpe.train) + ids(by_bpe.val)).count(by_bpe.tokenizer.end_of_text) == 1
+
+
+@pytest.mark.parametrize("files", [("A" * 40, "B" * 40), ("A" * 40 + "\n" + "B" * 40,)])
+def test_the_end_of_a_document_is_not_a_newline_in_the_cache(tmp_path, files):
+    """A folder of two files and one file with a newline between the same words are two texts."""
+    for number, text in enumerate((files, ("A" * 40, "B" * 40), ("A" * 40 + "\n" + "B" * 40,))):
+        (tmp_path / str(number)).mkdir()
+        for name, document in zip("ab", text, strict=False):
+            (tmp_path / str(number) / f"{name}.txt").write_text(document)
+    config = DataConfig(tokenizer="bpe", bpe_vocab_size=258, val_fraction=0.3)
+    read = []
+    for number in range(3):  # the first of them fills the cache
+        d = prepare(dataclasses.replace(config, path=str(tmp_path / str(number))), block_size=8)
+        found = ids(d.train) + ids(d.val)
+        read.append((found.count(d.tokenizer.end_of_text), d.tokenizer.decode(found).count("\n")))
+    assert read[1:] == [(1, 0), (0, 1)]
+
+
+def changes_after(path, other, times):
+    """`read_text`, but the file holds another text once it has been read so often."""
+    readings = itertools.count(1)
+
+    def read(files):
+        yield from corpus.read_text(files)
+        if next(readings) == times:
+            path.write_text(other)
+
+    return read
+
+
+@pytest.mark.parametrize(("tokenizer", "times"), [("char", 1), ("byte", 1), ("bpe", 1), ("bpe", 2)])
+def test_a_text_that_changes_between_readings_is_refused_and_not_cached(tmp_path, monkeypatch, tokenizer, times):
+    path, other = tmp_path / "t.txt", TEXT.replace("lance", "nalce")
+    path.write_text(TEXT)
+    config = DataConfig(path=str(path), tokenizer=tokenizer, bpe_vocab_size=270)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as m:
+        m.setattr("jaxgpt.data.dataset.read_text", changes_after(path, other, times))
+        with pytest.raises(UserError, match=r"t\.txt changed while it was read"):
+            prepare(config, block_size=8)
+    path.write_text(TEXT)
+    d = prepare(config, block_size=8)
+    assert d.tokenizer.decode(ids(d.train) + ids(d.val)) == TEXT
+
+
+def test_pairs_that_change_between_readings_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "t.tsv"
+    path.write_text("a\tb\n" * 20)
+    encode = dataset.encode_pairs
+
+    def late(*args, **kwargs):
+        path.write_text("a\tc\n" * 20)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(dataset, "encode_pairs", late)
+    with pytest.raises(UserError, match=r"t\.tsv changed while it was read"):
+        prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, UserError])
+def test_what_ends_the_writing_of_tokens_is_not_swallowed(tmp_path, kind):
+    """Not even where another process has written the same tokens meanwhile."""
+
+    def pieces():
+        yield "train", np.arange(5)
+        (tmp_path / "key").mkdir()
+        (tmp_path / "key" / "meta.json").write_text("{}")
+        raise kind
+
+    with pytest.raises(kind):
+        cache.write_tokens(tmp_path / "key", ByteTokenizer(), pieces())
+    assert [p.name for p in tmp_path.iterdir()] == ["key"]
+
+
+def test_the_first_of_two_processes_wins(tmp_path):
+    """The second finds the directory there, which has the same tokens."""
+
+    def pieces(number):
+        yield "train", np.arange(5)
+        if number == 2:
+            cache.write_tokens(tmp_path / "key", ByteTokenizer(), pieces(1))
+        yield "val", np.arange(5)
+
+    cache.write_tokens(tmp_path / "key", ByteTokenizer(), pieces(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["key"] and cache.read_tokens(tmp_path / "key")
 
 
 def test_reading_crosses_shards():
