@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,6 +86,8 @@ def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = Non
     if config.is_packed:
         return _from_documents(config, block_size, encoder)
     shards = bin_files(config.path)
+    if config.path and len(shards) and config.tokenizer != "ids":
+        _refuse_both(Path(config.path), shards)
     dataset = _from_bins(config, shards, vocab_size) if shards else _from_text(config)
     source = config.path or config.corpus
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
@@ -339,8 +342,21 @@ def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tupl
         yield from parts(kept)
 
 
+def _refuse_both(root: Path, shards: list[Path]) -> None:
+    """Raise `UserError` for a folder of token files in which there are texts as well."""
+    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
+    if text is not None:
+        raise UserError(
+            f"{root} has both token files ({shards[0].name}) and texts ({text.relative_to(root)}): give the path of one "
+            "file, put one kind elsewhere, or give --data.tokenizer ids to read the token files"
+        )
+
+
 def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
-    """nanoGPT's train.bin and val.bin (bare uint16), or llm.c's shards with a header (`*_val_*.bin` is held out)."""
+    """nanoGPT's train.bin and val.bin (bare uint16), or llm.c's shards with a header.
+
+    Files with the word val, valid or validation in their names are held out; without any, the end of the tokens is.
+    """
     if config.tokenizer in ("char", "bpe"):
         raise UserError(
             f"{config.path} is token ids, which tokenizer={config.tokenizer} cannot read: give the one they were made with "
@@ -353,14 +369,24 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
     else:
         tokenizer = tok.ByteTokenizer() if config.tokenizer == "byte" else tok.load_tokenizer(config.tokenizer)
 
-    train = [f for f in files if "val" not in f.stem]
+    train = [f for f in files if not HELD_OUT.search(f.stem)]
     if not train:
         raise UserError(f"{config.path} has validation shards only ({files[0].name}): training needs some too")
     shards = {f: open_shard(f) for f in files}
     limit = max(tokenizer.vocab_size, vocab_size or 0)
     held = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
-    before, after = [shards[f] for f in train], [shards[f] for f in files if f not in train]
-    if not after:
+    val = [f for f in files if f not in train]
+    before, after = [shards[f] for f in train], [shards[f] for f in val]
+    said: tuple[str, ...] = ()
+    if val:
+        more = f" and {len(val) - 3} more" if len(val) > 3 else ""
+        said = (f"held out for validation: {', '.join(f.name for f in val[:3])}{more}",)
+    else:
+        if len(files) > 1:
+            said = (
+                f"no file is named val: of the {len(files)} files the last {100 * config.val_fraction:g}% of the tokens are "
+                "held out",
+            )
         before, after = cut(before, int(sum(map(len, before)) * (1.0 - config.val_fraction)))
     train_tokens, val_tokens = Tokens(before), Tokens(after)
     return Dataset(
@@ -373,4 +399,5 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
             "files": held,
             "tokenizer_sha256": tok.fingerprint(tokenizer),
         },
+        said=said,
     )

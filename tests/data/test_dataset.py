@@ -194,6 +194,42 @@ def test_llama3_shards_are_32_bits_wide(tmp_path):
     assert ids(bins(tmp_path / "train.bin").train) == [7] * 450
 
 
+@pytest.mark.parametrize(
+    "held_out", ["val", "x_val_000000", "x-validation", "valid", "x.val.1", "val0", "x_valid02", "VAL", None]
+)
+def test_files_are_held_out_by_the_word_in_their_names_and_named(tmp_path, held_out):
+    for name in ("medieval_000001", "carnival", "evaluation", "interval-2", "value", "train", "valencia"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    if held_out is not None:
+        np.arange(100, 150, dtype=np.uint16).tofile(tmp_path / f"{held_out}.bin")
+    d = bins(tmp_path)
+    if held_out is None:
+        assert (len(d.train), len(d.val)) == (630, 70)
+        assert d.said == ("no file is named val: of the 7 files the last 10% of the tokens are held out",)
+    else:
+        assert (len(d.train), ids(d.val)) == (700, list(range(100, 150)))
+        assert d.said == (f"held out for validation: {held_out}.bin",)
+
+
+def test_many_held_out_files_are_counted(tmp_path):
+    for number in range(9):
+        for split in ("train", "val"):
+            np.arange(20, dtype=np.uint16).tofile(tmp_path / f"{split}_{number:06d}.bin")
+    assert bins(tmp_path).said == (
+        "held out for validation: val_000000.bin, val_000001.bin, val_000002.bin and 6 more",
+    )
+
+
+def test_texts_and_token_files_in_one_folder_are_asked_about(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "stray.bin")
+    for tokenizer in ("char", "byte"):
+        said = r"has both token files \(stray\.bin\) and texts \(text\.txt\): .* put one kind elsewhere"
+        with pytest.raises(UserError, match=said):
+            prepare(DataConfig(path=str(tmp_path), tokenizer=tokenizer), block_size=8)
+    assert len(bins(tmp_path).train) == 450  # asked for by tokenizer ids
+
+
 def test_one_file_is_split_by_position(tmp_path):
     np.arange(200, dtype=np.uint16).tofile(tmp_path / "all.bin")
     d = bins(tmp_path / "all.bin", val_fraction=0.25)
