@@ -32,7 +32,7 @@ OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_ans
 FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
 # Of what the cache holds: raised when the same text, or the same conversations or pairs, give other tokens.
 TEXT_FORMAT = 2
-DOCUMENT_FORMAT = 1
+DOCUMENT_FORMAT = 2
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
 
 
