@@ -18,9 +18,20 @@ import numpy as np
 from jaxgpt.data import tokenizer as tok
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json, sha256
-from jaxgpt.paths import make_cache
+from jaxgpt.paths import cache_directory, make_cache
 
 SPLITS = ("train", "val")
+
+
+def cached_at(spec: dict[str, Any]) -> Path:
+    """Return the directory of the tokens that `spec` describes: everything that decides them has to be in it."""
+    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_directory() / "tokens" / key
+
+
+def changed(source: str) -> UserError:
+    """Return the error for a text that was not what its key is made of when it was read again."""
+    return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
 def read_tokens(

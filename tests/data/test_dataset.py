@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import cache, corpus, dataset
+from jaxgpt.data import cache, corpus, documents
 from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
@@ -114,13 +114,13 @@ def test_a_text_that_changes_between_readings_is_refused_and_not_cached(tmp_path
 def test_pairs_that_change_between_readings_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "t.tsv"
     path.write_text("a\tb\n" * 20)
-    encode = dataset.encode_pairs
+    encode = documents.encode_pairs
 
     def late(*args, **kwargs):
         path.write_text("a\tc\n" * 20)
         return encode(*args, **kwargs)
 
-    monkeypatch.setattr(dataset, "encode_pairs", late)
+    monkeypatch.setattr(documents, "encode_pairs", late)
     with pytest.raises(UserError, match=r"t\.tsv changed while it was read"):
         prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
 
