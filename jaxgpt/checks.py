@@ -17,11 +17,30 @@ LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
 short = reprlib.Repr().repr  # of values that nobody has looked at yet, in some dozens of characters
 
 
+def to_python(value: Any) -> Any:
+    """Return a scalar of NumPy or JAX as Python's, which JSON and hashing take; any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
+    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number from low to high."""
+    value = to_python(value)
+    if not _is_a(value, int):
+        raise UserError(f"{name}={short(value)}: needs a whole number")
+    if not low <= value <= high:
+        raise UserError(f"{name}={short(value)}: needs at {f'least {low}' if value < low else f'most {high:,}'}")
+    return value
+
+
 def check_types(config: Any) -> None:
-    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message."""
+    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message.
+
+    Scalars of NumPy and JAX become Python's.
+    """
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
+        value, hint = to_python(getattr(config, field.name)), hints[field.name]
+        object.__setattr__(config, field.name, value)  # of a frozen dataclass, which is being made
         if not _is_a(value, hint):
             raise UserError(f"{field.name}={short(value)}: needs {_say(hint)}")
         if isinstance(value, float) and not math.isfinite(value):

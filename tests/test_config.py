@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from jaxgpt.config import (
     DataConfig,
     Experiment,
     GPTConfig,
+    LoraConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
@@ -67,6 +70,42 @@ def test_a_wrong_value_is_told_with_what_it_is_and_what_it_must_be(make, said):
         make()
     assert said in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_scalars_of_numpy_and_jax_become_pythons():
+    """So that a configuration made of them is the same, as JSON and as a key, as that of plain numbers."""
+    for plain, other in (
+        (GPTConfig(n_embd=72, bias=False), GPTConfig(n_embd=np.int64(72), bias=np.bool_(False))),
+        (GPTConfig(n_embd=72, mlp_dim=8), GPTConfig(n_embd=jnp.int32(72), mlp_dim=np.array(8))),
+        (TrainConfig(batch_size=4, keep_every=3), TrainConfig(batch_size=np.int32(4), keep_every=np.uint8(3))),
+        (OptimConfig(learning_rate=0.5), OptimConfig(learning_rate=np.float32(0.5))),
+        (OptimConfig(grad_clip=0.5), OptimConfig(grad_clip=jnp.float32(0.5))),
+        (ParallelConfig(watchdog=3.0), ParallelConfig(watchdog=np.float64(3.0))),
+        (LoraConfig(alpha=2), LoraConfig(alpha=np.int64(2))),
+    ):
+        assert plain == other and hash(plain) == hash(other) and differences(plain, other) == {}
+        assert json.dumps(to_dict(plain)) == json.dumps(to_dict(other))
+        assert {name: type(value) for name, value in to_dict(other).items()} == {
+            name: type(value) for name, value in to_dict(plain).items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GPTConfig(n_embd=np.float64(72)), "n_embd=72.0: needs a whole number"),
+        (lambda: GPTConfig(n_embd=np.array([72])), "n_embd=array([72]): needs a whole number"),
+        (lambda: GPTConfig(n_embd=np.bool_(True)), "n_embd=True: needs a whole number"),
+        (lambda: GPTConfig(bias=np.int64(1)), "bias=1: needs true or false"),
+        (lambda: OptimConfig(learning_rate=np.float32("nan")), "learning_rate=nan: needs a finite number"),
+        (lambda: OptimConfig(learning_rate=np.bool_(True)), "learning_rate=True: needs a number"),
+        (lambda: TrainConfig(seed=np.uint64(2**64 - 1)), "needs a number that fits in 64 bits"),
+    ],
+)
+def test_scalars_of_numpy_are_refused_as_pythons_are(make, said):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert said in str(caught.value)
 
 
 def test_derived_sizes():
