@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxgpt.checks import check_count, short, to_python
 from jaxgpt.errors import UserError
+
+COLDEST = 1e-6  # temperature: below it logits apart by float32's rounding decide, and soon they overflow
+PENALTY = 1e6  # the most that a logit is divided or multiplied by: with COLDEST it stays finite
 
 
 # The numbers are traced, so that another temperature does not compile anew; what is None, and top_k, is structure.
@@ -25,7 +29,7 @@ class Sampling:
     The order is transformers': repetition penalty, temperature, top_k, top_p, min_p; None leaves a filter out.
     """
 
-    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    temperature: float = 1.0  # logits are divided by it; below 1e-6, and so 0, is greedy
     # keep the k likeliest (Fan et al. 2018, arXiv:1805.04833)
     top_k: int | None = None
     # keep the fewest tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
@@ -37,21 +41,35 @@ class Sampling:
     greedy: bool = False  # always the likeliest, after the penalty; the rest is ignored
 
     def __post_init__(self) -> None:
-        if not all(v is None or isinstance(v, int | float) for v in dataclasses.astuple(self)):
-            return  # jax rebuilds it with traced values, which were checked before
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature={self.temperature}: needs 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k}: needs at least 1")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p={self.top_p}: needs more than 0 and at most 1")
-        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
-            raise UserError(f"min_p={self.min_p}: needs at least 0 and at most 1")
-        penalty = self.repetition_penalty
-        if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
-            raise UserError(f"repetition_penalty={penalty}: needs more than 0; 1 changes nothing, 1.1 discourages")
-        if self.temperature == 0:
+        largest = float(jnp.finfo(jnp.float32).max)
+        self._check("temperature", lambda x: 0 <= x <= largest, f"0 (greedy) to {largest:.2g}")
+        self._check("top_p", lambda x: 0 < x <= 1, "more than 0 and at most 1")
+        self._check("min_p", lambda x: 0 <= x <= 1, "at least 0 and at most 1")
+        self._check(
+            "repetition_penalty",
+            lambda x: 1 / PENALTY <= x <= PENALTY,
+            f"{1 / PENALTY:g} to {PENALTY:g}; 1 changes nothing, 1.1 discourages",
+        )
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", check_count("top_k", self.top_k))
+        object.__setattr__(self, "greedy", to_python(self.greedy))
+        if not isinstance(self.greedy, bool):
+            raise UserError(f"greedy={short(self.greedy)}: needs True or False")
+        if isinstance(self.temperature, int | float) and self.temperature < COLDEST:
             object.__setattr__(self, "greedy", True)
+
+    def _check(self, name: str, is_right: Callable[[float], bool], needed: str) -> None:
+        """Hold a number as Python's. Raise `UserError` unless it is right.
+
+        jax rebuilds a Sampling with traced values, arrays and what not in their place: these are let through.
+        """
+        value = getattr(self, name)
+        if isinstance(value, jax.core.Tracer):
+            return
+        value = to_python(value)
+        object.__setattr__(self, name, value)
+        if isinstance(value, bool | str) or (isinstance(value, int | float) and not is_right(value)):
+            raise UserError(f"{name}={short(value)}: needs {needed}")
 
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """The distribution that tokens are drawn from, [B, V].
@@ -60,7 +78,7 @@ class Sampling:
         """
         if self.greedy:
             return jax.nn.one_hot(self._greedy(logits_BV, seen_BV), logits_BV.shape[-1])
-        logits_BV = self._penalized(logits_BV, seen_BV) / self.temperature
+        logits_BV = self._penalized(logits_BV, seen_BV) / jnp.maximum(self.temperature, COLDEST)
         if self.top_k is not None:
             logits_BV = keep_top_k(logits_BV, self.top_k)
         if self.top_p is not None:
@@ -118,7 +136,7 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     """
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
-    p = jnp.asarray(p, jnp.float32)
+    p = jnp.maximum(jnp.asarray(p, jnp.float32), jnp.finfo(jnp.float32).tiny)  # of a p that is 0, none would stay
 
     def halve(_, edges):
         low_B, high_B = edges  # the mass of tokens at or above low is enough, at or above high it is not

@@ -1,3 +1,7 @@
+import dataclasses
+import json
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +20,8 @@ def drawn(sampling, draws=1):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(greedy=True), Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=1e-6)]
+    "sampling",
+    [Sampling(greedy=True), Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(top_p=1e-300)],
 )
 def test_what_is_greedy(sampling):
     """Also top-k 1, and a nucleus of one."""
@@ -119,3 +124,75 @@ def test_a_token_without_weight_is_never_drawn():
 def test_what_is_out_of_range_is_told(kwargs, said):
     with pytest.raises(UserError, match=said):
         Sampling(**kwargs)
+
+
+NAMES = ("temperature", "top_p", "min_p", "repetition_penalty")
+SCALARS = [float, np.float64, np.float32, np.array, lambda x: np.array(x, np.float32), jnp.asarray, jnp.bfloat16]
+WHOLE = [int, np.int64, np.int32, np.uint8, np.array, jnp.asarray]
+VALUES = (
+    [
+        (cast, name, value)
+        for cast in SCALARS
+        for name in NAMES
+        for value in (-1.0, 0.0, 0.5, 1.0, 7.0, math.nan, math.inf)
+    ]
+    + [(cast, name, value) for cast in WHOLE for name in (*NAMES, "top_k") for value in (0, 1, 7)]
+    + [(cast, name, True) for cast in (np.bool_, np.array, jnp.asarray) for name in (*NAMES, "top_k", "greedy")]
+    + [(cast, "top_k", value) for cast in SCALARS for value in (2.0, 2.5)]
+)
+
+
+def made(name, value):
+    """The value that a `Sampling` has, or None where it is refused."""
+    try:
+        return Sampling(**{name: value})
+    except UserError as e:
+        assert str(e).startswith(f"{name}=") and "needs" in str(e)
+        return None
+
+
+def test_a_value_is_taken_or_refused_alike_whatever_holds_it():
+    for cast, name, value in VALUES:
+        plain, other = made(name, value), made(name, cast(value))
+        assert plain == other, (cast, name, value)
+        if other is not None:  # as Python's numbers, for JSON and hashing
+            assert json.dumps(dataclasses.asdict(plain)) == json.dumps(dataclasses.asdict(other))
+            assert hash(plain) == hash(other)
+
+
+def test_traced_values_pass():
+    @jax.jit
+    def made(temperature, p):
+        sampling = Sampling(temperature=temperature, top_p=p, min_p=p / 9, repetition_penalty=1.0 + p)
+        return sampling.probabilities(LOGITS, LOGITS > 0), jax.tree.leaves(sampling)
+
+    found, leaves = made(0.7, 0.5)
+    plain = Sampling(temperature=0.7, top_p=0.5, min_p=0.5 / 9, repetition_penalty=1.5)
+    np.testing.assert_allclose(found, plain.probabilities(LOGITS, LOGITS > 0), rtol=1e-6)
+    assert leaves == pytest.approx(jax.tree.leaves(plain))
+    assert jax.eval_shape(lambda sampling: sampling, plain).temperature.shape == ()
+    assert np.isfinite(made(0.0, 0.0)[0]).all()  # though nobody could check these
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"temperature": 10.0**n} for n in (-320, -300, -38, -37, -7, -6, 0, 37, 38, 39, 300)),
+        *({"top_p": 10.0**n} for n in (-320, -300, -46, -38, 0)),
+        *({"min_p": 10.0**n} for n in (-320, -300, -38, 0)),
+        *({"repetition_penalty": 10.0**n, "temperature": 1e-6} for n in (-320, -300, -38, -6, 0, 6, 38, 39, 300)),
+        {"repetition_penalty": 1.0 - 1e-16, "top_p": 1.0 - 1e-16, "min_p": 1.0 - 1e-16},
+    ],
+    ids=str,
+)
+def test_extremes_give_probabilities_or_are_refused(how):
+    logits_BV = jnp.array([[0.0, 3.0, 9.0, 4.0], [-200.0, 90.0, 0.0, 1.0]])
+    try:
+        sampling = Sampling(**how)
+    except UserError as e:
+        assert "needs" in str(e)
+        return
+    found_BV = np.asarray(sampling.probabilities(logits_BV, jnp.ones((2, 4), bool)))
+    np.testing.assert_allclose(found_BV.sum(axis=1), 1.0, rtol=1e-6)
+    if sampling.repetition_penalty is None and min(sampling.temperature, sampling.top_p or 1.0) < 1e-3:
+        assert found_BV.max(axis=1).tolist() == [1.0, 1.0]
