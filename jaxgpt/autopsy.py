@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.pipeline import Batch, training_batches
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import SaveFailed
+from jaxgpt.files import render_json
 from jaxgpt.layers.block import ON_ONE_DEVICE
 from jaxgpt.model import GPT
 from jaxgpt.parallel import multihost
@@ -262,19 +262,11 @@ def write_autopsy(
         write_whole(
             place / "report.txt", f"step {step}: {said}\n\n{'' if found is None else table(found)}\n\n{command}\n"
         )
-        write_whole(place / "report.json", json.dumps(in_json(report), indent=1, ensure_ascii=False) + "\n")
+        text = render_json(report, indent=1, ensure_ascii=False, not_finite=str)  # which it is, is the question
+        write_whole(place / "report.json", text + "\n")
     except OSError as e:
         return f"{said}. The autopsy could not be written: {e}"
     return f"{said}. Autopsy in {place}; to replay this step alone: {command}"
-
-
-def in_json(value: Any) -> Any:
-    """Numbers that are not finite as "nan", "inf", "-inf": which of them it is, is what one wants to know."""
-    if isinstance(value, dict):
-        return {k: in_json(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [in_json(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _place(run: Path, step: int) -> Path:

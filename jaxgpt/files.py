@@ -6,9 +6,10 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,25 @@ def read_json(path: str | Path, most: int) -> Any:
     Stricter than `json.load`: no key twice in an object (readers disagree which one counts), no NaN or Infinity.
     """
     return parse_json(read_bytes(path, most), str(path))
+
+
+def render_json(
+    value: Any,
+    *,
+    indent: int | None = None,
+    ensure_ascii: bool = True,
+    not_finite: Callable[[float], Any] = lambda number: None,
+) -> str:
+    """Return strict JSON, which has no NaN or Infinity. not_finite: what to write for these; null unless given."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strict(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [strict(inner) for inner in value]
+        return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(strict(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
 
 
 def sealed(body: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import SaveFailed, UserError
-from jaxgpt.files import is_there, open_file, parse_json
+from jaxgpt.files import is_there, open_file, parse_json, render_json
 from jaxgpt.paths import write_whole
 
 
@@ -23,8 +22,7 @@ class MetricsFile:
 
     def write(self, **values: Any) -> None:
         """Raises `SaveFailed`."""
-        clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in values.items()}
-        line = (json.dumps(clean) + "\n").encode()
+        line = (render_json(values) + "\n").encode()
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -67,5 +65,5 @@ def _is_plain(name: str, value: Any) -> bool:
 def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     """Forget the lines after `step`, which a resumed run will write again. Returns those that stay."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    write_whole(path, "".join(render_json(line) + "\n" for line in kept))
     return kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -15,7 +14,7 @@ from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset, Tokens, prepare
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json
+from jaxgpt.files import read_json, render_json
 from jaxgpt.flops import count_parameters
 from jaxgpt.metrics import read_metrics
 from jaxgpt.novelty import Corpus, Novelty, novelty
@@ -109,7 +108,7 @@ def band_file(record: Record, band: Band, made: dict[str, Any]) -> str:
         "made": made,
         "band": dataclasses.asdict(band),
     }
-    return json.dumps(held, indent=1) + "\n"
+    return render_json(held, indent=1) + "\n"
 
 
 def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:

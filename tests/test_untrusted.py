@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import random
 import tracemalloc
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from jaxgpt.config import Experiment, from_dict, to_dict
 from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import open_file, read_bytes, read_json
+from jaxgpt.files import open_file, read_bytes, read_json, render_json
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from tests.faults import fuzz
 from tests.helpers import tiny_experiment
@@ -160,6 +161,26 @@ def test_strict_json(tmp_path, text, said):
     with pytest.raises(UserError, match=said) as caught:
         read_json(path, 2**24)
     assert "x.json is damaged" in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_what_is_written_as_json_is_strict():
+    """Whatever a result holds, at any depth; which number it was is kept where it is asked for."""
+    value = {"a": math.nan, "b": [math.inf, (-math.inf, 1.5)], "c": "ñ", "d": None}
+    assert json.loads(render_json(value), parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, [None, 1.5]],
+        "c": "ñ",
+        "d": None,
+    }
+    assert json.loads(render_json(value, not_finite=str))["b"] == ["inf", ["-inf", 1.5]]
+    assert render_json(value).isascii() and "ñ" in render_json(value, ensure_ascii=False)
+
+
+def test_results_are_written_as_json_in_one_place():
+    """`json.dumps` writes NaN, which no other program reads."""
+    for module, tree in modules():
+        if module.split(".")[0] in ("verbs", "report", "study", "autopsy", "metrics", "replay", "plan", "evaluate"):
+            assert "json" not in set(imports(tree)), module
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -31,6 +32,9 @@ def evaluate_task(
     pairs = ids_of(run, questions)
     found = run.likelihoods([pair for each in pairs for pair in each], batch_size=batch_size)
     answers = list(_grouped(found, questions))
+    if unknown := sum(any(math.isnan(ending.logprob) for ending in endings) for endings in answers):
+        said = f"{unknown} of {len(questions)} questions have no answer: the model's logits are not finite"
+        warnings.warn(said, UserWarning, stacklevel=2)
     long = [any(len(before) + len(new) > run.model.config.block_size + 1 for before, new in each) for each in pairs]
     results: dict[str, Any] = {"task": task, "n": len(questions), "truncated": sum(long)}
     if task == "lambada":
@@ -80,9 +84,9 @@ def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float | 
 
 
 def _perplexity(logprobs: Sequence[float]) -> dict[str, float | None]:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         perplexity = float(np.exp(-np.mean(logprobs)))
-    error = _error(logprobs)  # to first order, an error of the exponent is a relative one of the power
+        error = _error(logprobs)  # to first order, an error of the exponent is a relative one of the power
     return {"perplexity": perplexity, "perplexity_stderr": None if error is None else perplexity * error}
 
 

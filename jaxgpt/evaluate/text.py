@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -105,18 +106,27 @@ def evaluate_run(
         held, block_size=config.block_size, batch_size=batch_size, stride=stride, given=len(prefix)
     )
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
+    if not math.isfinite(loss):
+        warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
     # A first token that nothing is before is not counted, nor is what it spells: a ratio of the whole.
     bits = loss / math.log(2) * (len(held) - len(prefix))
     matches = exact_matches(run, held, beams=beams) if pairs and isinstance(held, Conversations) else {}
     return {
         "loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": _exp(loss),
         "tokens": count,
         "stride": stride,
         "bits_per_byte": None if utf8 is None else bits / utf8,
         "bits_per_character": None if characters is None else bits / characters,
         **matches,
     }
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def text_table(found: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from jaxgpt.checks import LARGEST_COUNT
 from jaxgpt.config import Experiment
 from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.experiment_file import load_experiment, load_variants
+from jaxgpt.files import render_json
 from jaxgpt.options import PlanOptions, ReplayOptions, StudyOptions, TrainOptions, count_in_range, parse
 from jaxgpt.paths import RUNS, find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
@@ -106,8 +106,8 @@ def study(argv: list[str]) -> None:
     except Interrupted as e:
         say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
         raise SystemExit(1) from None
-    write_whole(place / "study.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    print(json.dumps(found) if options.json else study_table(found))
+    write_whole(place / "study.json", render_json(found, indent=1, ensure_ascii=False) + "\n")
+    print(render_json(found) if options.json else study_table(found))
 
 
 def plan(argv: list[str]) -> None:
@@ -122,18 +122,17 @@ def plan(argv: list[str]) -> None:
 
     experiment, _ = begun(options.experiment)
     found = plan(experiment, vocabulary(experiment), topology=options.topology, say=say)
-    print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
+    print(render_json(dataclasses.asdict(found)) if options.json else table(found))
 
 
 def replay(argv: list[str]) -> None:
     options = parse(ReplayOptions, argv, "jaxgpt replay [RUN]")
     find_run(options.run)
     start_jax()
-    from jaxgpt.autopsy import in_json
     from jaxgpt.replay import replay, replay_table
 
     found = replay(options.run, options.step, say=say)
-    print(json.dumps(in_json(dataclasses.asdict(found))) if options.json else replay_table(found))
+    print(render_json(dataclasses.asdict(found), not_finite=str) if options.json else replay_table(found))
 
 
 def _named_experiment(argv: list[str]) -> Experiment | None:

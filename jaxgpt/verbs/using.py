@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.checks import LARGEST_COUNT, LARGEST_SIZE
 from jaxgpt.errors import UserError
+from jaxgpt.files import render_json
 from jaxgpt.options import (
     EvaluateOptions,
     ExportOptions,
@@ -63,7 +63,7 @@ def sample(argv: list[str]) -> None:
         return
     texts = run.sample([options.prompt] * options.num_samples, **how)
     if options.json:
-        print(json.dumps([{"prompt": options.prompt, "text": text} for text in texts], ensure_ascii=False))
+        print(render_json([{"prompt": options.prompt, "text": text} for text in texts], ensure_ascii=False))
         return
     for number, text in enumerate(texts):
         if number:
@@ -98,7 +98,7 @@ def evaluate(argv: list[str]) -> None:
             run, options.data, stride=options.stride, batch_size=options.batch_size, beams=options.beams
         )
         table = text_table
-    print(json.dumps(found) if options.json else table(found))
+    print(render_json(found) if options.json else table(found))
 
 
 def xray(argv: list[str]) -> None:
@@ -130,7 +130,7 @@ def report(argv: list[str]) -> None:
 
     summary, html = report(load(directory), samples=options.samples, tokens=options.tokens)
     write_whole(page, html)
-    text = json.dumps(summary, indent=1, ensure_ascii=False)
+    text = render_json(summary, indent=1, ensure_ascii=False)
     write_whole(out / "summary.json", text + "\n")
     if options.json:
         print(text)
@@ -147,7 +147,9 @@ def import_hf(argv: list[str]) -> None:
     source = import_hf(options.model, options.run_dir, dtype=options.dtype, tokenizer=options.tokenizer)
     if options.json:
         print(
-            json.dumps({"run": options.run_dir, "model_type": source.family.model_type, "tensors": len(source.tensors)})
+            render_json(
+                {"run": options.run_dir, "model_type": source.family.model_type, "tensors": len(source.tensors)}
+            )
         )
         return
     print(f"{source.family.model_type}: {len(source.tensors)} tensors of {source.directory} are in {options.run_dir}")
@@ -162,4 +164,4 @@ def export_hf(argv: list[str]) -> None:
 
     place = export_hf(options.run, options.out, dtype=options.dtype)
     files = sorted(path.name for path in place.iterdir())
-    print(json.dumps({"out": str(place), "files": files}) if options.json else f"{place}: {', '.join(files)}")
+    print(render_json({"out": str(place), "files": files}) if options.json else f"{place}: {', '.join(files)}")

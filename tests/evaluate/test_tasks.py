@@ -1,8 +1,10 @@
 """What a run answers, against what its scores and its samples say."""
 
+import dataclasses
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -76,3 +78,13 @@ def test_a_pair_is_its_text_cut_before_the_spaces():
     for context, continuation in (("a", ""), ("keep a lan", "ce")):  # "lance" is one token
         with pytest.raises(UserError, match=f"{continuation!r} adds no token to the context"):
             pair_ids(tokenizer, context, continuation)
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "lambada"])
+def test_answers_by_what_is_no_number_are_said_to_be_so(run, tmp_path, task):
+    """The likeliest of endings that are all nan would be the first."""
+    lines = {"hellaswag": {"ctx": "of", "endings": ["a", "xq"], "label": 0}, "lambada": {"text": "of qx"}}
+    blown = dataclasses.replace(run, params=jax.tree.map(lambda x: x * math.nan, run.params))
+    with pytest.warns(UserWarning, match="1 of 1 questions .* not finite"):
+        found = evaluate_task(blown, task, read(tmp_path, task, lines[task]))
+    assert task_table(found)

@@ -1,5 +1,6 @@
 """Laws of the loss on text: of its windows, and of the units that it is told in."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -12,7 +13,8 @@ from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.evaluate import evaluate_run, mean_loss
+from jaxgpt.evaluate import evaluate_run, mean_loss, text_table
+from jaxgpt.files import parse_json, render_json
 from jaxgpt.train import eval_step
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
 
@@ -62,6 +64,18 @@ def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     assert found["bits_per_character"] == pytest.approx(found["bits_per_byte"] * len(text.encode()) / len(text))
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize("scale, perplexity, said", [(1e4, math.inf, None), (math.nan, None, "the loss is nan")])
+def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
+    """A loss of thousands has a perplexity that no float holds; parameters that are no numbers have neither."""
+    blown = dataclasses.replace(run, params=jax.tree.map(lambda x: x * scale, run.params))
+    with pytest.warns(UserWarning, match=said) if said else contextlib.nullcontext():
+        found = evaluate_run(blown)
+    assert perplexity is None or (found["perplexity"] == perplexity and found["loss"] > 1000)
+    read = parse_json(render_json(found), "what is printed")
+    assert read["perplexity"] is None and (read["loss"] is None) == (said is not None)
+    assert "nan" in text_table(found) or "inf" in text_table(found)
 
 
 @pytest.mark.parametrize("stride", [0, -1, C + 1])
