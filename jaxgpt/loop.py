@@ -55,12 +55,24 @@ def fit(
     fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
     Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
     anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
-    `SaveFailed` if a checkpoint or the metrics cannot be written.
+    `SaveFailed` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
+    called it, unless that is one of several: see `parallel.watchdog`.
     """
+    return _run(experiment, run_dir, fresh=fresh, progress=progress, is_command=False)
+
+
+def fit_as_command(
+    experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
+) -> Run:
+    """Do what `fit` does, for a command: the process is the run's own, and a watchdog ends it if it hangs."""
+    return _run(experiment, run_dir, fresh=fresh, progress=progress, is_command=True)
+
+
+def _run(experiment: Experiment, run_dir: str | Path | None, *, fresh: bool, progress: bool, is_command: bool) -> Run:
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # the first use of JAX that needs one, and the place for its error
-    with watch(experiment.parallel.watchdog) as watchdog:
+    with watch(experiment.parallel.watchdog if is_command or multihost.several() else None) as watchdog:
         _fit(experiment, directory, watchdog, fresh=fresh, progress=progress)
         return load(directory)
 

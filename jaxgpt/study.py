@@ -51,12 +51,14 @@ def study(
     *,
     seeds: int = 5,
     say: Callable[[str], None] = lambda text: None,
+    fit_one: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Train every variant with seeds 0, 1, ... in directories below, or go on where it was left -> what came out.
 
     Seeds come first and variants within them, so that what the machine does in the meantime meets all alike, and a
     study that is cut short has whole rounds. Returns "tokens" and "seconds", each with "at", where all were compared,
     and the "rows". Raises `UserError` where variants cannot be compared: see `comparable`.
+    fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`.
     """
     comparable(variants)
     if seeds < 1:
@@ -66,7 +68,7 @@ def study(
         for name, experiment in variants.items():
             place = directory / slug(name) / f"seed-{seed}"
             train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
-            curve = _trained(dataclasses.replace(experiment, train=train), place)
+            curve = _trained(dataclasses.replace(experiment, train=train), place, fit_one or fit)
             curves[name].append(curve)
             told = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
             say(f"seed {seed}, {name}: {told}")
@@ -100,7 +102,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
-def _trained(experiment: Experiment, directory: Path) -> Curve:
+def _trained(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
     """The curve of a run, trained as far as it is not yet."""
     diverged = directory / DIVERGED
     if diverged.exists():
@@ -109,7 +111,7 @@ def _trained(experiment: Experiment, directory: Path) -> Curve:
     last = experiment.train.steps * experiment.train.batch_size * experiment.model.block_size
     if curve is None or not curve.tokens or curve.tokens[-1] < last:
         try:
-            fit(experiment, directory, progress=False)
+            fit_one(experiment, directory, progress=False)
         except Diverged as e:
             write_whole(diverged, f"{e}\n")
             return Curve(tokens=[], seconds=[], losses=[])

@@ -223,7 +223,7 @@ def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
     def stopped(*args, **how):
         raise Interrupted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
-    monkeypatch.setattr("jaxgpt.study.fit", stopped)
+    monkeypatch.setattr("jaxgpt.loop.fit_as_command", stopped)
     monkeypatch.setattr(training, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
         training.study(["s.py", "--run-dir", str(tmp_path)])

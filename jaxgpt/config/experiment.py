@@ -165,7 +165,8 @@ class ParallelConfig:
     processes: int | None = None  # with a coordinator: how many
     process_id: int | None = None  # with a coordinator: which one this is, from 0
     connect_timeout: int = 300  # seconds to wait for the other processes
-    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and ends; 0: never
+    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and its process is ended;
+    # 0: never. In a single process it acts for commands only, never for a program that calls jaxgpt.fit
     watchdog: float = 60.0
     # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
     check_replicas_every: int | None = 100

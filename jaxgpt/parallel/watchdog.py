@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ import jax
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel import multihost
+from jaxgpt.parallel.main_thread import MainThread
 from jaxgpt.parallel.multihost import ProcessLost
 
 T = TypeVar("T")
@@ -38,7 +38,6 @@ SLOW = 10  # times as much patience with what is told to be slow: a save
 INTERVAL = 1.0  # seconds between two notes of a process
 CROWD = 64  # processes from which on the notes grow rarer: each reads all of them, from process 0
 GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken
-COMPILER = (("_src", "compiler.py"), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))  # of jax
 ASLEEP = 5  # intervals between two looks of a thread, after which it was itself suspended
 
 
@@ -52,7 +51,7 @@ class Note:
     pulse: int = 0  # of its thread: stands still when the whole process does
     turn: int = 0  # calls of `beat` so far: the same in all processes that are at the same place
     step: int = 0
-    idle: float = 0.0  # seconds since the last of them, without compilation and suspension
+    idle: float = 0.0  # seconds since the last of them, without compilation, suspension and debugging
     limit: float | None = None  # of `idle`; None: not known yet
     ended: str | None = None  # why it has ended, as all are to say; empty: as it should
     status: int = 1  # with which it has ended
@@ -83,7 +82,7 @@ class Watchdog:
         self._processes, me = jax.process_count(), jax.process_index()
         self._interval = INTERVAL * max(1.0, self._processes / CROWD)
         self._me = Note(process=me, host=socket.gethostname(), pid=os.getpid())
-        self._main = threading.get_ident()
+        self.main = MainThread()
         self._turn = self._step = self._pulse = 0
         self._since = self._stepped = self._looked = self._answered = time.monotonic()
         self._woke, self._slept = -math.inf, 0.0  # when this process was last suspended until, and for how long
@@ -124,7 +123,7 @@ class Watchdog:
                 self._woke, self._slept = now, now - self._looked
                 self._since = self._answered = now
                 self._heard = {process: (note, now) for process, (note, _) in self._heard.items()}
-            elif _compiles(self._main):
+            elif self.main.is_compiling() or self.main.is_debugged():
                 self._since = now
             self._pulse += 1
             if self._processes > 1:
@@ -209,12 +208,14 @@ class Watchdog:
         return None
 
     def start(self) -> None:
-        self._thread.start()
+        if self._least or self._processes > 1:  # else there is nothing to watch for
+            self._thread.start()
 
     def stop(self, words: str = "", status: int = 0) -> None:
         """words: what the others are to say, and to end with; none: they may go on."""
         self._over.set()
-        self._thread.join(GRACE * self._interval)  # else a last note of its own might follow this one
+        if self._thread.ident is not None:
+            self._thread.join(GRACE * self._interval)  # else a last note of its own might follow this one
         if self._processes > 1:
             self._say_goodbye(words, status)
 
@@ -292,6 +293,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
     dog = Watchdog(seconds)
     dog.start()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(dog.main.listening())
         if multihost.several():
             stack.enter_context(_instead_of_abort(dog.on_abort))
         try:
@@ -331,17 +333,8 @@ def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
         set_handler(signal.SIGABRT, before)
 
 
-def _compiles(thread: int) -> bool:
-    """Whether a thread traces or compiles, which may take minutes: at the first step, and wherever something is new."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if Path(frame.f_code.co_filename).parts[-2:] in COMPILER:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _say(words: str) -> None:
     """Past Python's buffers, whose locks the main thread may hold."""
     cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar has hidden it
-    os.write(2, cursor + f"\njaxgpt: {words}\n".encode())
+    with contextlib.suppress(OSError):  # stderr may be closed, or its disk full: the process ends all the same
+        os.write(2, cursor + f"\njaxgpt: {words}\n".encode())

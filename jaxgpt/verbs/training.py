@@ -33,7 +33,7 @@ def train(argv: list[str]) -> None:
 def _train(options: TrainOptions) -> None:
     start_jax()
     from jaxgpt.interrupts import second_leaves_at_once
-    from jaxgpt.loop import Diverged, Interrupted, fit
+    from jaxgpt.loop import Diverged, Interrupted, fit_as_command
     from jaxgpt.parallel.multihost import ProcessLost, is_leader, joined, leave, status_of
     from jaxgpt.parallel.replicas import ReplicasDiffer
 
@@ -42,7 +42,7 @@ def _train(options: TrainOptions) -> None:
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit(options.experiment, options.run_dir, fresh=options.fresh)
+            run = fit_as_command(options.experiment, options.run_dir, fresh=options.fresh)
     except (Interrupted, Diverged, ReplicasDiffer) as e:
         if is_leader():
             say(str(e))
@@ -97,12 +97,12 @@ def study(argv: list[str]) -> None:
     count_in_range("seeds", options.seeds, LARGEST_COUNT)
     variants = load_variants(options.experiment)
     start_jax()
-    from jaxgpt.loop import Interrupted
+    from jaxgpt.loop import Interrupted, fit_as_command
     from jaxgpt.study import study, study_table
 
     place = Path(options.run_dir) if options.run_dir else RUNS / "studies" / Path(options.experiment).stem
     try:
-        found = study(variants, place, seeds=options.seeds, say=say)
+        found = study(variants, place, seeds=options.seeds, say=say, fit_one=fit_as_command)
     except Interrupted as e:
         say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
         raise SystemExit(1) from None

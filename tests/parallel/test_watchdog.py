@@ -9,7 +9,12 @@ import time
 
 import pytest
 
+import jaxgpt
+from jaxgpt import loop
+from jaxgpt.config import Experiment, ParallelConfig
+from jaxgpt.parallel import watchdog
 from jaxgpt.parallel.watchdog import Note, stuck
+from jaxgpt.verbs import training
 from tests.conftest import REPOSITORY
 
 LIMIT = 1.0  # seconds
@@ -91,3 +96,42 @@ def note(process, turn, idle, limit=60.0, **rest):
 )
 def test_who_is_furthest_behind_is_to_blame(notes, expected):
     assert [n.process for n in stuck(notes)] == expected
+
+
+class Over(Exception):
+    """What the stuck training of a test raises in the end."""
+
+
+@pytest.mark.parametrize("as_command", [False, True])
+def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_path, monkeypatch):
+    """A program that calls `jaxgpt.fit` may be a notebook, or stand in a debugger."""
+    exits = []
+
+    def stuck_fit(experiment, directory, dog, **_):
+        dog.directory = tmp_path
+        for step in range(1, 5):
+            dog.beat(step)
+        deadline = time.monotonic() + (10 if as_command else 0.3)
+        while not exits and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise Over
+
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.02)
+    monkeypatch.setattr(loop, "_fit", stuck_fit)
+    monkeypatch.setattr(training, "start_jax", lambda: None)
+    with pytest.raises(Over):
+        if as_command:
+            training.train(["--parallel.watchdog", "0.05"])
+        else:
+            jaxgpt.fit(Experiment(name="stuck", parallel=ParallelConfig(watchdog=0.05)))
+    assert set(exits) == ({1} if as_command else set())
+    assert (tmp_path / "stacks.0.txt").exists() == as_command
+
+
+def test_the_last_words_do_not_need_a_stderr(monkeypatch):
+    def closed(*_):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(os, "write", closed)
+    watchdog._say("stuck")

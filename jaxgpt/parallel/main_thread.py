@@ -1,0 +1,54 @@
+"""The main thread of a run, seen from the watchdog's: whether it compiles, or waits in a debugger, however long."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+COMPILING = "/jax/core/compile/"  # begins the names of the events that JAX records around each part of a compilation
+DEBUGGERS = ("bdb", "pdb")  # modules of the standard library
+
+
+class MainThread:
+    """The thread that creates it."""
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        self._parts = 0  # of compilations, which it is in now: they may be nested
+
+    def is_compiling(self) -> bool:
+        return self._parts > 0
+
+    def is_debugged(self) -> bool:
+        """Return whether it is in Python's debugger, where it waits for a person."""
+        frame = sys._current_frames().get(self._ident)
+        while frame is not None:
+            if frame.f_globals.get("__name__") in DEBUGGERS:
+                return True
+            frame = frame.f_back
+        return False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Count its compilations inside, by the events that JAX records as each part of one begins and ends."""
+
+        def begins(event: str, *_: Any, **__: Any) -> None:
+            if event.startswith(COMPILING) and threading.get_ident() == self._ident:
+                self._parts += 1
+
+        def ends(event: str, *_: Any, **__: Any) -> None:
+            if event.startswith(COMPILING) and threading.get_ident() == self._ident:
+                self._parts = max(0, self._parts - 1)  # one may have begun before this was listening
+
+        jax.monitoring.register_scalar_listener(begins)
+        jax.monitoring.register_event_time_span_listener(ends)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_scalar_listener(begins)
+            jax.monitoring.unregister_event_time_span_listener(ends)
