@@ -32,10 +32,10 @@ class Log:
         devices = len(trainer.strategy.devices)
         per_token = train_flops_per_token(experiment.model, self._n_params, self._in_adapters)
         self._mfu_of_rate = None if limits is None else per_token / (limits.flops * devices)
-        self._display = Display(train.steps, start, show=show)
-        self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_leader() else None)
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in kept), default=0.0))
         self._logged_at = (start, self.clock.working())
+        self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_leader() else None)
+        self._display = Display(train.steps, start, show=show)  # last: a bar that is shown has to be closed
 
     def introduce(self, dataset: Dataset) -> None:
         experiment, strategy, shares = self._experiment, self._trainer.strategy, self._trainer.shares

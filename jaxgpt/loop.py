@@ -23,7 +23,7 @@ from jaxgpt.interrupts import signals
 from jaxgpt.log import Log
 from jaxgpt.metrics import read_metrics, rewind_metrics
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import first_device, keep_freed_memory, refuse_what_cannot_fit
+from jaxgpt.parallel.device import first_device, refuse_what_cannot_fit
 from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.parallel.watchdog import Watchdog, watch
@@ -37,6 +37,9 @@ from jaxgpt.viz.curves import plot_losses
 # fake devices on few cores hang when hundreds are in flight.
 IN_FLIGHT = 2
 LONG = 1.0  # seconds of a step from which on none is left in flight: a signal would have to wait for them all
+# Steps between two decisions of the first process on how many steps are in flight. All settle the same step at the same
+# place: one that raises there must not leave behind steps that it has dispatched and the others have not.
+AGREE_EVERY = 100
 
 
 class Interrupted(multihost.Everywhere, KeyboardInterrupt):
@@ -150,15 +153,12 @@ def _train(
     weights: see `state_at`."""
     train, strategy, shares = experiment.train, trainer.strategy, trainer.shares
     leader = multihost.is_leader()
-    keep_freed_memory()
     init_key, dropout_key = run_keys(train.seed)
     state = state_at(trainer, weights, init_key, checkpoints, start)
     kept = read_metrics(directory / "metrics.jsonl")
     losses = map(checkpoints.val_loss, checkpoints.steps())  # with digests, which those in metrics.jsonl have not
     best = min((loss for loss in losses if loss is not None), default=math.inf)
 
-    log = Log(experiment, trainer, directory, start, kept, show=progress and leader)
-    log.introduce(dataset)
     batches = training_batches(
         dataset.train,
         block_size=experiment.model.block_size,
@@ -253,8 +253,11 @@ def _train(
         return step % train.eval_every == 0 or step == train.steps
 
     again = f"To continue: jaxgpt train --run-dir {directory}"
-    lost, due, took = False, False, 0.0
+    lost, due = False, False
+    in_flight = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
+    log = Log(experiment, trainer, directory, start, kept, show=progress and leader)
     try:
+        log.introduce(dataset)
         with signals() as caught:
             if start and measures(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
                 # The signal that ended the last sitting came before this could be measured.
@@ -276,11 +279,12 @@ def _train(
                 if strategy.checksums and every and step % every == 0:
                     on_device["checksums"] = strategy.checksums(state)
                 pending.append((step, on_device))
-                if step == start + 1:  # waits once: the first step is compilation
-                    settle(0)
-                    log.compiled(step, time.monotonic() - began)
-                settle(IN_FLIGHT if took < LONG else 0)
+                settle(in_flight)
                 took = time.monotonic() - began
+                if step == start + 1:
+                    log.compiled(step, took)
+                if step == start + 2 or step % AGREE_EVERY == 0:
+                    in_flight = multihost.by_leader(lambda took=took: IN_FLIGHT if took < LONG else 0)
                 checkpoints.raise_if_failed()
 
                 stop = bool(caught) or multihost.stop_requested(step)

@@ -27,7 +27,7 @@ class Display:
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
-            disable=not (show and sys.stderr.isatty()),
+            disable=not (show and sys.stderr is not None and sys.stderr.isatty()),
         )
         self._task = self._bar.add_task("", total=steps, completed=done, numbers="compiling")
         self._bar.start()

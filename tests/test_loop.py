@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 
 import jaxgpt
+from jaxgpt import loop
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import differences
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_run
+from jaxgpt.log import Log
 from jaxgpt.loop import Diverged, Interrupted, fit
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.record import read_record
 from jaxgpt.replay import replay
 from jaxgpt.run import load
@@ -230,6 +234,47 @@ def test_a_finished_run_is_left_as_it_is(run, experiment):
     before = losses(run.directory)
     again = fit(experiment, run.directory, progress=False)
     assert again.step == run.step and losses(run.directory) == before
+
+
+def test_fit_leaves_the_allocator_of_its_process_alone(run, experiment, monkeypatch):
+    """Only commands change malloc's settings."""
+    monkeypatch.setattr(
+        "jaxgpt.parallel.device._tune_malloc", lambda **_: pytest.fail("malloc's settings were changed")
+    )
+    fit(experiment, run.directory, progress=False)
+
+
+def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, monkeypatch):
+    logs = []
+
+    def introduce(self, dataset):
+        logs.append(self)
+        raise Killed
+
+    monkeypatch.setattr(Log, "introduce", introduce)
+    with pytest.raises(Killed):
+        fit(experiment, run.directory)
+    (log,) = logs
+    assert log._file._file.closed and not log._display._bar.live.is_started
+
+
+def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monkeypatch):
+    """The first one says how many, whatever the clock of this one says."""
+    events, asked = [], []
+
+    def by_leader(function):
+        asked.append(function())
+        return asked[0] if len(asked) == 1 else 2
+
+    monkeypatch.setattr(loop, "LONG", 0.0)  # by our own clock none
+    monkeypatch.setattr(multihost, "by_leader", by_leader)
+    monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
+    monkeypatch.setattr(Log, "step", lambda self, step, **_: events.append(f"settle {step}"))
+    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))
+    fit(e, tmp_path / "r", progress=False)
+    assert asked == [0, 0]
+    settled = "begin 1, settle 1, begin 2, settle 2, begin 3, begin 4, begin 5, settle 3, begin 6, settle 4, settle 5"
+    assert ", ".join(events).startswith(settled)
 
 
 def test_another_configuration_is_refused_and_named(run, experiment):

@@ -146,7 +146,11 @@ _told = itertools.count()  # equal in all processes, since all ask the same thin
 
 
 def _store() -> Any:
-    """The key-value store of JAX's coordination service, in the memory of process 0. JAX has no public name for it."""
+    """Return the key-value store of JAX's coordination service, which process 0 holds in its memory.
+
+    JAX 0.10.2 has no public name for it: `jax.distributed` joins and leaves processes, and what
+    `jax.experimental.multihost_utils` exchanges goes through the devices, which may be what hangs.
+    """
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -163,14 +167,16 @@ def published(folder: str) -> list[str]:
 
 
 def by_leader(function: Callable[[], int]) -> int:
-    """What `function` returns in the first process, in all of them; if it raises `UserError` there, all raise it.
+    """Return in all processes the whole number that `function` returns in the first one; other types are not carried.
 
-    All must ask, in the same order.
+    If it raises `UserError` there, all raise one with the same message. All must ask, in the same order.
     """
     words = ""
     if is_leader():
         try:
-            words = str(function())
+            found = function()
+            assert type(found) is int, found
+            words = str(found)
         except UserError as e:
             words = f"no: {e}"
     words = _from_leader(words)

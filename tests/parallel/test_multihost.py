@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
+from jax._src import distributed
+from jaxlib import _jax
 
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import ParallelConfig
@@ -260,6 +263,26 @@ def test_nobody_there(tmp_path, who, message):
     assert done.returncode == 2
     assert message in done.stderr and address in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_the_store_of_jax_is_where_it_was():
+    """Private: seen with JAX 0.10.0 to 0.12.0.1. There is no public way to the store of `jax.distributed`."""
+    client = distributed.global_state.client
+    assert client is None, "one process has no store"
+    for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
+        assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
+
+
+def test_the_leader_tells_a_whole_number_or_what_is_wrong():
+    assert multihost.by_leader(lambda: 7) == 7
+    with pytest.raises(AssertionError):
+        multihost.by_leader(lambda: "7")
+
+    def refuses():
+        raise UserError("no: taken")
+
+    with pytest.raises(UserError, match="^no: taken$"):
+        multihost.by_leader(refuses)
 
 
 def test_an_address_without_a_port():
