@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 
 # Tests compile thousands of tiny programs and run each once: compile fast, run slowly. Before jax is imported.
+# Without the fusion emitters a training step compiles in 1.2 s of CPU, with them in 3.1 (jax 0.10.2, AMD EPYC).
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
 
