@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import shutil
 import warnings
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxgpt import manifest
-from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.errors import SaveFailed, UserError, reason_of
 from jaxgpt.manifest import Damaged
 from jaxgpt.parallel import multihost
+from jaxgpt.paths import delete
 from jaxgpt.train import TrainState
 
 if TYPE_CHECKING:  # half a second to import: only where it is used
@@ -58,7 +60,7 @@ class Checkpoints:
         """Remove what a killed save or removal left behind. Only for who holds the run's lock."""
         for path in self._directory.glob("*.*") if self._directory.is_dir() else ():
             if re.fullmatch(r"\d+\.(saving|deleting)", path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                delete(path)
 
     def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
         """val_loss: of this very step, by which the best is chosen; None if it was not measured.
@@ -120,7 +122,7 @@ class Checkpoints:
         shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
         good = max(self.steps(), default="none")
         return SaveFailed(
-            f"step {step} could not be saved in {self._directory}: {_reason(e)}. The last checkpoint is step {good}."
+            f"step {step} could not be saved in {self._directory}: {reason_of(e)}. The last checkpoint is step {good}."
         )
 
     def _kept(self) -> set[int]:
@@ -258,8 +260,8 @@ class Checkpoints:
         """Give damaged checkpoints after a good one another name. Only for who holds the run's lock."""
         for later in (s for s in self.steps() if s > step):
             aside = self._directory / f"{later}.damaged"
-            if aside.exists():
-                shutil.rmtree(aside)
+            if os.path.lexists(aside):
+                delete(aside)
             (self._directory / str(later)).rename(aside)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
@@ -337,12 +339,3 @@ def _describe(tree: Any) -> dict[str, str]:
     """{path: "float32[3,4]"} of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
-
-
-def _reason(e: Exception) -> str:
-    """In a few words: what TensorStore says takes pages."""
-    said = str(e)
-    for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
-        if known.lower() in said.lower():
-            return known
-    return (said.strip().splitlines() or [type(e).__name__])[0][:200]

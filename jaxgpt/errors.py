@@ -10,3 +10,12 @@ class UserError(ValueError):
 
 class SaveFailed(RuntimeError):
     """What the run has to write could not be written: what, and why. What was written before it stands."""
+
+
+def reason_of(e: Exception) -> str:
+    """Say in a few words why a file could not be written: what TensorStore says takes pages."""
+    said = str(e)
+    for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
+        if known.lower() in said.lower():
+            return known
+    return (said.strip().splitlines() or [type(e).__name__])[0][:200]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.data.template import ChatTemplate, Turns, end_of_turn
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_json
+from jaxgpt.files import is_there, read_bytes, read_json
 from jaxgpt.flops import count_parameters
 from jaxgpt.interop.families import family_for
 from jaxgpt.interop.family import Family
@@ -22,7 +21,7 @@ from jaxgpt.interop.source import BESIDE_TOKENIZER, KEPT, LARGEST_CONFIG
 from jaxgpt.interop.tokenizers import tokenizer_config, tokenizer_json
 from jaxgpt.interop.weights import SHARD, write
 from jaxgpt.metrics import read_metrics
-from jaxgpt.paths import find_run
+from jaxgpt.paths import find_run, write_whole
 from jaxgpt.record import Record, read_record
 from jaxgpt.run import Run, load
 from jaxgpt.sample.weights import unrolled
@@ -53,7 +52,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         _write_json(place / "config.json", config)
         _write_tokenizer(place, directory, found, template)
         _write_generation(place, directory, found, template)
-        (place / "README.md").write_text(_model_card(directory, found, family, record), encoding="utf-8")
+        write_whole(place / "README.md", _model_card(directory, found, family, record))
     except OSError as e:
         raise UserError(f"cannot write in {place}: {e.strerror}. Name another place with --out.") from None
     return place
@@ -75,10 +74,10 @@ def _write_tokenizer(place: Path, directory: Path, run: Run, template: ChatTempl
     text = tokenizer_json(run.tokenizer)
     if text is None:
         return
-    (place / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_whole(place / "tokenizer.json", text)
     for name in BESIDE_TOKENIZER:
         if (directory / name).exists():
-            shutil.copyfile(directory / name, place / name)
+            write_whole(place / name, read_bytes(directory / name, LARGEST_CONFIG))
     path = place / BESIDE_TOKENIZER[0]
     said = read_json(path, LARGEST_CONFIG) if path.exists() else {}
     values = said if isinstance(said, dict) else {}
@@ -93,7 +92,7 @@ def _write_tokenizer(place: Path, directory: Path, run: Run, template: ChatTempl
 def _write_generation(place: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
     kept = directory / KEPT / "generation_config.json"
     if template is None and kept.exists():
-        shutil.copyfile(kept, place / kept.name)
+        write_whole(place / kept.name, read_bytes(kept, LARGEST_CONFIG))
         return
     said = read_json(kept, LARGEST_CONFIG) if kept.exists() else {}
     values = _special(run) | (said if isinstance(said, dict) else {})
@@ -105,7 +104,7 @@ def _write_generation(place: Path, directory: Path, run: Run, template: ChatTemp
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _model_card(directory: Path, run: Run, family: Family, record: Record) -> str:

@@ -18,7 +18,8 @@ class MetricsFile:
 
     def __init__(self, path: Path | None):
         self._path = path or Path(os.devnull)
-        self._file = self._path.open("ab", buffering=0)  # for tail -f, and nothing lost to a kill
+        # Unbuffered, for tail -f, and so that nothing is lost to a kill.
+        self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
         """Raises `SaveFailed`."""
@@ -31,6 +32,10 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,13 @@
 """Where files go: the user's cache, and the runs."""
 
+import contextlib
 import os
 import secrets
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
@@ -69,16 +73,46 @@ def new_file(path: str, *, force: bool) -> Path:
     return out
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, into a directory that is there, so that it is there whole or not at all, though the power fails."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file as `open_whole` does; a text in UTF-8."""
+    with open_whole(path) as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def open_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write, in a directory that is there: it appears at the end, whole or not at all, though the power fails.
+
+    A link at `path` is replaced, and what it leads to stays as it is.
+    """
     # Not by `mkstemp`, whose files are their owner's alone, whatever the umask says.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(partial, "x", encoding="utf-8", newline="") as f:
-            f.write(text)
+        with open(partial, "xb") as f:
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def delete(path: Path) -> None:
+    """Delete a file, or a directory with all that is in it; of a link, never what it leads to."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def refuse_links_out(directory: Path) -> None:
+    """Raise `UserError` for a link below a directory that leads out of it: files would be written or deleted there.
+
+    The directory may come from someone else. It may itself be reached by a link.
+    """
+    home = os.path.realpath(directory)
+    for folder, folders, files in os.walk(directory):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
+                raise UserError(
+                    f"{path} is a link that leads out of {directory}, to {os.readlink(path)}: nothing is written through "
+                    "it. Put there what it leads to, or delete it"
+                )

@@ -24,7 +24,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.paths import is_run, write_whole
+from jaxgpt.paths import is_run, refuse_links_out, write_whole
 
 FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
 OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
@@ -273,6 +273,7 @@ def claim(directory: Path, fresh: bool) -> filelock.BaseFileLock:
 
 
 def _lock(directory: Path) -> filelock.BaseFileLock:
+    refuse_links_out(directory)  # before the first byte is written there
     path = directory / LOCK
     lock = filelock.FileLock(path, timeout=0)
     try:

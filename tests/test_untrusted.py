@@ -1,21 +1,26 @@
 """Files that need not be trusted: nothing unpickles, nothing crashes, nothing is allocated that is not there."""
 
 import ast
+import itertools
 import json
 import math
 import os
 import random
+import re
 import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment, from_dict, to_dict
 from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
-from jaxgpt.metrics import read_metrics, rewind_metrics
+from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.record import claim
+from jaxgpt.viz.curves import plot_losses
 from tests.faults import fuzz
 from tests.helpers import tiny_experiment
 from tests.test_architecture import imports, modules
@@ -190,6 +195,70 @@ def test_only_regular_files_are_opened(tmp_path):
             open_file(path)
     with pytest.raises(UserError, match="null"):
         read_bytes("a\0b", 10)
+
+
+OWN = [
+    ".lock",
+    "metrics.jsonl",
+    "loss.png",
+    "sample.txt",
+    "stacks.0.txt",
+    "checkpoints",
+    "checkpoints/7.saving",
+    "checkpoints/8.damaged",
+    "autopsy",
+    "autopsy/step-3",
+    "hf",
+    "tokenizer_config.json",
+]
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_nothing_is_written_through_a_link_that_leads_out_of_a_run(tmp_path, name, absolute):
+    """Whoever made the directory would say what is overwritten and deleted by whoever trains in it."""
+    target = tmp_path / "elsewhere"
+    target.write_text("precious") if "." in name.replace("7.saving", "") else target.mkdir()
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target if absolute else os.path.relpath(target, path.parent))
+    (tmp_path / "by a link").symlink_to("run")
+    for directory, fresh in itertools.product((tmp_path / "run", tmp_path / "by a link"), (False, True)):
+        said = re.escape(f"{directory / name} is a link that leads out of {directory}, to ")
+        with pytest.raises(UserError, match=said + ".*Put there what it leads to, or delete it"):
+            claim(directory, fresh)
+    path.unlink()
+    path.symlink_to("../nowhere" if path.parent == tmp_path / "run" else "../../nowhere")
+    with pytest.raises(UserError, match="leads out of"):
+        claim(tmp_path / "run", False)
+    assert not target.is_file() or target.read_text() == "precious"
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "by a link", "elsewhere"}
+
+
+def test_links_that_stay_inside_are_the_users_own(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "4").mkdir(parents=True)
+    (run / "checkpoints" / "best").symlink_to("4")
+    (tmp_path / "by a link").symlink_to("run")
+    claim(tmp_path / "by a link", False).release()
+
+
+def test_writers_follow_no_links(tmp_path):
+    """Each by itself, whoever calls it."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious").write_text("precious")
+    links = {name: tmp_path / "run" / name for name in ("metrics.jsonl", "loss.png", "3.saving", "4.deleting")}
+    (tmp_path / "run").mkdir()
+    for name, path in links.items():
+        path.symlink_to(tmp_path / ("folder" if name[0].isdigit() else "precious"))
+    with pytest.raises(OSError, match="symbolic links"):
+        MetricsFile(links["metrics.jsonl"])
+    assert rewind_metrics(links["metrics.jsonl"], 3) == []
+    plot_losses([{"step": 1, "loss": 2.0}], links["loss.png"], "x")
+    Checkpoints(tmp_path / "run").clean()
+    assert (tmp_path / "precious").read_text() == (tmp_path / "folder" / "precious").read_text() == "precious"
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
 BROKEN_LINES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json
+from jaxgpt.files import read_bytes, read_json
 from jaxgpt.interop.families import family_of
 from jaxgpt.interop.family import Family
 from jaxgpt.interop.hub import local_directory
 from jaxgpt.interop.params import check
 from jaxgpt.interop.weights import Tensor, stored
-from jaxgpt.paths import is_run
+from jaxgpt.paths import is_run, write_whole
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
@@ -92,4 +91,4 @@ def keep_companions(source: Path, run: Path) -> None:
         for name in names:
             if (here / name).is_file():
                 there.mkdir(exist_ok=True)
-                shutil.copyfile(here / name, there / name)
+                write_whole(there / name, read_bytes(here / name, LARGEST_CONFIG))

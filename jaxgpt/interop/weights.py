@@ -17,6 +17,7 @@ import numpy as np
 from jaxgpt.checks import short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file, read_json
+from jaxgpt.paths import open_whole, write_whole
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26  # bytes: a million tensors
@@ -150,7 +151,7 @@ def write(directory: Path, tensors: dict[str, Made], shard: int = SHARD) -> None
         "metadata": {"total_size": sum(t.bytes for t in tensors.values())},
         "weight_map": {tensor: name for name, inside in zip(names, files, strict=True) for tensor in inside},
     }
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _write_one(file: Path, tensors: dict[str, Made]) -> None:
@@ -170,14 +171,12 @@ def _write_one(file: Path, tensors: dict[str, Made]) -> None:
         at += tensor.bytes
     raw = json.dumps(head).encode()
     raw += b" " * (-len(raw) % 8)
-    with open(file, "wb") as f:
+    with open_whole(file) as f:
         f.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in tensors.items():
             array = np.ascontiguousarray(tensor.make())
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (name, array.shape, array.dtype)
             array.tofile(f)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def in_words(names: Iterable[str]) -> str:

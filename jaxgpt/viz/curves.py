@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.paths import open_whole
+
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw the lines of a `metrics.jsonl` (see `metrics.read_metrics`) as a PNG. Nothing to draw, no file."""
@@ -42,4 +44,5 @@ def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    with open_whole(path) as f:
+        figure.savefig(f, format="png", dpi=130)
