@@ -17,6 +17,7 @@ REQUIRED: Any = object()
 class Aspect(NamedTuple):
     """One thing that a configuration says."""
 
+    keys: tuple[str, ...]  # of config.json, which `read` looks at
     read: Callable[[Json], Json]  # their config.json -> fields of GPTConfig
     write: Callable[[GPTConfig], Json]  # a GPTConfig with every field explicit -> keys of theirs
 
@@ -27,16 +28,16 @@ def same(ours: str, theirs: str | None = None, default: Any = REQUIRED) -> Aspec
 
     def read(hf: Json) -> Json:
         value = hf.get(key, default)
-        if value is REQUIRED:
+        if value is REQUIRED or (value is None and default is REQUIRED):
             raise UserError(f"it has no {key}")
         return {ours: value}
 
-    return Aspect(read, lambda config: {key: getattr(config, ours)})
+    return Aspect((key,), read, lambda config: {key: getattr(config, ours)})
 
 
 def always(**ours: Any) -> Aspect:
     """What all models of a family have, and no key says."""
-    return Aspect(lambda hf: ours, lambda config: {})
+    return Aspect((), lambda hf: ours, lambda config: {})
 
 
 def never(**theirs: Any) -> Aspect:
@@ -48,7 +49,49 @@ def never(**theirs: Any) -> Aspect:
                 raise UserError(f"{key}={short(hf[key])}, of which only {value!r} can be expressed")
         return {}
 
-    return Aspect(read, lambda config: {})
+    return Aspect(tuple(theirs), read, lambda config: {})
+
+
+def causal_decoder() -> Aspect:
+    """Nothing of what transformers looks at in the config.json of any model, and none of ours has."""
+    return never(
+        is_causal=True,
+        is_encoder_decoder=False,
+        use_bidirectional_attention=False,
+        add_cross_attention=False,
+        attention_chunk_size=None,
+        per_layer_config={},
+        kv_sharing_modes=None,
+        pruned_heads={},
+    )
+
+
+def alias(theirs: str, key: str, default: Any = REQUIRED) -> Aspect:
+    """Another name of a key: it has to be absent, or to have the same value. default: of the key."""
+
+    def read(hf: Json) -> Json:
+        agreed({key: {key: hf.get(key, default)}, theirs: {key: hf.get(theirs)}})
+        return {}
+
+    return Aspect((theirs,), read, lambda config: {})
+
+
+def agreed(places: dict[str, Json]) -> Json:
+    """Return what several places say, without None. Raises `UserError` where two of them differ."""
+    found: Json = {}
+    where: dict[str, str] = {}
+    for place, said in places.items():
+        for key, value in said.items():
+            if value is None:
+                continue
+            if key in found and found[key] != value:
+                raise UserError(
+                    f"{key}={short(found[key])} by {where[key]}, and {short(value)} by {place}: "
+                    "one of them is wrong, so take it out"
+                )
+            found.setdefault(key, value)
+            where.setdefault(key, place)
+    return found
 
 
 def named(ours: str, theirs: str, values: dict[str, str], default: str) -> Aspect:
@@ -64,7 +107,7 @@ def named(ours: str, theirs: str, values: dict[str, str], default: str) -> Aspec
         mine = getattr(config, ours)
         return {theirs: next((name for name, value in values.items() if value == mine), None)}
 
-    return Aspect(read, write)
+    return Aspect((theirs,), read, write)
 
 
 def attention_bias(default: bool = False) -> Aspect:
@@ -74,107 +117,20 @@ def attention_bias(default: bool = False) -> Aspect:
         value = hf.get("attention_bias", default)
         return {"qkv_bias": value, "out_bias": value}
 
-    return Aspect(read, lambda config: {"attention_bias": bool(config.qkv_bias)})
+    return Aspect(("attention_bias",), read, lambda config: {"attention_bias": bool(config.qkv_bias)})
 
 
 def gpt2_dropout() -> Aspect:
     names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     # Ours is one number; it matters for training alone.
-    return Aspect(lambda hf: {"dropout": hf.get(names[0], 0.1)}, lambda config: dict.fromkeys(names, config.dropout))
+    return Aspect(
+        names[:1], lambda hf: {"dropout": hf.get(names[0], 0.1)}, lambda config: dict.fromkeys(names, config.dropout)
+    )
 
 
-def rope(theta: str = "rope_theta", fraction: str | None = None) -> Aspect:
-    """transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`: either is read, both are written.
-
-    theta, fraction: the keys that a family has for them in 4.
-    """
-
-    def read(hf: Json) -> Json:
-        found = _parameters(hf.get("rope_parameters"), "rope_parameters") | _parameters(
-            hf.get("rope_scaling"), "rope_scaling"
-        )
-        said = {"position": "rope", "rope_theta": found.get("rope_theta", hf.get(theta, 10_000.0))}
-        if fraction is not None:
-            said["rope_fraction"] = found.get("partial_rotary_factor", hf.get(fraction, 0.25))
-        return said | _scaling(found, hf)
-
-    def write(config: GPTConfig) -> Json:
-        scaling = _spelled(config)
-        five = {"rope_theta": config.rope_theta} | (scaling or {"rope_type": "default"})
-        four: Json = {theta: config.rope_theta, "rope_scaling": scaling}
-        if fraction is not None:
-            five["partial_rotary_factor"] = four[fraction] = config.rope_fraction
-        return four | {"rope_parameters": five}
-
-    return Aspect(read, write)
-
-
-def rope_by_layer() -> Aspect:
-    """Gemma 3's: layers with a sliding window have rotations of their own."""
-
-    def read(hf: Json) -> Json:
-        five = _parameters(hf.get("rope_parameters"), "rope_parameters")
-        whole = _parameters(five.get("full_attention"), "rope_parameters") | _parameters(
-            hf.get("rope_scaling"), "rope_scaling"
-        )
-        local = _parameters(five.get("sliding_attention"), "rope_parameters")
-        if local.get("rope_type", "default") != "default":
-            raise UserError("rope_parameters scale the layers with a sliding window: only the others can be")
-        return {
-            "position": "rope",
-            "rope_theta": whole.get("rope_theta", hf.get("rope_theta", 1_000_000.0)),
-            "rope_local_theta": local.get("rope_theta", hf.get("rope_local_base_freq", 10_000.0)),
-        } | _scaling(whole, hf)
-
-    def write(config: GPTConfig) -> Json:
-        scaling, local = _spelled(config), config.rope_local_theta or config.rope_theta
-        whole = {"rope_theta": config.rope_theta} | (scaling or {"rope_type": "default"})
-        return {
-            "rope_theta": config.rope_theta,
-            "rope_local_base_freq": local,
-            "rope_scaling": scaling,
-            "rope_parameters": {
-                "full_attention": whole,
-                "sliding_attention": {"rope_theta": local, "rope_type": "default"},
-            },
-        }
-
-    return Aspect(read, write)
-
-
-def _parameters(value: Any, name: str) -> Json:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UserError(f"{name}={short(value)}: needs an object")
-    return value
-
-
-SCALINGS = {"factor": "rope_factor"}
-LLAMA3 = SCALINGS | {
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_context",
-}
-
-
-def _scaling(found: Json, hf: Json) -> Json:
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind in ("default", None):
-        return {}
-    if kind not in ("linear", "llama3"):
-        raise UserError(f"rope_type={short(kind)}: known are default, linear, llama3")
-    names = SCALINGS if kind == "linear" else LLAMA3
-    if missing := [name for name in names if name not in found]:
-        raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
-    return {"rope_scaling": kind} | {ours: found[name] for name, ours in names.items()}
-
-
-def _spelled(config: GPTConfig) -> Json | None:
-    if config.rope_scaling == "none":
-        return None
-    names = SCALINGS if config.rope_scaling == "linear" else LLAMA3
-    return {"rope_type": config.rope_scaling} | {name: getattr(config, ours) for name, ours in names.items()}
+def head_of_width() -> Aspect:
+    """GPT-NeoX's heads, which share the width whatever `head_dim` says: tensors of heads of another size are refused."""
+    return Aspect(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}, lambda config: {})
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -196,34 +152,65 @@ def _kinds(hf: Json) -> list[str]:
     return kinds
 
 
+def _window(hf: Json) -> int | None:
+    return hf.get("sliding_window", 4096)
+
+
+def no_window() -> Aspect:
+    """Attention that reads all tokens, in every layer."""
+
+    def read(hf: Json) -> Json:
+        if hf.get("sliding_window") is not None or SLIDING in _kinds(hf):
+            raise UserError(
+                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_kinds(hf))}: a model of this "
+                "model_type has no windows, so leave them out"
+            )
+        return {}
+
+    return Aspect(("sliding_window", "layer_types"), read, lambda config: {})
+
+
 def window_everywhere() -> Aspect:
     """Mistral's: a window for all layers, or for none."""
 
     def read(hf: Json) -> Json:
-        if FULL in (kinds := _kinds(hf)):
-            raise UserError(f"layer_types={short(kinds)}: of this model_type all layers have to be {SLIDING}")
-        return {"sliding_window": hf.get("sliding_window", 4096)}
+        size, kinds = _window(hf), _kinds(hf)
+        if (SLIDING if size is None else FULL) in kinds:
+            raise UserError(
+                f"layer_types={short(kinds)} and sliding_window={short(size)}: all layers of this model_type have the "
+                "window, or none has, so leave layer_types out"
+            )
+        return {"sliding_window": size}
 
-    return Aspect(read, lambda config: {"sliding_window": config.sliding_window})
+    return Aspect(("sliding_window", "layer_types"), read, lambda config: {"sliding_window": config.sliding_window})
 
 
-def windows(usual: Callable[[int, Json], bool], **more: Callable[[GPTConfig], Any]) -> Aspect:
+def windows(
+    usual: Callable[[int, Json], bool],
+    *,
+    keys: tuple[str, ...] = (),
+    size: Callable[[Json], int | None] = _window,
+    **more: Callable[[GPTConfig], Any],
+) -> Aspect:
     """`layer_types`, a list; usual(layer, config.json) -> whether it slides where there is none.
 
-    more: keys that are to be written beside it.
+    keys: what `usual` and `size` look at beside. size: of the window; None: there is none. more: keys to write beside it.
     """
 
     def read(hf: Json) -> Json:
-        layers, size, kinds = whole(hf, "num_hidden_layers", 0), hf.get("sliding_window", 4096), _kinds(hf)
+        layers, kinds = whole(hf, "num_hidden_layers", 0), _kinds(hf)
         slides = [kind == SLIDING for kind in kinds] if kinds else [usual(i, hf) for i in range(layers)]
         if len(slides) != layers:
             raise UserError(f"layer_types={short(kinds)}: needs {layers}, as many as num_hidden_layers")
-        if size is None or not any(slides):
+        if not any(slides):
             return {"sliding_window": None}
+        if size(hf) is None:
+            said = ", ".join(f"{key}={short(hf.get(key))}" for key in ("layer_types", "sliding_window", *keys))
+            raise UserError(f"{said}: needs the size of a window, or no layers of {SLIDING}")
         every = None if all(slides) else slides.index(False) + 1
         if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
             raise UserError("layer_types has no period: only each n-th layer can read all tokens")
-        return {"sliding_window": size, "global_every": every}
+        return {"sliding_window": size(hf), "global_every": every}
 
     def write(config: GPTConfig) -> Json:
         kinds = [FULL if config.window(i) is None else SLIDING for i in range(config.n_layer)]
@@ -233,7 +220,20 @@ def windows(usual: Callable[[int, Json], bool], **more: Callable[[GPTConfig], An
             **{key: of(config) for key, of in more.items()},
         }
 
-    return Aspect(read, write)
+    return Aspect(("sliding_window", "layer_types", *keys), read, write)
+
+
+# What the types of rope_parameters in transformers 5 have, with our names for it.
+SCALINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_context",
+    },
+}
 
 
 def explicit(config: GPTConfig) -> GPTConfig:
@@ -263,7 +263,7 @@ def meaning(config: GPTConfig) -> Json:
     if c.position == "rope":
         local = c.rope_local_theta
         scaled = c.rope_scaling if c.rope_scaling != "linear" or c.rope_factor != 1.0 else "none"
-        names = {"none": {}, "linear": SCALINGS, "llama3": LLAMA3}[scaled]
+        names = SCALINGS["default" if scaled == "none" else scaled]
         whole = (float(c.rope_theta), scaled, *(float(turns[ours]) for ours in names.values()))
         said["rope_size"] = c.rotary_size
         said["rope"] = [

@@ -14,20 +14,23 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interop.aspects import (
     Aspect,
+    alias,
     always,
     attention_bias,
+    causal_decoder,
     gpt2_dropout,
+    head_of_width,
     meaning,
     named,
     never,
-    rope,
-    rope_by_layer,
+    no_window,
     same,
     whole,
     window_everywhere,
     windows,
 )
 from jaxgpt.interop.family import Family
+from jaxgpt.interop.rotations import rope, rope_by_layer
 from jaxgpt.interop.tensors import Row, conv1d, fused, linear, norm
 
 
@@ -84,6 +87,7 @@ def _body(
         same("norm_eps", "rms_norm_eps", eps),
         same("tie_embeddings", "tie_word_embeddings", tied),
         always(norm="rmsnorm", bias=False),
+        causal_decoder(),
     )
 
 
@@ -104,7 +108,14 @@ GPT2 = Family(
         same("tie_embeddings", "tie_word_embeddings", True),
         named("activation", "activation_function", PLAIN, "gelu_new"),
         gpt2_dropout(),
-        never(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+        never(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
+        # transformers lets these win.
+        alias("hidden_size", "n_embd"),
+        alias("num_hidden_layers", "n_layer"),
+        alias("num_attention_heads", "n_head"),
+        alias("max_position_embeddings", "n_positions", 1024),
+        no_window(),
+        causal_decoder(),
     ),
     rows=(
         Row(("wte/embedding",), "transformer.wte.weight"),
@@ -130,6 +141,7 @@ LLAMA = Family(
         *_ROPE_AND_GATE,
         attention_bias(),
         same("bias", "mlp_bias", False),
+        no_window(),
     ),
     rows=_layers("model.layers", PRE),
     masks=(".rotary_emb.inv_freq",),
@@ -148,8 +160,15 @@ MISTRAL = Family(
     masks=LLAMA.masks,
 )
 
+
+def _qwen_window(hf: dict[str, Any]) -> int | None:
+    return hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+
+
 _QWEN_WINDOWS = windows(
-    lambda layer, hf: bool(hf.get("use_sliding_window")) and layer >= whole(hf, "max_window_layers", 28),
+    lambda layer, hf: _qwen_window(hf) is not None and layer >= whole(hf, "max_window_layers", 28),
+    keys=("use_sliding_window", "max_window_layers"),
+    size=_qwen_window,
     use_sliding_window=lambda config: config.sliding_window is not None,
     max_window_layers=lambda config: config.n_layer if config.sliding_window is None else 0,
 )
@@ -182,12 +201,7 @@ QWEN3 = Family(
     rows=LLAMA.rows,
 )
 
-_GEMMA = (
-    rope(),
-    attention_bias(),
-    always(norm_offset=True, scale_embeddings=True),
-    never(use_bidirectional_attention=False),
-)
+_GEMMA = (attention_bias(), always(norm_offset=True, scale_embeddings=True))
 
 GEMMA1 = Family(
     model_type="gemma",
@@ -196,26 +210,34 @@ GEMMA1 = Family(
     aspects=(
         *_body(tied=True, context=8192, head_dim=256),
         *_GEMMA,
+        rope(),
         named("activation", "hidden_act", GEMMA, "gelu_pytorch_tanh"),
         named("activation", "hidden_activation", GEMMA, "gelu_pytorch_tanh"),
+        no_window(),
     ),
     rows=LLAMA.rows,
 )
 
-_GEMMA2 = (
-    *_body(tied=True, context=8192, head_dim=256),
-    *_GEMMA,
-    named("activation", "hidden_activation", GEMMA, "gelu_pytorch_tanh"),
-    always(norm_position="sandwich"),
-    same("query_scale", "query_pre_attn_scalar", 256),
-)
+
+def _gemma2(context: int) -> tuple[Aspect, ...]:
+    """Return what Gemma 3 says as Gemma 2 does."""
+    return (
+        *_body(tied=True, context=context, head_dim=256),
+        *_GEMMA,
+        named("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
+        alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
+        always(norm_position="sandwich"),
+        same("query_scale", "query_pre_attn_scalar", 256),
+    )
+
 
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     base="model.",
     aspects=(
-        *_GEMMA2,
+        *_gemma2(8192),
+        rope(),
         same("logit_softcap", "final_logit_softcapping", 30.0),
         same("attention_softcap", "attn_logit_softcapping", 50.0),
         windows(lambda layer, hf: layer % 2 == 0),
@@ -228,12 +250,15 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     base="model.",
     aspects=(
-        *_GEMMA2,
+        *_gemma2(131_072),
         rope_by_layer(),
         same("logit_softcap", "final_logit_softcapping", None),
-        same("attention_softcap", "attn_logit_softcapping", None),
+        never(attn_logit_softcapping=None),  # which transformers has, and does not look at
         always(qk_norm=True),
-        windows(lambda layer, hf: bool((layer + 1) % max(1, whole(hf, "sliding_window_pattern", 6)))),
+        windows(
+            lambda layer, hf: bool((layer + 1) % max(1, whole(hf, "sliding_window_pattern", 6))),
+            keys=("sliding_window_pattern",),
+        ),
     ),
     rows=GEMMA2.rows,
 )
@@ -255,6 +280,9 @@ GPT_NEOX = Family(
         named("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
         rope("rotary_emb_base", "rotary_pct"),
         attention_bias(default=True),
+        head_of_width(),
+        no_window(),
+        causal_decoder(),
     ),
     rows=(
         Row(("wte/embedding",), "gpt_neox.embed_in.weight"),
@@ -279,6 +307,7 @@ OLMO2 = Family(
         *_ROPE_AND_GATE,
         attention_bias(),
         always(norm_position="output", qk_norm=True, qk_norm_over="heads"),
+        no_window(),
     ),
     rows=_layers("model.layers", OUTPUT),
 )

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.checks import short
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError
@@ -14,6 +15,7 @@ from jaxgpt.files import read_bytes, read_json
 from jaxgpt.interop.families import family_of
 from jaxgpt.interop.family import Family
 from jaxgpt.interop.hub import local_directory
+from jaxgpt.interop.keys import unknown_keys
 from jaxgpt.interop.params import check
 from jaxgpt.interop.weights import Tensor, stored
 from jaxgpt.paths import is_run, write_whole
@@ -54,6 +56,13 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
         config = family.read(hf)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
+    if unknown := unknown_keys(family, hf):
+        warnings.warn(
+            f"{path} has keys that jaxgpt does not know, {short(unknown)}: where one of them changes what the model "
+            "computes, what is imported computes something else",
+            UserWarning,
+            stacklevel=2,
+        )
     found = _tokenizer(directory, config, tokenizer)
     tensors = stored(directory)
     try:

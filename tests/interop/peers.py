@@ -77,14 +77,14 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.float32(name.endswith("weight")) + np.float32(0.2) * x
 
 
-def make_peer(name: str):
-    """transformers' model of this name, in float32."""
+def make_peer(name: str, **more):
+    """transformers' model of this name, in float32. more: of its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, options = SHAPES[name]
     tokens = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)  # theirs are for larger vocabularies
-    config = AutoConfig.for_model(kind, **options, **tokens, attn_implementation="eager")
+    config = AutoConfig.for_model(kind, **(options | tokens | more), attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for tensor, parameter in named_parameters(model):

@@ -167,6 +167,15 @@ def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tm
     import_hf(str(out), tmp_path / "run")
 
 
+def test_a_key_of_config_json_that_is_unknown_is_told(exported, tmp_path):
+    _, out = exported
+    shutil.copytree(out, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new_kind_of_layer": 1}))
+    with pytest.warns(UserWarning, match=r"does not know, \['new_kind_of_layer'\]"):
+        open_source(str(tmp_path / "model"))
+
+
 def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     """Through the host's memory alone: here there is no such device."""
     _, out = exported

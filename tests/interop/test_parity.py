@@ -16,6 +16,7 @@ import pytest
 import jaxgpt
 from jaxgpt.interop.aspects import meaning
 from jaxgpt.interop.families import FAMILIES, family_for, family_of
+from jaxgpt.interop.keys import IGNORED
 from jaxgpt.interop.params import read_params, shapes_of, to_tensors
 from jaxgpt.interop.weights import read, stored, write
 from jaxgpt.model import GPT
@@ -183,6 +184,23 @@ def test_transformers_still_says_so(golden, name):
         logits = model(torch.tensor(golden[f"{name}/tokens"][None].astype(np.int64))).logits[0].numpy()
     np.testing.assert_allclose(logits, golden[f"{name}/logits"], **PARITY)
     assert {k: list(x.shape) for k, x in named_parameters(model)} == json.loads(str(golden[f"{name}/shapes"]))
+
+
+@live
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "neox", "olmo2"]
+)
+def test_ignored_keys_are_nothing_to_the_logits(golden, name):
+    """All of a family's switches and numbers that are ignored, set otherwise at once."""
+    import torch
+
+    hf = json.loads(str(golden[f"{name}/config"]))
+    other = {bool: lambda x: not x, int: lambda x: x + 3, float: lambda x: x + 0.3}
+    others = {key: other[type(x)](x) for key, x in hf.items() if key in IGNORED and type(x) in other}
+    assert len(others) > 5
+    with torch.no_grad():
+        logits = make_peer(name, **others)(torch.tensor(golden[f"{name}/tokens"][None].astype(np.int64)))[0][0].numpy()
+    np.testing.assert_allclose(logits, golden[f"{name}/logits"], **PARITY)
 
 
 def test_parameters_of_the_table_are_all_of_them():
