@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.flops import attention_flops, train_flops_per_token
 from jaxgpt.hlo import Collective, Program, read_hlo
 from jaxgpt.layers.splash import computed_scores
-from jaxgpt.parallel.device import memory_of
+from jaxgpt.parallel.device import bytes_held, memory_of
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
 from jaxgpt.parallel.strategy import share
 from jaxgpt.parallel.topology import tpu_devices
@@ -215,9 +215,6 @@ def _read(
     binds = max(known_seconds, key=lambda name: known_seconds[name]) if len(known_seconds) == 3 else None
     step = known_seconds[binds] if binds else None
     rate = tokens / step if step else None
-    state_bytes = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(strategy.state)
-    )
     return Plan(
         experiment=experiment.name,
         topology=topology or "this machine",
@@ -233,7 +230,7 @@ def _read(
         flops_per_token=flops_per_token,
         executed_flops_per_token=flops * len(used) / tokens,
         memory=memory,
-        state_memory=state_bytes,
+        state_memory=bytes_held(strategy.state),
         available=available,
         fits=None if available is None else True,
         exchanges=exchanges,

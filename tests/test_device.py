@@ -5,10 +5,11 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import compute_options, enable_compilation_cache
+from jaxgpt.parallel.device import compute_options, enable_compilation_cache, refuse_what_cannot_fit
 from tests.conftest import keep_compiled
 
 
@@ -69,3 +70,14 @@ def test_compiled_programs_are_the_users_alone(monkeypatch, tmp_path, private_ca
         assert (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
     finally:
         keep_compiled(private_cache)
+
+
+@pytest.mark.parametrize(("spec", "held"), [(PartitionSpec(), 32), (PartitionSpec("devices"), 4)])
+def test_a_state_is_counted_as_it_is_placed(monkeypatch, spec, held):
+    """Of 32 bytes over 8 devices each holds all, or an eighth; with 10 of activations."""
+    place = NamedSharding(AbstractMesh((8,), ("devices",)), spec)
+    state, devices = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place), [object()] * 8
+    monkeypatch.setattr("jaxgpt.parallel.device.memory_of", lambda device: held + 10)
+    refuse_what_cannot_fit(state, 10, devices)
+    with pytest.raises(UserError, match="need at least 0.0 GiB on each of 8 devices, which have"):
+        refuse_what_cannot_fit(state, 11, devices)

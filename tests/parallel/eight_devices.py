@@ -26,6 +26,7 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.interop.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.interop.params import read_params, shapes_of, to_tensors
 from jaxgpt.interop.weights import stored, write
+from jaxgpt.parallel.device import bytes_held
 from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
 
@@ -105,7 +106,10 @@ def curves() -> dict:
     found = {}
     for name, optimizer in CURVES:
         run = Run(name, optimizer)
-        found[f"{name}, {optimizer}"] = {"losses": run.run(), "validation": run.validation()}
+        losses, first = run.run(), jax.devices()[0]
+        shards = [shard for x in jax.tree.leaves(run.state) for shard in x.addressable_shards if shard.device == first]
+        held = [bytes_held(run.strategy.state), sum(shard.data.nbytes for shard in shards)]
+        found[f"{name}, {optimizer}"] = {"losses": losses, "validation": run.validation(), "held": held}
     return found
 
 

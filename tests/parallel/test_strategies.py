@@ -56,6 +56,14 @@ def test_twenty_steps_are_the_same_everywhere(curves, name, optimizer):
     np.testing.assert_allclose(found["validation"], expected["validation"], **CURVES_EQUAL)
 
 
+def test_what_a_device_holds_is_what_is_counted(curves):
+    """Bytes of the state: all of it where each device has a copy, a part of it on a mesh that cuts it."""
+    held = {name: found["held"] for name, found in curves.items()}
+    assert all(counted == measured for counted, measured in held.values()), held
+    whole = held["single, adamw"][0]
+    assert held["pmap, adamw"][0] == held["data, adamw"][0] == whole > 7 * held["fsdp, adamw"][0]
+
+
 def test_a_run_goes_on_with_other_devices(curves, tmp_path_factory):
     """Saved half-way on 8, 4, 2 or 1 devices, gone on with by another strategy on as many others: one curve."""
     rest = curves["single, adamw"]["losses"]
