@@ -48,7 +48,7 @@ def test_what_is_unknown_is_unknown(here):
 def test_the_roofline(monkeypatch):
     """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
     limits = dataclasses.replace(
-        peaks("NVIDIA H100"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
+        peaks("NVIDIA H100 80GB HBM3"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
     )
     monkeypatch.setattr(jaxgpt.plan, "peaks", lambda kind: limits)
     monkeypatch.setattr("jaxgpt.parallel.peaks.peaks", lambda kind: limits)

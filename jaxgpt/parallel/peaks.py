@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 
@@ -27,24 +28,23 @@ _V5E = Peaks(flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandw
 _V5P = Peaks(flops=459e12, memory=96 * _GiB, memory_bandwidth=2.8e12, link_bandwidth=9e10, torus=3)
 _V6E = Peaks(flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2)
 
-# By what JAX calls the device; the longest name that it begins with counts. A "TPU v5" is a v5p.
-# GPU: nvidia.com's data sheets of A100, H100 and H200: FLOP/s without sparsity, half of a link's total of both
-# directions. PCIe cards have PCIe here, for their NVLink bridges join no more than two.
+# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL: FLOP/s without sparsity, half of a link's
+# total of both directions. PCIe cards have PCIe here, for an NVLink bridge joins but two of them, of the H200 NVL four.
+_A100 = Peaks(flops=312e12, memory=40 * _GB, memory_bandwidth=1.555e12, link_bandwidth=300e9, torus=0)
+_H100 = Peaks(flops=989e12, memory=80 * _GB, memory_bandwidth=3.35e12, link_bandwidth=450e9, torus=0)
+
+# By what JAX calls the device, whole: of "NVIDIA A100-SXM4-40GB MIG 1g.5gb" or "TPU v4 lite" nothing is known. A "TPU
+# v5" is a v5p.
 PEAKS = {
-    # a form that is not below: the smaller memory
-    "NVIDIA A100": Peaks(flops=312e12, memory=40 * _GB, memory_bandwidth=1.555e12, link_bandwidth=300e9, torus=0),
-    "NVIDIA A100-SXM4-80GB": Peaks(
-        flops=312e12, memory=80 * _GB, memory_bandwidth=2.039e12, link_bandwidth=300e9, torus=0
-    ),
-    "NVIDIA A100-PCIE-40GB": Peaks(
-        flops=312e12, memory=40 * _GB, memory_bandwidth=1.555e12, link_bandwidth=32e9, torus=0
-    ),
-    "NVIDIA A100 80GB PCIe": Peaks(
-        flops=312e12, memory=80 * _GB, memory_bandwidth=1.935e12, link_bandwidth=32e9, torus=0
-    ),
-    "NVIDIA H100": Peaks(flops=989e12, memory=80 * _GB, memory_bandwidth=3.35e12, link_bandwidth=450e9, torus=0),
-    "NVIDIA H100 PCIe": Peaks(flops=756e12, memory=80 * _GB, memory_bandwidth=2.0e12, link_bandwidth=64e9, torus=0),
-    "NVIDIA H200": Peaks(flops=989e12, memory=141 * _GB, memory_bandwidth=4.8e12, link_bandwidth=450e9, torus=0),
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": replace(_A100, memory=80 * _GB, memory_bandwidth=2.039e12),
+    "NVIDIA A100-PCIE-40GB": replace(_A100, link_bandwidth=32e9),
+    "NVIDIA A100 80GB PCIe": replace(_A100, memory=80 * _GB, memory_bandwidth=1.935e12, link_bandwidth=32e9),
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H100 PCIe": replace(_H100, flops=756e12, memory_bandwidth=2.0e12, link_bandwidth=64e9),
+    "NVIDIA H100 NVL": replace(_H100, flops=835e12, memory=94 * _GB, memory_bandwidth=3.9e12, link_bandwidth=64e9),
+    "NVIDIA H200": replace(_H100, memory=141 * _GB, memory_bandwidth=4.8e12),
+    "NVIDIA H200 NVL": replace(_H100, flops=835e12, memory=141 * _GB, memory_bandwidth=4.8e12, link_bandwidth=64e9),
     "TPU v4": _V4,
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
@@ -56,9 +56,8 @@ PEAKS = {
 
 
 def peaks(device_kind: str) -> Peaks | None:
-    """A device's limits, or None if they are not known. The longest matching name counts."""
-    matches = [name for name in PEAKS if device_kind.startswith(name)]
-    return PEAKS[max(matches, key=len)] if matches else None
+    """A device's limits, or None if they are not known."""
+    return PEAKS.get(device_kind)
 
 
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
