@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
 from jaxgpt.sample.weights import unrolled
@@ -73,7 +74,7 @@ def anatomy(
     model, params = _plain(model, params)
     source_S = None if source is None else jnp.asarray(source, jnp.int32)
     seen = _look(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
-    guess, logits_V, lens, inner = jax.device_get(seen)
+    guess, logits_V, lens, inner, weights = jax.device_get(seen)
     c = model.config
     blocks = [inner[f"h_{i}"] for i in range(c.n_layer)]
     start_TD = inner["drop"]["__call__"][-1][0].astype(np.float32)
@@ -89,9 +90,9 @@ def anatomy(
         guess=guess,
         logits_V=logits_V,
         lens=[Guess(*(x[layer] for x in lens)) for layer in range(c.n_layer + 1)],
-        weights_LNTS=[_weights(block["attn"]) for block in blocks],
-        cross_LNTS=[_weights(block["cross"]) for block in blocks if "cross" in block],
-        encoder_LNSS=[_weights(inner[f"encoder_{i}"]["attn"]) for i in range(c.n_encoder_layer)],
+        weights_LNTS=[_weights(weights[f"h_{i}"]["attn"]) for i in range(c.n_layer)],
+        cross_LNTS=[_weights(weights[f"h_{i}"]["cross"]) for i in range(c.n_layer) if c.n_encoder_layer],
+        encoder_LNSS=[_weights(weights[f"encoder_{i}"]["attn"]) for i in range(c.n_encoder_layer)],
         hidden_LTF=[block["mlp"]["hidden_BTF"][0][0].astype(np.float32) for block in blocks],
         start_T=_length(start_TD),
         branches=branches,
@@ -151,7 +152,7 @@ def _plain(model: GPT, params: dict) -> tuple[GPT, dict]:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None) -> Any:
-    """(guess, logits_V of the last place, lens, what was captured)."""
+    """(guess, logits_V of the last place, lens, what was captured, attention weights)."""
 
     def sow_inputs(call, args, kwargs, context):
         if isinstance(context.module, LayerNorm | RMSNorm) and context.method_name == "__call__":
@@ -164,7 +165,7 @@ def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None,
             tokens_T[None],
             source_BS=None if source_S is None else source_S[None],
             capture_intermediates=True,
-            mutable=["intermediates"],
+            mutable=["intermediates", WEIGHTS],
         )
     inner: Any = kept["intermediates"]
 
@@ -182,7 +183,7 @@ def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None,
         lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=read_off), LENS),
         jnp.stack([_first(stream) for stream in streams]),
     )
-    return guess(logits_BTV, ALTERNATIVES), logits_BTV[0, -1, :vocab_size], lens, inner
+    return guess(logits_BTV, ALTERNATIVES), logits_BTV[0, -1, :vocab_size], lens, inner, kept[WEIGHTS]
 
 
 def _weights(attention: Any) -> Any:

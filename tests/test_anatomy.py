@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jaxgpt.anatomy import anatomy, excited
+from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import layer_norm, rms_norm
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers
 
@@ -114,9 +115,29 @@ def test_how_it_was_trained_hides_nothing(how):
 def test_looking_changes_nothing():
     model, params = make_model(TINY)
     tokens_BT = jnp.array([TOKENS])
-    seen_BTV, kept = jax.jit(lambda p: model.apply({"params": p}, tokens_BT, mutable=["intermediates"]))(params)
+    seen_BTV, kept = jax.jit(lambda p: model.apply({"params": p}, tokens_BT, mutable=["intermediates", WEIGHTS]))(
+        params
+    )
     assert (seen_BTV == apply(model, params, tokens_BT)).all()
-    assert set(nn.FrozenDict(kept)["intermediates"]["h_0"]) == {"attn", "mlp"}  # what layers sow, and nothing else
+    # What layers sow, and nothing else.
+    assert {name: set(nn.FrozenDict(kept)[name]["h_0"]) for name in kept} == {
+        "intermediates": {"mlp"},
+        WEIGHTS: {"attn"},
+    }
+
+
+def test_attention_weights_are_computed_for_who_asks():
+    """Whoever looks at other intermediates, or initialises, pays no product more."""
+    model, params = make_model(TINY)
+    tokens_BT = jnp.array([TOKENS])
+
+    def products(**how) -> int:
+        return str(jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens_BT, **how))(params)).count("dot_general")
+
+    plain = products()
+    assert products(mutable=["intermediates"]) == products(capture_intermediates=True) == plain
+    assert products(mutable=[WEIGHTS]) == plain + 2 * TINY.n_layer
+    assert set(jax.eval_shape(model.init, jax.random.key(0), tokens_BT)) == {"params"}
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])

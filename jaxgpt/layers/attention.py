@@ -17,6 +17,7 @@ from jaxgpt.layers.splash import splash
 # The plain kernel cuts the queries of a context of at least LONG into so many blocks: more save less each, and cost
 # compilation; in a shorter one, cutting costs what it saves.
 BLOCKS, LONG = 4, 256
+WEIGHTS = "attention_weights"  # a collection of its own: to make it mutable asks for the weights, which costs
 
 
 def attend(
@@ -242,11 +243,12 @@ class Attention(nn.Module):
         whole = functools.partial(attend, kernel=self.kernel, dropout=self.dropout, **read)
         placed = whole if self.spread is None or not self.causal else self.spread(whole)
         out_BTNH = placed(q_BTNH, k_BSKH, v_BSKH, key=key, segments_BT=segments_BT)
-        if self.is_mutable_collection("intermediates"):  # the weights are what attention makes of the identity
+        if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
+            # The weights are what attention makes of the identity.
             B, S, K, _ = k_BSKH.shape
             eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
             weights_BTNS = attend(q_BTNH, k_BSKH, eye_BSKS, segments_BT=segments_BT, **read)
-            self.sow("intermediates", "weights_BTNS", weights_BTNS)
+            self.sow(WEIGHTS, "weights_BTNS", weights_BTNS)
         return self._merged(out_BTNH, train), None
 
     def _merged(self, out_BTNH: jax.Array, train: bool) -> jax.Array:
