@@ -40,9 +40,13 @@ class GPT(nn.Module):
     spread: Spread = ON_ONE_DEVICE
 
     @nn.nowrap
-    def init(self, *args, **kwargs):
-        """linen's `init`, with plain arrays in place of boxes that name their axes: see `axes` for the names."""
-        return nn.unbox(super().init(*args, **kwargs))
+    def init_with_output(self, *args, **kwargs):
+        """linen's, with plain arrays in place of boxes that name their axes: see `axes` for the names.
+
+        `init`, `lazy_init` and `tabulate` are made of this.
+        """
+        out, variables = super().init_with_output(*args, **kwargs)
+        return out, nn.unbox(variables)
 
     @nn.nowrap
     def shapes(self) -> dict:
@@ -54,7 +58,7 @@ class GPT(nn.Module):
     def axes(self) -> dict:
         """The logical axes of each parameter, as a PartitionSpec: of `h_0/mlp/c_fc/kernel` ("embed", "mlp")."""
         tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        boxed = jax.eval_shape(super().init, jax.random.key(0), tokens_BT)
+        _, boxed = jax.eval_shape(super().init_with_output, jax.random.key(0), tokens_BT)
         return nn.get_partition_spec(boxed)["params"]
 
     @property

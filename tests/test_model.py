@@ -219,3 +219,18 @@ def test_misuse_is_told():
     model, params = make_model(TINY)
     with pytest.raises(UserError, match="9 tokens exceed block_size=8"):
         apply(model, params, jnp.zeros((1, 9), jnp.int32))
+
+
+def test_every_way_to_initialise_gives_plain_arrays():
+    """linen's own boxes, which name the axes of parameters, stay inside: `axes` has the names."""
+    model, key, tokens = GPT(TINY), jax.random.key(0), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    ways = {
+        "init": jax.eval_shape(model.init, key, tokens),
+        "init_with_output": jax.eval_shape(model.init_with_output, key, tokens)[1],
+        "lazy_init": jax.eval_shape(lambda key: model.lazy_init(key, tokens), key),
+    }
+    for way, variables in ways.items():
+        assert variables.keys() == {"params"} and jax.tree.structure(variables["params"]) == jax.tree.structure(
+            model.shapes()
+        ), way
+    assert isinstance(model.axes()["wte"]["embedding"], jax.sharding.PartitionSpec)
