@@ -28,7 +28,7 @@ from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS, is_run
-from jaxgpt.record import claim, existing_run, refuse_other_configuration, refuse_other_data, write_record
+from jaxgpt.record import claim, existing_run, read_record, refuse_other_configuration, refuse_other_data, write_record
 from jaxgpt.run import Run, load, resolve_vocab
 from jaxgpt.train import NOT_FINITE, run_keys
 from jaxgpt.viz.curves import plot_losses
@@ -91,6 +91,7 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
         block_size=full.model.block_size,
         vocab_size=full.model.vocab_size,
         encoder=full.model.n_encoder_layer > 0,
+        prefixed=not existing or read_record(directory).prefixed,
     )
     if existing:
         refuse_other_data(directory, dataset)

@@ -76,6 +76,14 @@ class Record:
         """With the size of its vocabulary."""
         return dataclasses.replace(self.experiment.model, vocab_size=self.vocab_size)
 
+    @property
+    def prefixed(self) -> bool:
+        """Whether conversations and pairs begin with the tokens that the tokenizer begins texts with.
+
+        A run that an earlier version trained on such documents left them out, and goes on as it was trained.
+        """
+        return "prefix" in self.data or not self.experiment.data.is_packed
+
 
 def write_record(
     directory: Path,

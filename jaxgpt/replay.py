@@ -48,7 +48,11 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train
     dataset = prepare(
-        experiment.data, block_size=config.block_size, vocab_size=config.vocab_size, encoder=config.n_encoder_layer > 0
+        experiment.data,
+        block_size=config.block_size,
+        vocab_size=config.vocab_size,
+        encoder=config.n_encoder_layer > 0,
+        prefixed=record.prefixed,
     )
     refuse_other_data(directory, dataset)
     trainer = make_trainer(experiment)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.config import Experiment, GPTConfig, Precision
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pairs import END, start_ids
+from jaxgpt.data.pairs import END, pair_prompt
 from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
 from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
@@ -66,7 +66,8 @@ class Run:
             gives another text of the same distribution.
         beams: instead of drawing, the likeliest text that a search with so many beams finds: see `beam_search`.
 
-        A run whose model has an encoder reads the prompt there, and what it writes is made of that.
+        Of a run that was trained on pairs a prompt is a source, and the text is its target. A prompt with a tab in it
+        has after that how the target begins, which the text goes on with.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if options.get("beams") is not None:
@@ -155,8 +156,9 @@ class Run:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """How it was taught to read conversations: the tokenizer's own template, or one of `data.template`."""
-        template = find_template(self.tokenizer, self.directory)
-        known = read_record(self.directory).data.get("template_sha256")
+        record = read_record(self.directory)
+        template = find_template(self.tokenizer, self.directory, prefixed=record.prefixed)
+        known = record.data.get("template_sha256")
         if known is not None and known != template_fingerprint(template):
             raise UserError(
                 f"the chat template in {self.directory / 'tokenizer_config.json'} is not the one that the run was trained "
@@ -168,12 +170,14 @@ class Run:
         """What the model is to continue, and what its encoder, if it has one, is to read."""
         if chat:
             return [prompt_ids(self.template, self.tokenizer, prompt) for prompt in prompts], None
-        ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        if not self.experiment.data.is_pairs:
+            ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+            return [row or [start_token(self.tokenizer)[0]] for row in ids], None
+        prefixed = not self.tokenizer.prefix or read_record(self.directory).prefixed
+        pairs = [pair_prompt(prompt, self.tokenizer, prefixed=prefixed) for prompt in prompts]
         if self.model.config.n_encoder_layer:
-            if not all(ids):
-                raise UserError("the prompt is empty: give a text to read with --prompt TEXT")
-            return [start_ids(self.tokenizer).tolist()] * len(ids), ids
-        return [row or [start_token(self.tokenizer)[0]] for row in ids], None
+            return [target for _, target in pairs], [source for source, _ in pairs]
+        return [[*source, *target] for source, target in pairs], None
 
     def _searched(
         self, prompts: list[str], max_new_tokens: int, *, beams: int, chat: bool = False, **options: Any

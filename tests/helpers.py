@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.model import GPT
+from jaxgpt.record import write_record
+from jaxgpt.run import Run
 from tests.conftest import REPOSITORY, SIZES
 
 DIMS = chex.Dimensions(**SIZES)
@@ -102,6 +106,21 @@ def chat_file(directory: Path) -> Path:
             messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
             f.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def recorded_run(
+    directory: Path, config: DataConfig, dataset: Dataset, *, block_size: int, encoder: bool = False
+) -> Run:
+    """A run that says it was trained on the dataset; it has no parameters."""
+    directory.mkdir()
+    size = dataset.tokenizer.vocab_size
+    model = GPTConfig(vocab_size=size, block_size=block_size, n_layer=1, n_encoder_layer=int(encoder))
+    experiment = Experiment(name="recorded", model=model, data=config)
+    made = dict(data=dataset.fingerprint, vocab_size=size, tokenizer_config=dataset.tokenizer_config)
+    write_record(directory, experiment, dataset.tokenizer, **made)
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    of = dict(directory=directory, experiment=experiment, tokenizer=tokenizer, step=0, val_loss=None)
+    return Run(model=GPT(model), params={}, **of)
 
 
 def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:

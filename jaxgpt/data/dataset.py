@@ -25,16 +25,24 @@ TEXT_FORMAT = 2  # of what the cache holds of texts; raised when the same text g
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
 
 
-def prepare(config: DataConfig, *, block_size: int, vocab_size: int | None = None, encoder: bool = False) -> Dataset:
+def prepare(
+    config: DataConfig,
+    *,
+    block_size: int,
+    vocab_size: int | None = None,
+    encoder: bool = False,
+    prefixed: bool = True,
+) -> Dataset:
     """The dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
 
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
     validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
     "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
+    prefixed: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `Record.prefixed`.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
     if config.is_packed:
-        return from_documents(config, block_size, encoder)
+        return from_documents(config, block_size, encoder, prefixed)
     shards = bin_files(config.path)
     if config.path and len(shards) and config.tokenizer != "ids":
         _refuse_both(Path(config.path), shards)

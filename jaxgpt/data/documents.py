@@ -26,7 +26,7 @@ OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_ans
 FORMAT = 2  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
 
 
-def from_documents(config: DataConfig, block_size: int, encoder: bool) -> Dataset:
+def from_documents(config: DataConfig, block_size: int, encoder: bool, prefixed: bool) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
     path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
     what = "conversation" if config.is_chat else "pair"
@@ -44,7 +44,9 @@ def from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datase
     spec |= {"tokenizer": named} if ready is None else {"tokenizer": tok.fingerprint(ready)}
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if named == "bpe" else {}
     if config.is_chat and ready is not None:
-        spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside))
+        spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside, prefixed=prefixed))
+    elif ready is not None and prefixed and ready.prefix:
+        spec["prefix"] = ready.prefix
 
     directory = cached_at(spec)
     cached = read_tokens(directory, OF_DOCUMENTS)
@@ -64,9 +66,9 @@ def from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datase
             first = itertools.islice(_texts(config, path), train)
             ready = tok.train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
         encoded = (
-            encode_all(path, ready, chat_template.find_template(ready, beside))
+            encode_all(path, ready, chat_template.find_template(ready, beside, prefixed=prefixed))
             if config.is_chat
-            else encode_pairs(path, ready)
+            else encode_pairs(path, ready, prefixed=prefixed)
         )
         pieces = _unless_changed(_by_split(encoded, train), path, spec["file"])
         write_tokens(directory, ready, pieces, OF_DOCUMENTS)
@@ -85,12 +87,14 @@ def from_documents(config: DataConfig, block_size: int, encoder: bool) -> Datase
                 f"no {what} of the {name} split of {path} has {fits} within block_size={block_size} "
                 f"tokens: raise --model.block-size, or give shorter {what}s"
             )
+    if prefixed and tokenizer.prefix:
+        fingerprint = fingerprint | {"prefix": list(tokenizer.prefix)}  # by which it is told from earlier ones
     dataset = Dataset(
         train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
     )
     if not config.is_chat:
         return dataset
-    template = chat_template.find_template(tokenizer, beside)
+    template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
     told = {"template_sha256": chat_template.fingerprint(template)}
     return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
 

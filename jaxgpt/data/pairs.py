@@ -34,17 +34,36 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
         yield where, fields[0], fields[1]
 
 
-def encode_pairs(path: str | Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, which of them are to be written) of every pair: source, START, target, END."""
+def encode_pairs(
+    path: str | Path, tokenizer: Tokenizer, *, prefixed: bool = True
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, which of them are to be written) of every pair: source, START, target, END.
+
+    prefixed: whether a source begins with the tokens that the tokenizer begins texts with.
+    """
+    prefix = np.array(tokenizer.prefix if prefixed else (), np.int32)
     start, end = start_ids(tokenizer), tokenizer.encode(END)
     for where, source, target in read_pairs(path):
         try:
-            before = np.concatenate([tokenizer.encode(source), start])
+            before = np.concatenate([prefix, tokenizer.encode(source), start])
             after = np.concatenate([tokenizer.encode(target), end])
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
         ids = np.concatenate([before, after])
         yield ids, np.arange(len(ids)) >= len(before)
+
+
+def pair_prompt(prompt: str, tokenizer: Tokenizer, *, prefixed: bool = True) -> tuple[list[int], list[int]]:
+    """Return (source, what its target begins with) as `encode_pairs` has them.
+
+    A prompt is a source; after a START in it stands how the target begins. Raises `UserError` for an empty source.
+    """
+    source, _, target = prompt.partition(START)
+    if not source:
+        raise UserError("the prompt is empty: give a text to read with --prompt TEXT")
+    prefix = tokenizer.prefix if prefixed else ()
+    begun = [*start_ids(tokenizer).tolist(), *tokenizer.encode(target).tolist()]
+    return [*prefix, *tokenizer.encode(source).tolist()], begun
 
 
 def start_ids(tokenizer: Tokenizer) -> np.ndarray:

@@ -65,9 +65,10 @@ class Turns:
     before: str  # with {role} or {Role} in it
     end: str
     special: bool  # whether `end` is a special token; else no content may have it
+    begin: str = ""  # the tokens that the tokenizer begins texts with, written out
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        text, answers, contents = "", [], []
+        text, answers, contents = self.begin, [], []
         for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
             if not self.special and self.end in content:
@@ -92,8 +93,9 @@ class Turns:
         before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
         said = "{{ message['content'] }}" + self.end
         # No newline follows a block: some leave it out, and some do not.
+        begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
         return (
-            f"{{% for message in messages %}}{before}"
+            f"{begin}{{% for message in messages %}}{before}"
             f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
             f"{{% else %}}{said}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
             f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
@@ -190,10 +192,11 @@ class Jinja:
         return {"chat_template": self.source, **self.tokens}
 
 
-def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
+def find_template(tokenizer: Tokenizer, directory: Path | None, *, prefixed: bool = True) -> ChatTemplate:
     """The template that a tokenizer has. directory: where its tokenizer.json lies; None: it was made here.
 
     Read are chat_template.jinja, and tokenizer_config.json, in which a template may be one of several with names.
+    prefixed: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
     Raises `UserError` for files that are damaged.
     """
     values: Any = {}
@@ -223,15 +226,31 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
         found = Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
         found.check()
         return found
-    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
-        return CHATML
-    end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
-    return PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
+    ours = CHATML
+    if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
+        end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
+        ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
+    return dataclasses.replace(ours, begin=_written_prefix(tokenizer)) if prefixed and tokenizer.prefix else ours
+
+
+def _written_prefix(tokenizer: Tokenizer) -> str:
+    """Return the text that is read as the tokens with which a tokenizer begins texts."""
+    specials = _by_id(tokenizer)
+    for token in tokenizer.prefix:
+        if token not in specials:
+            raise UserError(
+                f"the tokenizer begins texts with {tokenizer.decode([token])!r}, which is no special token of it, so that no "
+                "chat template can write it: make it one in tokenizer.json, under added_tokens"
+            )
+    return "".join(specials[token] for token in tokenizer.prefix)
 
 
 def fingerprint(template: ChatTemplate) -> str:
     """SHA-256 of what it is."""
-    return hashlib.sha256(json.dumps(dataclasses.asdict(template), sort_keys=True).encode()).hexdigest()  # type: ignore[bad-argument-type]
+    held = dataclasses.asdict(template)  # type: ignore[bad-argument-type]
+    if not held.get("begin"):  # as before there was such a field
+        held.pop("begin", None)
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def plain_characters() -> str:

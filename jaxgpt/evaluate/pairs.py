@@ -52,7 +52,8 @@ def exact_matches(
             same = text == target[:-1]
             right += same
             if not same and len(missed) < 5:
-                missed.append([tokenizer.decode(ids) for ids in (source, target[:-1], text)])
+                source, *others = (tokenizer.decode(ids) for ids in (source, target[:-1], text))
+                missed.append([source.removeprefix(tokenizer.decode(tokenizer.prefix)), *others])
     share = right / len(order)
     return {
         "exact": share,

@@ -72,8 +72,8 @@ def _train(options: TrainOptions) -> None:
     except UserError as e:  # the experiment's prompt, another text than it was written for
         say(f"sampling from nothing, not from {prompt!r}: {e}")
         prompt = ""
-    chat, reads = options.experiment.data.is_chat, bool(run.model.config.n_encoder_layer)
-    if reads and len(run.tokenizer.encode(prompt)) > run.model.config.block_size:
+    chat, reads = options.experiment.data.is_chat, options.experiment.data.is_pairs
+    if reads and len(run.tokenizer.prefix) + len(run.tokenizer.encode(prompt)) > run.model.config.block_size:
         say(f"no sample of {prompt!r}: it is longer than block_size={run.model.config.block_size}")
         prompt = ""
     if t.sample_tokens and (prompt or not reads):

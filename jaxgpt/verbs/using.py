@@ -44,13 +44,14 @@ def sample(argv: list[str]) -> None:
     given = {name: getattr(options, name) for name in filters}
     Sampling(**{name: value for name, value in given.items() if value is not None})  # a mistake, before the weights
     run = load(options.run, average=options.average).packed(options.weights)
-    if not options.prompt and not options.chat:
+    reads = options.chat or run.experiment.data.is_pairs  # the prompt, which is no part of the text
+    if not options.prompt and not reads:
         say(f"no prompt: starting from {start_token(run.tokenizer)[1]}")
     how: dict[str, Any] = {
         name: getattr(options, name) for name in ("max_new_tokens", "stop", "seed", "cache_dtype", "chat")
     }
     how |= given
-    shown = "" if options.chat or run.model.config.n_encoder_layer else options.prompt
+    shown = "" if reads else options.prompt
     if options.beams is not None:
         how["beams"] = options.beams
     if options.draft:

@@ -1,5 +1,6 @@
 """Chat templates: transformers' tokens for what is harmless, and nobody's special tokens but the template's own."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -128,11 +129,13 @@ CONVERSATIONS = (
 )
 
 
-@pytest.mark.parametrize("kind", ["plain", "plain with a special token", "chatml"])
+@pytest.mark.parametrize("kind", ["plain", "plain with a special token", "chatml", "after a first token"])
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda messages: str(len(messages)))
 def test_our_templates_are_the_same_in_jinja(kind, messages):
     tokenizer = {"plain": ByteTokenizer(), "chatml": TOKENIZERS["bytes"]}.get(kind) or train_bpe(["a text"], 260)
     ours = find_template(tokenizer, None)
+    if kind == "after a first token":
+        ours = dataclasses.replace(ours, begin="<s>{{ '\"\\n' }}🐎")
     theirs = Jinja(source=ours.jinja(), tokens={}, specials=tuple(tokenizer.specials))
     for prompt in (False, True):
         found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)

@@ -7,10 +7,11 @@ import pytest
 
 import jaxgpt
 from jaxgpt.data.template import end_of_turn, find_template, plain_characters, tokenise
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.export_hf import _write_generation, _write_tokenizer, export_hf
 from jaxgpt.import_hf import import_hf
 from tests.conftest import TEXT
+from tests.data.test_documents import tokenizer_json
 from tests.helpers import chat_file, tiny_experiment
 from tests.interop.test_in_and_out import MODEL
 from tests.interop.test_parity import live
@@ -35,7 +36,7 @@ def chat(tmp_path_factory):
 
 
 @live
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "chatml"])
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "chatml", "begun"])
 def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     """By the template that the tokenizer has gone out with; and stops where a turn does."""
     from transformers import AutoTokenizer, GenerationConfig
@@ -46,6 +47,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     if kind != "chatml":
         alphabet = plain_characters() + "".join(m["content"] for m in (system, *turns))
         known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
+        known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
         run, out = dataclasses.replace(run, tokenizer=known[kind]), tmp_path
         _write_tokenizer(out, tmp_path / "none", run, find_template(run.tokenizer, None))
         _write_generation(out, tmp_path / "none", run, find_template(run.tokenizer, None))
@@ -58,7 +60,9 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     marked = theirs.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
     assert marked["assistant_masks"] == tokenise(template.write(turns), run.tokenizer)[1].astype(int).tolist()
     end = end_of_turn(template, run.tokenizer)
-    assert GenerationConfig.from_pretrained(out).eos_token_id == ([0, end] if kind == "chatml" else [end])
+    assert GenerationConfig.from_pretrained(out).eos_token_id == {"chatml": [0, end], "begun": [1, end]}.get(
+        kind, [end]
+    )
 
 
 def test_a_conversation_is_read_the_same_when_it_comes_back(chat, tmp_path):

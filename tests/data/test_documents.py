@@ -1,0 +1,148 @@
+"""One law for conversations and pairs: a run is asked by the tokens that it was trained on."""
+
+import hashlib
+import json
+
+import pytest
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data.chat import read_messages
+from jaxgpt.data.dataset import prepare
+from jaxgpt.data.pairs import Pairs, read_pairs
+from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
+from jaxgpt.data.tokenizer import BPETokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.record import read_record, refuse_other_data
+from tests.data.test_template import GOLDEN
+from tests.helpers import chat_file, recorded_run
+
+T = 256
+
+
+def tokenizer_json(begin=(), special=True):
+    """Of bytes, with ChatML's tokens or without any, which begins a text with these."""
+    held = json.loads(json.dumps(GOLDEN["tokenizers"]["bytes"]))
+    ids = {token["content"]: token["id"] for token in held["added_tokens"]}
+    if begin:
+        sequence = [
+            *({"SpecialToken": {"id": token, "type_id": 0}} for token in begin),
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        known = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in begin}
+        held["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": sequence,
+            "pair": sequence + sequence[-1:],
+            "special_tokens": known,
+        }
+    if not special:
+        for name in ("<|im_start|>", "<|im_end|>"):
+            held["added_tokens"] = [t for t in held["added_tokens"] if t["content"] != name]
+    return json.dumps(held)
+
+
+def pairs_file(directory):
+    path = directory / "pairs.tsv"
+    path.write_text("".join(f"{n} {'x' * (n % 5)}\t{'y' * (n % 7 + 1)}\n" for n in range(40)))
+    return path
+
+
+# The tokens that a tokenizer begins texts with, and whether this version trained the run.
+BEGINNINGS = [((), True), (("<s>",), True), (("<s>",), False), (("<s>", "<|system|>"), True)]
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+@pytest.mark.parametrize(("begin", "prefixed"), BEGINNINGS)
+def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed):
+    """Also by a run that an earlier version trained, whose sources did not begin with the tokenizer's tokens."""
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin))
+    config = DataConfig(path=str(pairs_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
+    dataset = prepare(config, block_size=T, encoder=encoder, prefixed=prefixed)
+    run = recorded_run(tmp_path / "run", config, dataset, block_size=T, encoder=encoder)
+    texts = [(source, target) for _, source, target in read_pairs(config.path)][:36]
+    rows, sources = run._ids([source for source, _ in texts], False)
+    begun, same_sources = run._ids([f"{source}\t{target[:1]}" for source, target in texts], False)
+    assert sources == same_sources and (sources is not None) == encoder
+    for number, (_, target) in enumerate(texts):
+        ids, answers = dataset.train.read(number)
+        prompt = ids[: answers.argmax()].tolist()
+        assert (sources[number] if sources else []) + rows[number] == prompt
+        assert begun[number] == rows[number] + run.tokenizer.encode(target[:1]).tolist()
+        assert int(ids[-1]) in run._stops(False)
+        assert not prefixed or prompt[: len(begin)] == list(run.tokenizer.prefix)
+    if isinstance(dataset.train, Pairs):
+        read, written = dataset.train.split(0)
+        assert (sources[0], rows[0]) == (read.tolist(), written[:1].tolist())
+    assert run.tokenizer.prefix == tuple(run.tokenizer.specials[token] for token in begin)
+    for empty in ("", "\tx"):
+        with pytest.raises(UserError, match="the prompt is empty: give a text to read"):
+            run._ids(["1", empty], False)
+
+
+@pytest.mark.parametrize(("begin", "prefixed"), BEGINNINGS)
+@pytest.mark.parametrize("kind", ["chatml", "plain", "marked", "instruct"])
+def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, prefixed):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin, special=kind != "plain"))
+    if kind in GOLDEN["templates"] and kind != "chatml":
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(GOLDEN["tokens"] | {"chat_template": GOLDEN["templates"][kind]})
+        )
+    config = DataConfig(path=str(chat_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
+    dataset = prepare(config, block_size=T, prefixed=prefixed)
+    run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
+    texts = [messages for _, messages in read_messages(config.path)][:36]
+    prompts, sources = run._ids([messages[0]["content"] for messages in texts], True)
+    assert sources is None
+    for number, prompt in enumerate(prompts):
+        ids, answers = dataset.train.read(number)
+        assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run._stops(True)
+    own = kind in ("marked", "instruct")  # it writes its own
+    first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if prefixed else []
+    assert prompts[0][: len(first)] == first and prompts[0][len(first)] not in run.tokenizer.prefix
+
+
+@pytest.mark.parametrize("what", ["chat", "pairs"])
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, what):
+    """Its record does not say that documents begin with the tokenizer's tokens, and its data are what they were."""
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(("<s>",)))
+    path = {"chat": chat_file, "pairs": pairs_file}[what](tmp_path)
+    config = DataConfig(path=str(path), tokenizer=str(tmp_path / "tokenizer.json"))
+    now, before = (prepare(config, block_size=T, prefixed=prefixed) for prefixed in (True, False))
+    assert now.fingerprint["prefix"] == [0] and "prefix" not in before.fingerprint
+    assert now.fingerprint["train_sha256"] != before.fingerprint["train_sha256"]
+    for name, made in (("now", now), ("before", before)):
+        run = recorded_run(tmp_path / name, config, made, block_size=T)
+        record = read_record(run.directory)
+        assert record.prefixed == (name == "now")
+        refuse_other_data(run.directory, prepare(config, block_size=T, prefixed=record.prefixed))
+
+
+def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):
+    """Templates and data by their SHA-256, as experiment.json has had them: runs that are there go on."""
+    assert fingerprint(CHATML) == "d0040cb544013248b89c116147d655a1be2dc04f0d713f4999642b1a20fe379e"
+    assert fingerprint(PLAIN) == "c1c3b15308915f46a931fe54525fe8b0871860f2da8b381bf3cb040753efea65"
+    (tmp_path / "p.tsv").write_text("".join(f"{n} \t{'y' * (n % 7 + 1)}\n" for n in range(40)))
+    (tmp_path / "t.txt").write_text("En un lugar\nde la Mancha\n" * 40)
+    for path, tokenizer, expected in (
+        (chat_file(tmp_path), "byte", "0809f0f366912ee412f533616c1830b99d12815e3ba5994a8dc61dcce22b7499"),
+        (tmp_path / "chat.jsonl", "char", "e0382fff18efed966189a9a9ceba949f46d01350fe23ce44aca6743ae7ee4f66"),
+        (tmp_path / "p.tsv", "byte", "4a9f16505bf830c5287ee1f1f4eb9bf59f5e0ef7c4d0eb7bc49176973ba4be1f"),
+        (tmp_path / "p.tsv", "char", "1ceca9089c4946faea35b117f300714a6f4f3d5dba65f96d8d776fe2b871253b"),
+        (tmp_path / "t.txt", "byte", "40ca933ac88c38c95e628b4fdc81cff09c4ac673880e3d69ec736e721cc94357"),
+        (tmp_path / "t.txt", "char", "2020b669de10a8d2114cd4a209eea937f05aca4e8d10c1f2f6f1be6ee5c8b362"),
+    ):
+        found = prepare(
+            DataConfig(path=str(path), tokenizer=tokenizer), block_size=16 if path.suffix != ".jsonl" else 112
+        )
+        assert hashlib.sha256(json.dumps(found.fingerprint, sort_keys=True).encode()).hexdigest() == expected
+
+
+def test_a_first_token_that_no_text_has_is_told():
+    """A template of ours could not be written out with it: others would read another token."""
+    held = json.loads(tokenizer_json(("<s>",)))
+    held["added_tokens"] = [t for t in held["added_tokens"] if t["content"] != "<s>"]
+    tokenizer = BPETokenizer(json.dumps(held))
+    assert tokenizer.prefix == (0,)
+    with pytest.raises(UserError, match="begins texts with '<s>', which is no special token of it"):
+        find_template(tokenizer, None)
+    assert find_template(tokenizer, None, prefixed=False) is CHATML
