@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxgpt.anatomy import anatomy, excited
 from jaxgpt.config import Experiment, GPTConfig
-from jaxgpt.data.corpus import read_text, user_files
-from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.corpus import user_files
+from jaxgpt.data.dataset import Tokens, encode_whole, prepare
 from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
@@ -142,8 +142,7 @@ def _windows(run: Trained, data: str | None, tokens: int) -> tuple[np.ndarray | 
     if not tokens:
         return None, "It was not asked for (--corpus-tokens 0)."
     if data is not None:
-        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(data)))
-        held: Any = Tokens([run.tokenizer.encode(text)])
+        held: Any = Tokens([encode_whole(user_files(data), run.tokenizer)[0]])
         if len(held) < T:
             raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
     else:

@@ -120,6 +120,16 @@ def _from_text(config: DataConfig) -> Dataset:
     )
 
 
+def encode_whole(files: list[Path], tokenizer: tok.Tokenizer) -> tuple[np.ndarray, str]:
+    """Return (ids, text) of a text to evaluate, in memory: between two files stands what training has there."""
+    documents = ["".join(piece for piece in read_text([file]) if piece) for file in files]
+    text, end = "\n".join(documents), tokenizer.end_of_text
+    if end is None:
+        return tokenizer.encode(text), text
+    ids = [part for document in documents for part in (tokenizer.encode(document), np.array([end], np.int32))]
+    return np.concatenate(ids[:-1]), text
+
+
 def _hashed(piece: str | None) -> bytes:
     """Return what a piece of text adds to the digest. The end of a document is a byte that UTF-8 does not have."""
     return b"\xff" if piece is None else piece.encode()

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat import Conversations, encode_all
-from jaxgpt.data.corpus import read_text, user_files
-from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.corpus import user_files
+from jaxgpt.data.dataset import Tokens, encode_whole, prepare
 from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.pipeline import Batch, validation_batches
 from jaxgpt.errors import UserError
@@ -59,7 +59,9 @@ def evaluate_run(
     A text of the user's stands after the tokens that its tokenizer begins texts with, if it does, as when sampling.
     batch_size: windows that are read together; None: the run's, in training.
     Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
-    None where only token ids are known. Of pairs of texts also what `exact_matches` says; beams: see there.
+    None where only token ids are known. Of conversations and pairs also left_out, how many are longer than the context
+    and count for nothing, and of conversations shortened, how many end after the last answer that fits. Of pairs also
+    what `exact_matches` says of those that fit; beams: see there.
     """
     config, data = run.model.config, run.experiment.data
     stride = config.block_size if stride is None else stride
@@ -73,7 +75,11 @@ def evaluate_run(
         if record.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
         dataset = prepare(
-            data, block_size=config.block_size, vocab_size=config.vocab_size, encoder=config.n_encoder_layer > 0
+            data,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+            encoder=config.n_encoder_layer > 0,
+            prefixed=record.prefixed,
         )
         if changed := changed_data(record.data, dataset.fingerprint):
             raise UserError(
@@ -82,14 +88,20 @@ def evaluate_run(
         held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
     elif DataConfig(path=path).is_packed:
         chat = DataConfig(path=path).is_chat
-        encoded = encode_all(path, run.tokenizer, run.template) if chat else encode_pairs(path, run.tokenizer)
-        held, characters, utf8 = in_memory(encoded, config.block_size, encoder=config.n_encoder_layer > 0), None, None
+        encoded = (
+            encode_all(path, run.tokenizer, run.template)
+            if chat
+            else encode_pairs(path, run.tokenizer, prefixed=record.prefixed)
+        )
+        what, documents = "conversation" if chat else "pair", list(encoded)
+        if not documents:
+            raise UserError(f"{path} is empty: needs a {what} on each line")
+        held, characters, utf8 = in_memory(documents, config.block_size, encoder=config.n_encoder_layer > 0), None, None
         if not len(held):
-            what = "conversation with an answer" if chat else "pair"
-            raise UserError(f"{path} has no {what} that ends within {config.block_size} tokens")
+            answer = " with an answer" if chat else ""
+            raise UserError(f"{path} has no {what}{answer} that ends within {config.block_size} tokens")
     else:
-        text = "".join("\n" if piece is None else piece for piece in read_text(user_files(path)))
-        ids, prefix = run.tokenizer.encode(text), run.tokenizer.prefix
+        (ids, text), prefix = encode_whole(user_files(path), run.tokenizer), run.tokenizer.prefix
         needed = 1 if prefix else 2
         if len(ids) < needed:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
@@ -110,7 +122,10 @@ def evaluate_run(
         warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
     # A first token that nothing is before is not counted, nor is what it spells: a ratio of the whole.
     bits = loss / math.log(2) * (len(held) - len(prefix))
-    matches = exact_matches(run, held, beams=beams) if pairs and isinstance(held, Conversations) else {}
+    of_documents: dict[str, Any] = {}
+    if isinstance(held, Conversations):
+        of_documents = {"left_out": held.left_out} | ({} if pairs else {"shortened": held.shortened})
+        of_documents |= exact_matches(run, held, beams=beams) if pairs else {}
     return {
         "loss": loss,
         "perplexity": _exp(loss),
@@ -118,7 +133,7 @@ def evaluate_run(
         "stride": stride,
         "bits_per_byte": None if utf8 is None else bits / utf8,
         "bits_per_character": None if characters is None else bits / characters,
-        **matches,
+        **of_documents,
     }
 
 
@@ -134,8 +149,16 @@ def text_table(found: dict[str, Any]) -> str:
     text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
     if "exact" in found:
         missed = "".join(f"\n  {source} -> {written}, not {target}" for source, target, written in found["missed"])
-        text += f"\n{found['exact']:.2%} of {found['pairs']:,} pairs exact (standard error {found['exact_error']:.2%})"
+        fit = f" that fit in the context, which {found['left_out']:,} do not," if found["left_out"] else ""
+        text += (
+            f"\n{found['exact']:.2%} of {found['pairs']:,} pairs{fit} exact (standard error {found['exact_error']:.2%})"
+        )
         return text + (f"; of the others:{missed}" if missed else "")
+    if found.get("left_out") or found.get("shortened"):
+        text += (
+            f"\nlonger than the context: {found['left_out']:,} conversations, which are left out, and "
+            f"{found['shortened']:,}, which end after the last answer that fits"
+        )
     if found["bits_per_byte"] is None:
         return text
     return f"{text}\n{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character"

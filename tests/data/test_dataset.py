@@ -6,7 +6,7 @@ import pytest
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import cache, corpus, documents
-from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.dataset import Tokens, encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
@@ -151,6 +151,20 @@ def test_the_first_of_two_processes_wins(tmp_path):
 
     cache.write_tokens(tmp_path / "key", ByteTokenizer(), pieces(2))
     assert [p.name for p in tmp_path.iterdir()] == ["key"] and cache.read_tokens(tmp_path / "key")
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_a_text_to_evaluate_has_the_tokens_that_training_gives_it(tmp_path, tokenizer):
+    """Between two files, too: the end of a text where the tokenizer has one, else a newline."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"document {name}\n" * 9)
+    d = prepare(
+        DataConfig(path=str(tmp_path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.331), block_size=8
+    )
+    assert d.val_characters == 99  # the last file: at the border between the splits no word is cut in two
+    found, text = encode_whole(corpus.user_files(str(tmp_path)), d.tokenizer)
+    assert found.tolist() == ids(d.train) + ids(d.val)
+    assert text == "\n".join(f"document {name}\n" * 9 for name in "abc")
 
 
 def test_reading_crosses_shards():

@@ -9,14 +9,17 @@ import jax
 import numpy as np
 import pytest
 
+from jaxgpt.config import DataConfig
+from jaxgpt.data.chat import read_messages
 from jaxgpt.data.dataset import Tokens, prepare
 from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.template import PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_run, mean_loss, text_table
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.train import eval_step
-from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
 
 C = TINY.block_size
 
@@ -112,3 +115,48 @@ def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run
     with pytest.raises(UserError, match="has 0 tokens, needed at least 1"):
         evaluate_run(begun, str(path))
     assert begun.score([""])[0].tokens == 0
+
+
+@pytest.fixture
+def unread(tmp_path, monkeypatch):
+    """A run of bytes with room for 33 tokens, whose loss on anything is 1, and which has every second pair right."""
+    path = chat_file(tmp_path)
+    config = DataConfig(path=str(path), tokenizer="byte")
+    run = recorded_run(tmp_path / "run", config, prepare(config, block_size=33), block_size=33)
+    monkeypatch.setattr("jaxgpt.evaluate.text.mean_loss", lambda *args: (1.0, 7))
+    half = {"exact": 0.5, "exact_error": 0.1, "missed": []}
+    monkeypatch.setattr(
+        "jaxgpt.evaluate.text.exact_matches", lambda run, held, beams: half | {"pairs": len(held.lengths)}
+    )
+    return run
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_conversations_that_do_not_fit_are_counted(unread, own):
+    found = evaluate_run(unread, None if own else unread.experiment.data.path)
+    first, last = (36, 40) if own else (0, 40)
+    conversations = [messages for _, messages in read_messages(unread.experiment.data.path)][first:last]
+    long = [m for m in conversations if len(PLAIN.write(m).text.strip()) > 34]
+    assert found["left_out"] == sum(len(PLAIN.write(m[:2]).text.strip()) > 34 for m in long)
+    assert found["left_out"] + found["shortened"] == len(long)
+    assert found["shortened"] > 0 and "pairs" not in found
+    said = f"longer than the context: {found['left_out']} conversations, which are left out, and {found['shortened']}, which end"
+    assert said in text_table(found)
+
+
+def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text(f"a\tb\n{'a' * 40}\tb\nc\td\n")
+    found = evaluate_run(unread, str(path))
+    assert (found["left_out"], found["pairs"]) == (1, 2) and "shortened" not in found
+    assert "50.00% of 2 pairs that fit in the context, which 1 do not, exact" in text_table(found)
+    path.write_text("a\tb\n")
+    assert "50.00% of 1 pairs exact" in text_table(evaluate_run(unread, str(path)))
+
+
+@pytest.mark.parametrize(("name", "said"), [("x.jsonl", "needs a conversation on"), ("x.tsv", "needs a pair on")])
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_documents_is_told(unread, tmp_path, name, said, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name} is empty: {said} each line"):
+        evaluate_run(unread, str(tmp_path / name))
