@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.paths import write_whole
 from jaxgpt.sample.weights import unrolled
+from jaxgpt.tell import shell_line
 from jaxgpt.train import SPIKE, TrainState, batch_loss, micro_batches
 
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
@@ -221,7 +221,7 @@ def write_autopsy(
     be known, or written, is said instead.
     """
     place = _place(run, step)
-    command = f"jaxgpt replay {shlex.quote(str(run))} --step {step}"
+    command = shell_line("jaxgpt", "replay", run, "--step", step)
     if (place / "report.json").is_file():
         return f"{why_skipped(metrics)}: examined before, see {place}. To replay this step alone: {command}"
     exact = all(int(m["skipped"]) for m in later)

@@ -26,6 +26,7 @@ from jaxgpt.errors import SaveFailed, UserError, reason_of
 from jaxgpt.manifest import Damaged
 from jaxgpt.parallel import multihost
 from jaxgpt.paths import delete
+from jaxgpt.tell import shell_line
 from jaxgpt.train import TrainState
 
 if TYPE_CHECKING:  # half a second to import: only where it is used
@@ -331,7 +332,9 @@ def open_checkpoints(run: Path) -> Checkpoints:
     """Of an existing run; raises `UserError` if it has none yet."""
     checkpoints = Checkpoints(run / "checkpoints")
     if not checkpoints.steps():
-        raise UserError(f"{run} has no checkpoint yet: train it with `jaxgpt train --run-dir {run}`")
+        raise UserError(
+            f"{run} has no checkpoint yet: train it with `{shell_line('jaxgpt', 'train', '--run-dir', run)}`"
+        )
     return checkpoints
 
 

@@ -30,6 +30,7 @@ from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.record import claim, existing_run, read_record, refuse_other_configuration, refuse_other_data, write_record
 from jaxgpt.run import Run, load, resolve_vocab
+from jaxgpt.tell import shell_line
 from jaxgpt.train import NOT_FINITE, run_keys
 from jaxgpt.viz.curves import plot_losses
 
@@ -253,7 +254,7 @@ def _train(
     def measures(step: int) -> bool:
         return step % train.eval_every == 0 or step == train.steps
 
-    again = f"To continue: jaxgpt train --run-dir {directory}"
+    again = f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', directory)}"
     lost, due = False, False
     in_flight = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
     log = Log(experiment, trainer, directory, start, kept, show=progress and leader)

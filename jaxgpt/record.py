@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.paths import is_run, refuse_links_out, write_whole
+from jaxgpt.tell import shell_line
 
 FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
 OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
@@ -179,7 +179,7 @@ def _command() -> str | None:
     if program is None:
         return None
     name = "jaxgpt" if program.name == "__main__.py" else program.name
-    return shlex.join([f"python {name}" if name.endswith(".py") else name, *sys.argv[1:]])
+    return shell_line(*(["python"] if name.endswith(".py") else []), name, *sys.argv[1:])
 
 
 def _git_commit() -> str | None:
@@ -215,7 +215,7 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     if record.imported is not None:
         raise UserError(
             f"{directory} holds an imported model, not a run to go on with: name another "
-            f"--run-dir, and start from this one with --train.init-from {directory}"
+            f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
         )
     changed = {
         name: values

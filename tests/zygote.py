@@ -1,6 +1,6 @@
 """Many command lines for the price of one start: a process that has imported everything forks for each of them.
 
-`python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline"}, and answers {"returncode",
+`python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline", "closed"}, and answers {"returncode",
 "stdout", "stderr"}. A fork starts where a fresh `python -m jaxgpt` is once its imports are done: no device has
 been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process: see `fresh`.
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
@@ -39,10 +40,12 @@ class Zygote:
             text=True,
         )
 
-    def run(self, argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
-        """Like `fresh`. A value None unsets a variable."""
+    def run(
+        self, argv: list[str], cwd: Path, deadline: float = DEADLINE, closed: Sequence[int] = (), **env: str | None
+    ):
+        """Like `fresh`. A value None unsets a variable. closed: numbers of the standard streams that are."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline}
+        request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline, "closed": list(closed)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return subprocess.CompletedProcess(argv, **json.loads(self._process.stdout.readline()))
@@ -72,6 +75,9 @@ def _child(request: dict) -> int:
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for number in request["closed"]:
+        os.close(number)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
     sys.argv, sys.path[0] = ["jaxgpt", *request["argv"]], request["cwd"]
     try:
         main()
@@ -82,8 +88,9 @@ def _child(request: dict) -> int:
         traceback.print_exc()
         return 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
 
 
 def _serve(request: dict) -> dict:

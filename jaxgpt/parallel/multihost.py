@@ -1,5 +1,6 @@
 """Several processes, one run: found by JAX itself, or named by a coordinator."""
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -205,8 +206,9 @@ def status_of(error: BaseException | None) -> int:
 
 def leave(status: int) -> NoReturn:
     """End this process at once: a usual exit would wait for the others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nothing may keep it from ending
+            stream.flush()
     if several() and is_leader():
         time.sleep(LINGER)
     os._exit(status)

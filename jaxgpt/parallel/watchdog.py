@@ -30,6 +30,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.main_thread import MainThread
 from jaxgpt.parallel.multihost import ProcessLost
+from jaxgpt.tell import shell_line
 
 T = TypeVar("T")
 
@@ -263,7 +264,8 @@ class Watchdog:
         saved = None
         with contextlib.suppress(Exception):
             saved = self.last_step()
-        again = f" To continue: jaxgpt train --run-dir {self.directory}" if self.directory else ""
+        command = shell_line("jaxgpt", "train", "--run-dir", self.directory) if self.directory else ""
+        again = f" To continue: {command}" if command else ""
         everywhere = ", on every process." if again and self._processes > 1 else ""
         return f"{what}. The last checkpoint is {'none' if saved is None else f'step {saved}'}.{again}{everywhere}"
 

@@ -21,7 +21,7 @@ from jaxgpt.options import PlanOptions, ReplayOptions, StudyOptions, TrainOption
 from jaxgpt.paths import RUNS, find_run, is_run, write_whole
 from jaxgpt.presets import EXPERIMENTS
 from jaxgpt.start import start_jax
-from jaxgpt.tell import quote, say, told_in_words
+from jaxgpt.tell import say, shell_line, told_in_words
 
 
 def train(argv: list[str]) -> None:
@@ -82,8 +82,11 @@ def _train(options: TrainOptions) -> None:
         with contextlib.suppress(OSError):  # it is printed as well
             write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
-    asked = f" --prompt {quote(prompt)}" if prompt.strip() else ""
-    print(f"next: jaxgpt sample {run.directory}{' --chat' * chat}{asked}")
+    following = ["sample", run.directory, *(["--chat"] if chat else [])]
+    if prompt.strip():
+        asked = prompt.rstrip("\n")  # a newline at its end is left to the reader
+        following += [f"--prompt={asked}"] if asked.startswith("-") else ["--prompt", asked]
+    print(f"next: {shell_line('jaxgpt', *following)}")
 
 
 def run_experiment(experiment: Experiment) -> None:

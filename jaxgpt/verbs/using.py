@@ -21,7 +21,7 @@ from jaxgpt.options import (
 )
 from jaxgpt.paths import find_run, new_file, write_whole
 from jaxgpt.start import start_jax
-from jaxgpt.tell import say
+from jaxgpt.tell import say, shell_line, stdout_is_unicode
 
 
 def sample(argv: list[str]) -> None:
@@ -64,7 +64,8 @@ def sample(argv: list[str]) -> None:
         return
     texts = run.sample([options.prompt] * options.num_samples, **how)
     if options.json:
-        print(render_json([{"prompt": options.prompt, "text": text} for text in texts], ensure_ascii=False))
+        found = [{"prompt": options.prompt, "text": text} for text in texts]
+        print(render_json(found, ensure_ascii=not stdout_is_unicode()))
         return
     for number, text in enumerate(texts):
         if number:
@@ -131,10 +132,9 @@ def report(argv: list[str]) -> None:
 
     summary, html = report(load(directory), samples=options.samples, tokens=options.tokens)
     write_whole(page, html)
-    text = render_json(summary, indent=1, ensure_ascii=False)
-    write_whole(out / "summary.json", text + "\n")
+    write_whole(out / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
     if options.json:
-        print(text)
+        print(render_json(summary, indent=1, ensure_ascii=not stdout_is_unicode()))
         return
     print(f"{summary['experiment']}: {summary['verdict']}")
     print(f"{page}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
@@ -154,7 +154,7 @@ def import_hf(argv: list[str]) -> None:
         )
         return
     print(f"{source.family.model_type}: {len(source.tensors)} tensors of {source.directory} are in {options.run_dir}")
-    print(f'next: jaxgpt sample {options.run_dir} --prompt "..."')
+    print(f'next: {shell_line("jaxgpt", "sample", options.run_dir)} --prompt "..."')
 
 
 def export_hf(argv: list[str]) -> None:
