@@ -108,10 +108,9 @@ def render_json(
     return json.dumps(strict(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False)
 
 
-def sealed(body: dict[str, Any]) -> dict[str, Any]:
-    """Add the SHA-256 of a JSON object, of its values in their order, as its last key."""
-    digest = hashlib.sha256(json.dumps(body, allow_nan=False).encode()).hexdigest()
-    return {**body, "sha256": digest}
+def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of what a JSON file holds: of values and their order, whatever the spaces between them."""
+    return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
 
 
 def parse_json(raw: str | bytes, where: str) -> Any:

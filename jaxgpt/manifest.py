@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json, read_bytes, sealed
+from jaxgpt.files import json_sha256, parse_json, read_bytes
 
 NAME = "manifest.json"
 FORMAT = 1  # of the manifest and of what it lists
@@ -124,4 +124,4 @@ def _measure(path: Path, *, sync: bool = False) -> list:
 
 def _render(body: dict[str, Any]) -> str:
     """The one spelling of a manifest, so that every changed bit of it shows."""
-    return json.dumps(sealed(body), indent=1, allow_nan=False) + "\n"
+    return json.dumps({**body, "sha256": json_sha256(body)}, indent=1) + "\n"

@@ -21,7 +21,7 @@ from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_json
+from jaxgpt.files import is_there, json_sha256, read_json
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.paths import is_run, refuse_links_out, write_whole
 from jaxgpt.tell import shell_line
@@ -126,7 +126,9 @@ def write_record(
         path = directory / "tokenizer_config.json"
         there = read_json(path, LARGEST_RECORD) if path.exists() else {}
         write_whole(path, json.dumps((there if isinstance(there, dict) else {}) | tokenizer_config, indent=1) + "\n")
-    write_whole(directory / "experiment.json", json.dumps(record, indent=2) + "\n")
+    # Second, so that a line can be deleted by hand.
+    sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
+    write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
 
 
 def read_record(directory: Path) -> Record:
@@ -139,6 +141,12 @@ def read_record(directory: Path) -> Record:
             "was it written by a newer version?" if why is None else f"{why}. The jaxgpt that wrote it still reads it."
         )
         raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
+    digest = record.pop("sha256", None)  # older versions wrote none
+    if digest is not None and digest != json_sha256(record):
+        raise UserError(
+            f"{path} is not what was written: its own SHA-256 does not hold. Put back a copy, or, if you have changed it "
+            'yourself, delete its "sha256"'
+        )
     vocab_size, data = record.get("vocab_size"), record.get("data")
     if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE or not isinstance(data, dict):
         raise UserError(f"{path} is damaged: vocab_size={short(vocab_size)}, data={short(data)}")

@@ -10,6 +10,7 @@ from tests.bad_place import LONG
 BROKEN = {
     "half": "experiment.json is damaged",
     "nothing": "experiment.json is damaged",
+    "changed": "experiment.json is not what was written: its own SHA-256 does not hold. Put back a copy",
     "list": "has format None",
     "null": "has format None",
     "deep": "nested too deeply",

@@ -240,6 +240,8 @@ def _questions(place: Path) -> None:
 def _runs(place: Path) -> None:
     good = place / "runs/tiny"
     record = json.loads((good / "experiment.json").read_text())
+    changed = json.dumps(record | {"vocab_size": record["vocab_size"] + 1})
+    del record["sha256"]  # what is not told by it has to be told without
     e = record["experiment"]
 
     def with_model(**fields) -> str:
@@ -247,6 +249,7 @@ def _runs(place: Path) -> None:
 
     damaged: dict[str, str | bytes] = {
         "half": json.dumps(record)[:200],
+        "changed": changed,
         "nothing": "",
         "list": "[]",
         "null": "null",
@@ -278,9 +281,7 @@ def _runs(place: Path) -> None:
         (directory / "experiment.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         shutil.copy(good / "tokenizer.json", directory)
     (place / "runs/moved").mkdir()
-    (place / "runs/moved/experiment.json").write_text(
-        (good / "experiment.json").read_text().replace('"t.txt"', '"gone.txt"')
-    )
+    (place / "runs/moved/experiment.json").write_text(json.dumps(record).replace('"t.txt"', '"gone.txt"'))
     shutil.copy(good / "tokenizer.json", place / "runs/moved")
     shutil.copytree(good / "checkpoints", place / "runs/moved/checkpoints")
     shutil.copytree(good, place / "broken/damaged_checkpoints")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import chex
@@ -93,6 +94,22 @@ def tiny_experiment(text: Path, **train) -> Experiment:
             | train
         ),
     )
+
+
+def flip(path: Path, bit: int) -> None:
+    """As a disk does."""
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+
+
+def edit_record(run: Path, change: Callable[[dict], object]) -> None:
+    """Change the experiment.json of a run by hand, which needs its digest out of it."""
+    path = run / "experiment.json"
+    record = json.loads(path.read_text())
+    record.pop("sha256", None)
+    change(record)
+    path.write_text(json.dumps(record))
 
 
 def chat_file(directory: Path) -> Path:

@@ -22,7 +22,7 @@ from jaxgpt.metrics import read_metrics
 from jaxgpt.record import claim, read_record
 from jaxgpt.run import load
 from jaxgpt.train import Guard, TrainState
-from tests.helpers import run_command, tiny_experiment
+from tests.helpers import flip, run_command, tiny_experiment
 
 FLIPS = 100  # single bits, over all files of a checkpoint
 
@@ -66,12 +66,6 @@ def found(directory, which="last"):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         return Checkpoints(directory).good(which), [str(w.message) for w in said]
-
-
-def flip(path, bit):
-    raw = bytearray(path.read_bytes())
-    raw[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(raw)
 
 
 def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
+from tests.helpers import edit_record, run_command
 
 SMALL = """
     --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1 --train.steps 2
@@ -39,9 +39,7 @@ def trained(tmp_path_factory, text_file):
     shutil.copytree(directory / "runs/quickstart", other)
     tokenizer = CharTokenizer("abcdefgh")
     (other / "tokenizer.json").write_text(tokenizer.to_json())
-    record = json.loads((other / "experiment.json").read_text())
-    record["data"]["tokenizer_sha256"] = fingerprint(tokenizer)
-    (other / "experiment.json").write_text(json.dumps(record))
+    edit_record(other, lambda record: record["data"].update(tokenizer_sha256=fingerprint(tokenizer)))
     for path in (other, *other.rglob("*")):
         os.utime(path, (0, 0))
     return directory, done

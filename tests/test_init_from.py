@@ -27,7 +27,16 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.record import read_record
 from jaxgpt.replay import replay
 from jaxgpt.sample.weights import unrolled
-from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tiny_experiment, tokens_BT
+from tests.helpers import (
+    FLOAT32_REORDERED,
+    TINY,
+    apply,
+    edit_record,
+    make_model,
+    stack_layers,
+    tiny_experiment,
+    tokens_BT,
+)
 
 # GPT-2's shape: learned positions, which a shorter context cuts, and biases.
 MODEL = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)
@@ -59,9 +68,7 @@ def scanned(source, tmp_path_factory):
     """The same run as one that was trained with `scan_layers`."""
     run = tmp_path_factory.mktemp("scanned") / "run"
     shutil.copytree(source.directory, run)
-    record = json.loads((run / "experiment.json").read_text())
-    record["experiment"]["model"]["scan_layers"] = True
-    (run / "experiment.json").write_text(json.dumps(record))
+    edit_record(run, lambda record: record["experiment"]["model"].update(scan_layers=True))
     shutil.rmtree(run / "checkpoints")
     checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save_params(stack_layers(source.params, MODEL.n_layer), 60)

@@ -68,7 +68,16 @@ def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
     assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
-    assert set(record) == {"format", "experiment", "vocab_size", "data", "versions", "device", "git_commit"} | {
+    assert set(record) == {
+        "format",
+        "sha256",
+        "experiment",
+        "vocab_size",
+        "data",
+        "versions",
+        "device",
+        "git_commit",
+    } | {
         "command",
         "imported",
         "origin",

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment, from_dict, to_dict
-from jaxgpt.data.tokenizer import load_tokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
 from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.record import claim
+from jaxgpt.record import claim, read_record, write_record
 from jaxgpt.viz.curves import plot_losses
 from tests.faults import fuzz
-from tests.helpers import tiny_experiment
+from tests.helpers import flip, tiny_experiment
 from tests.test_architecture import imports, modules
 
 UNPICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "yaml"}
@@ -30,6 +30,46 @@ UNPICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "
 
 def test_nothing_unpickles():
     assert [name for name, tree in modules() if {t.split(".")[0] for t in imports(tree)} & UNPICKLING] == []
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, text_file):
+    """A directory with the record of a run."""
+    directory = tmp_path_factory.mktemp("recorded")
+    data = {"tokenizer_sha256": "0" * 64, "train_tokens": 1200, "val_sha256": "1" * 64}
+    write_record(directory, tiny_experiment(text_file), ByteTokenizer(), data=data, vocab_size=256)
+    return directory
+
+
+def test_a_flipped_bit_of_a_record_is_told_or_changes_nothing(recorded):
+    """A learning rate of 0.0003 that has become 0.0007 is as good JSON as before."""
+    path = recorded / "experiment.json"
+    whole, record = path.read_bytes(), read_record(recorded)
+    rng = random.Random(0)
+    digits = [8 * at + bit for at, byte in enumerate(whole) if byte in b"0123456789" for bit in range(3)]
+    told = 0
+    for bit in rng.sample(range(8 * len(whole)), 120) + rng.sample(digits, 60):
+        flip(path, bit)
+        try:
+            assert read_record(recorded) == record, bit
+        except UserError as e:
+            assert str(path) in str(e), e
+            told += 1
+        path.write_bytes(whole)
+    assert told > 130
+
+
+def test_a_record_that_was_changed_by_hand_says_what_to_do(recorded, tmp_path):
+    body = json.loads((recorded / "experiment.json").read_text())
+    assert list(body)[:2] == ["format", "sha256"]
+    body["experiment"]["train"]["seed"] = 7
+    path = tmp_path / "experiment.json"
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match='is not what was written.*Put back a copy, or.*delete its "sha256"'):
+        read_record(tmp_path)
+    del body["sha256"]  # as older versions wrote it
+    path.write_text(json.dumps(body, indent=4))
+    assert read_record(tmp_path).given.train.seed == 7
 
 
 def test_only_the_experiment_that_the_user_names_is_run():

@@ -29,7 +29,7 @@ from jaxgpt.interop.tokenizers import tokenizer_json
 from jaxgpt.interop.weights import INDEX, in_words, read, stored
 from jaxgpt.presets import quickstart
 from tests.conftest import TEXT
-from tests.helpers import run_command, tiny_experiment
+from tests.helpers import edit_record, run_command, tiny_experiment
 from tests.interop.test_parity import PARITY, live
 
 # Trained here, and a Qwen3 to everybody else.
@@ -236,8 +236,7 @@ def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
 
 def test_nothing_is_left_where_an_export_is_refused(exported, tmp_path):
     shutil.copytree(exported[0].directory, tmp_path / "run")
-    record = tmp_path / "run/experiment.json"
-    record.write_text(record.read_text().replace('"swiglu"', '"relu2"'))
+    edit_record(tmp_path / "run", lambda record: record["experiment"]["model"].update(activation="relu2"))
     with pytest.raises(UserError, match="no family on the Hub"):
         export_hf(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
