@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.flops import attention_flops, train_flops_per_token
 from jaxgpt.hlo import Collective, Program, read_hlo
 from jaxgpt.layers.splash import computed_scores
-from jaxgpt.parallel.device import bytes_held, memory_of
+from jaxgpt.parallel.device import all_devices, bytes_held, memory_of
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
 from jaxgpt.parallel.strategy import share
 from jaxgpt.parallel.topology import tpu_devices
@@ -88,7 +88,7 @@ def plan(
     If it does not fit, smaller micro-batches, more recomputation and sharded state are tried, in this order, and the
     fastest that fits is returned. Raises `UserError` if nothing fits, or for what does not divide.
     """
-    devices = jax.devices() if topology is None else tpu_devices(topology)
+    devices = all_devices() if topology is None else tpu_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
     experiment = dataclasses.replace(experiment, model=model)
     found: list[Plan] = []

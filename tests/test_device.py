@@ -1,5 +1,6 @@
 """What is chosen for a device: by stand-ins for those that are not here."""
 
+import itertools
 import types
 
 import jax
@@ -9,7 +10,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import compute_options, enable_compilation_cache, refuse_what_cannot_fit
+from jaxgpt.parallel.device import (
+    compute_options,
+    enable_compilation_cache,
+    first_device,
+    refuse_what_cannot_fit,
+)
 from tests.conftest import keep_compiled
 
 
@@ -59,6 +65,55 @@ def test_what_is_named_is_taken_or_refused(monkeypatch):
     assert chosen(monkeypatch, "cpu", dtype="bfloat16", attention="xla") == ("bfloat16", "xla")
     with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: the device is a cpu"):
         chosen(monkeypatch, "cpu", attention="cudnn")
+
+
+CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+NVIDIA = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+AMD = types.SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+
+
+def test_a_kernel_that_was_named_for_another_device_gives_way():
+    """Every record can be used on every device; what this one cannot do is replaced, and that is said."""
+    kernels, dtypes = ("auto", "plain", "xla", "cudnn", "splash"), ("auto", "float32", "bfloat16")
+    for device, attention, dtype in itertools.product((CPU, TPU, NVIDIA, AMD), kernels, dtypes):
+        train = TrainConfig(attention=attention, dtype=dtype)
+        found = compute_options(GPTConfig(), train, device, required=False)
+        if attention in ("cudnn", "splash") and device is not {"cudnn": NVIDIA, "splash": TPU}[attention]:
+            auto = compute_options(GPTConfig(), TrainConfig(dtype=dtype), device)
+            assert (found.attention, found.dtype) == (auto.attention, auto.dtype)
+            assert (
+                f"{auto.attention} attention instead of {attention} (the device is {device.device_kind})"
+                in found.reason
+            )
+            with pytest.raises(UserError, match=f"train.attention={attention} is not to be had here"):
+                compute_options(GPTConfig(), train, device)
+        elif (attention, dtype) == ("cudnn", "float32"):  # of a run that goes on in float32
+            assert found.reason.endswith(
+                "plain attention instead of cudnn (it needs 16-bit numbers and dtype is float32)"
+            )
+        else:
+            assert found == compute_options(GPTConfig(), train, device) and attention in ("auto", found.attention)
+
+
+def test_a_device_of_amd_is_not_one_of_nvidia():
+    options = compute_options(GPTConfig(), TrainConfig(), AMD)
+    assert options.reason == "bfloat16, plain attention (cudnn: the device is AMD Instinct MI300X)"
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no driver\nat all")], ids=["assertion", "runtime"])
+def test_a_platform_that_is_not_there_is_told(monkeypatch, error):
+    """JAX_PLATFORMS=cuda without CUDA ends in a bare AssertionError of JAX's."""
+
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(
+        UserError, match=r"no device \(JAX_PLATFORMS='cuda'\): no .*\. JAX_PLATFORMS=cpu computes on the CPU"
+    ):
+        first_device()
 
 
 def test_compiled_programs_are_the_users_alone(monkeypatch, tmp_path, private_cache):

@@ -35,13 +35,20 @@ class ComputeOptions:
         return {"dtype": self.dtype, "attention": self.attention}
 
 
-def first_device() -> jax.Device:
-    """Raises `UserError` if JAX finds none."""
+def all_devices() -> list[jax.Device]:
+    """Return the devices of all processes. Raises `UserError` if JAX finds none."""
     try:
-        return jax.devices()[0]
-    except RuntimeError as e:  # no such platform, or no driver for it
-        named = os.environ.get("JAX_PLATFORMS")
-        raise UserError(f"JAX finds no device (JAX_PLATFORMS={named!r}): {str(e).splitlines()[0]}") from None
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:  # no such platform, or no driver for it: for cuda JAX only asserts
+        named, said = os.environ.get("JAX_PLATFORMS"), str(e) or "no such platform is installed"
+        raise UserError(
+            f"JAX finds no device (JAX_PLATFORMS={named!r}): {said.splitlines()[0]}. JAX_PLATFORMS=cpu computes on the CPU"
+        ) from None
+
+
+def first_device() -> jax.Device:
+    """Return the device that programs run on by default. Raises `UserError` if JAX finds none."""
+    return all_devices()[0]
 
 
 def device_kind() -> str:
@@ -50,13 +57,19 @@ def device_kind() -> str:
 
 
 def compute_options(
-    model: GPTConfig, train: TrainConfig, device: jax.Device | None = None, *, packed: bool = False
+    model: GPTConfig,
+    train: TrainConfig,
+    device: jax.Device | None = None,
+    *,
+    packed: bool = False,
+    required: bool = True,
 ) -> ComputeOptions:
     """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
     device: None: the first one. packed: rows hold several documents, which are to be kept apart.
-    Raises `UserError` if a named kernel cannot do what is asked.
+    required: a named kernel that cannot do what is asked raises `UserError`; False: it was named for another device,
+        and where this one cannot run it, the kernel is chosen as by auto.
     """
     device = first_device() if device is None else device
     dtype = train.dtype
@@ -72,24 +85,28 @@ def compute_options(
         if device.platform == "tpu"
         else f"the device is {device.device_kind}",
     }
-    attention = train.attention
-    if attention != "auto" and why_not[attention]:
-        raise UserError(f"train.attention={attention} is not to be had here: {why_not[attention]}. Take auto or plain.")
-    if attention == "auto":
+    attention = named = train.attention
+    refused = None if named == "auto" else why_not[named]
+    if refused and required:
+        raise UserError(f"train.attention={named} is not to be had here: {refused}. Take auto or plain.")
+    if named == "auto" or refused:
         attention = "plain" if fused is None or why_not[fused] else fused
     said = f"{attention} attention"
+    if refused:
+        said += f" instead of {named} ({refused})"
     if attention not in ("plain", "xla") and model.dropout:
         said += " (plain in training: it cannot drop weights)"
-    elif fused and attention == "plain" and why_not[fused]:
+    elif fused and attention == "plain" and why_not[fused] and not refused:
         said += f" ({fused}: {why_not[fused]})"
     return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=f"{dtype}, {said}")
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
-    capability = float(getattr(device, "compute_capability", 0) or 0)
-    largest_head = 256 if capability >= 9.0 else 128
-    if device.platform not in ("gpu", "cuda"):
+    try:
+        capability = float(getattr(device, "compute_capability", None) or "none")
+    except ValueError:  # it has none, or is AMD's, where it is like "gfx942"
         return f"the device is {device.device_kind}"
+    largest_head = 256 if capability >= 9.0 else 128
     if capability < 8.0:
         return f"compute capability {capability} is below 8.0"
     if dtype != "bfloat16":
