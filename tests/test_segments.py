@@ -127,3 +127,15 @@ def test_the_loss_is_that_of_separate_rows():
         targets_BT=np.where(mask, targets, -1), inputs_BT=np.where(SEGMENTS > 0, PACKED, 5).astype(np.int32)
     )
     jax.tree.map(np.testing.assert_array_equal, loss_and_gradient(noisy), found)
+
+
+def test_cudnn_gives_way_where_there_are_segments():
+    """A run of text keeps that kernel, and is then asked about conversations: the program is the plain one."""
+    heads_BTNH = jnp.ones((*SEGMENTS.shape, 2, 8))
+    cudnn, plain = (
+        jax.make_jaxpr(functools.partial(attend, kernel=kernel))(
+            heads_BTNH, heads_BTNH, heads_BTNH, segments_BT=SEGMENTS
+        )
+        for kernel in ("cudnn", "plain")
+    )
+    assert str(cudnn) == str(plain)

@@ -43,12 +43,13 @@ def attend(
     kernel: "plain" (the reference, and the fastest on CPU), "splash" (TPU), or an implementation of
         `jax.nn.dot_product_attention`: "xla", "cudnn" (16-bit types, head size a multiple of 8 up to 128, a GPU).
     dropout: share of the attention weights dropped, by `key`. Only "plain" can; the others fall back to it.
-    segments_BT: int32, the document of each query, which reads no other; None: a row is one. Not for "cudnn".
+    segments_BT: int32, the document of each query, which reads no other; None: a row is one. "cudnn" knows none, and
+        falls back to "plain".
     key_segments_BS: int32, that of each key; None: segments_BT.
     scale: of the scores; None: 1 / sqrt(H). window: tokens that each one reads, itself included; None: all.
     softcap: c in c tanh(score / c); None: no cap. Not for "xla" and "cudnn".
     """
-    if not causal:
+    if not causal or (kernel == "cudnn" and segments_BT is not None):
         kernel = "plain"
     if kernel == "splash" and key is None:
         return splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, scale=scale, window=window, softcap=softcap)
@@ -57,7 +58,7 @@ def attend(
     if segments_BT is not None and key_segments_BS is not None:
         same_BTS = segments_BT[:, :, None] == key_segments_BS[:, None, :]
     if kernel != "plain" and key is None:
-        assert softcap is None and (same_BTS is None or kernel != "cudnn"), kernel
+        assert softcap is None, kernel
         return jax.nn.dot_product_attention(  # type: ignore[no-matching-overload]
             q_BTNH,
             k_BSKH,
