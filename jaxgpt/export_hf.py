@@ -155,7 +155,7 @@ def _trained(directory: Path, run: Run, record: Record) -> list[str]:
         how = "" if lora.rank is None else f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in"
         said.append(f"- Starting from `{experiment.train.init_from}`{how}.")
     said += [
-        f"- Text: {text}{size}; tokenizer `{Path(experiment.data.tokenizer).name}`.",
+        f"- Text: {text}{size}; tokenizer `{Path(record.given.data.tokenizer).name}`.",
         f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
         f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",
     ]

@@ -109,17 +109,20 @@ def _digest(parts: Iterable[str]) -> str:
 def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, Callable[[], Weights] | None]:
     """(the experiment with the architecture and tokenizer of the weights that it starts from; how to open these).
 
-    The context is at most as long as theirs. run: where it goes on, which knows them; None: it is new. Without
-    `train.init_from`: (the same experiment, None).
+    The context is at most as long as theirs. run: where it goes on, which knows them, and has its own tokenizer; None: it
+    is new. Without `train.init_from`: (the same experiment but for that, None).
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
-    if name is None:
-        return experiment, None
     if run is not None:
         record = read_record(run)
-        model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware
         data = dataclasses.replace(experiment.data, tokenizer=record.experiment.data.tokenizer)
-        return dataclasses.replace(experiment, model=model, data=data), lambda: base_of(record, name)
+        experiment = dataclasses.replace(experiment, data=data)
+        if name is None:
+            return experiment, None
+        model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware
+        return dataclasses.replace(experiment, model=model), lambda: base_of(record, name)
+    if name is None:
+        return experiment, None
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
     own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)

@@ -43,6 +43,8 @@ class Log:
         hardware = f"{len(strategy.devices)} x {device_kind()}, {self._trainer.options.reason}"
         adapters = f" and {self._in_adapters:,} in adapters, which alone are trained" if self._in_adapters else ""
         say(f"{experiment.name}: {self._n_params:,} parameters{adapters}, {hardware}")
+        if self._trainer.instead is not None:
+            say(self._trainer.instead)
         if train.init_from is not None and not self._start:
             say(f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens")
         if shares.shards * shares.accumulation > 1:

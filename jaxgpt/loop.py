@@ -97,7 +97,7 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     if existing:
         refuse_other_data(directory, dataset)
     resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
-    trainer = make_trainer(resolved)
+    trainer = make_trainer(resolved, recorded=read_record(directory).given if existing else None)
     strategy, model = trainer.strategy, resolved.model
     hidden_bytes = trainer.shares.micro * model.block_size * model.n_embd * 2  # of one activation in 16 bits
     refuse_what_cannot_fit(strategy.state, hidden_bytes, strategy.devices)

@@ -19,7 +19,7 @@ import filelock
 from jaxgpt.checks import LARGEST_SIZE, check_types, short
 from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, json_sha256, read_json
 from jaxgpt.parallel.device import device_kind
@@ -29,14 +29,21 @@ from jaxgpt.tell import shell_line
 FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
 OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
 LOCK = ".lock"
+# The fields that may differ when a run is resumed, by how their names begin. All others decide what is trained.
 CHANGEABLE = (
-    "optim.max_skipped",
-    "data.path",
-    "data.corpus",
-    "model.remat",
-    "train.checkpoint_every",
-    "train.keep_last",
-    "train.keep_every",
+    "name",  # a label
+    *(
+        "parallel.",
+        "train.dtype",
+        "train.attention",
+        "model.remat",
+    ),  # the hardware, and how it computes: rounding alone
+    *("data.path", "data.corpus"),  # where the text is: its fingerprint is compared
+    # What is logged, measured and written in between. eval_every also says where a best checkpoint can be, among losses
+    # that can be compared; those of other eval_tokens cannot.
+    *("train.log_every", "train.eval_every", "train.sample_"),
+    *("train.checkpoint_every", "train.keep_"),  # what is kept
+    "optim.max_skipped",  # when to give up
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
 BEGINNINGS = re.compile(
@@ -62,7 +69,9 @@ class Origin:
 class Record:
     """`experiment.json`, read."""
 
-    experiment: Experiment  # as it is trained: with the architecture and the tokenizer of `origin`
+    experiment: (
+        Experiment  # as it is trained: with the architecture of `origin`, and the tokenizer in the run directory
+    )
     given: Experiment  # as it was asked for
     origin: Origin | None
     vocab_size: int
@@ -155,11 +164,10 @@ def read_record(directory: Path) -> Record:
         given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
         if (begun := record.get("origin")) is not None:
             origin = from_dict(Origin, begun, "origin.")
-            experiment = dataclasses.replace(
-                given,
-                model=origin.model,
-                data=dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json")),
-            )
+            experiment = dataclasses.replace(given, model=origin.model)
+        if origin is not None or given.data.tokenizer_file is not None:
+            own = dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json"))
+            experiment = dataclasses.replace(experiment, data=own)
         dataclasses.replace(experiment.model, vocab_size=vocab_size)
         if (given.train.init_from is None) != (origin is None):
             raise UserError(f"train.init_from={given.train.init_from}, but origin {short(begun)}")
@@ -217,8 +225,7 @@ def existing_run(directory: Path, fresh: bool) -> bool:
 
 
 def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
-    """A run continues only as what it was. Hardware may change, what fits on it, the place of the same data, and what
-    is kept of it."""
+    """Raise `UserError` unless what decides the result is what it was: all fields but those of CHANGEABLE."""
     record = read_record(directory)
     if record.imported is not None:
         raise UserError(
@@ -228,8 +235,11 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     changed = {
         name: values
         for name, values in _fewest_differences(record, experiment).items()
-        if not name.startswith("parallel.") and name not in CHANGEABLE
+        if not name.startswith(CHANGEABLE)
     }
+    if experiment.data.tokenizer_file is not None:
+        _refuse_other_tokenizer(directory, record, experiment.data.tokenizer_file)
+        changed.pop("data.tokenizer", None)
     if None not in changed.get("train.init_from", (None,)):
         del changed["train.init_from"]  # the same weights in another place, which their SHA-256 tells
     if changed:
@@ -237,6 +247,29 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
         raise UserError(
             f"{directory} holds a run with another configuration: {listed}. "
             "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        )
+
+
+def own_tokenizer(directory: Path, record: Record) -> Tokenizer:
+    """Return the tokenizer in a run directory. Raises `UserError` unless it is the one that the run was trained with."""
+    path = directory / "tokenizer.json"
+    tokenizer = load_tokenizer(path)
+    if fingerprint(tokenizer) != record.data.get("tokenizer_sha256"):
+        raise UserError(
+            f"{path} is not the tokenizer that the run was trained with: its ids would mean other "
+            "text. Put back the file that experiment.json names by its SHA-256."
+        )
+    return tokenizer
+
+
+def _refuse_other_tokenizer(directory: Path, record: Record, named: str) -> None:
+    """Raise `UserError` unless a file is the run's tokenizer, or was and is gone: its copy in the run directory stays."""
+    own_tokenizer(directory, record)
+    gone = not is_there(Path(named), "Leave --data.tokenizer out.") and named == record.given.data.tokenizer
+    if not gone and fingerprint(load_tokenizer(named)) != record.data.get("tokenizer_sha256"):
+        raise UserError(
+            f"{named} is not the tokenizer that {directory} was trained with, which is in its directory: take it by "
+            f"--data.tokenizer {directory / 'tokenizer.json'}"
         )
 
 

@@ -55,7 +55,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         prefixed=record.prefixed,
     )
     refuse_other_data(directory, dataset)
-    trainer = make_trainer(experiment)
+    trainer = make_trainer(experiment, recorded=experiment)
     strategy = trainer.strategy
 
     init_key, key = run_keys(train.seed)

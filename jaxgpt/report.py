@@ -18,7 +18,7 @@ from jaxgpt.files import read_json, render_json
 from jaxgpt.flops import count_parameters
 from jaxgpt.metrics import read_metrics
 from jaxgpt.novelty import Corpus, Novelty, novelty
-from jaxgpt.record import Record, changed_data, read_record
+from jaxgpt.record import CHANGEABLE, Record, changed_data, read_record
 from jaxgpt.run import Run, load
 from jaxgpt.verdict import Band, as_band, judge
 from jaxgpt.viz.report import report_page
@@ -26,13 +26,7 @@ from jaxgpt.viz.report import report_page
 MOST_TEXT = 2**26  # characters of a corpus that are looked in, from its beginning
 LARGEST_BAND = 2**20  # bytes of a band's file
 # Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
-FREE = (
-    "parallel.",
-    "data.corpus",
-    "data.path",
-    *(f"train.{name}" for name in ("seed", "dtype", "attention", "log_every", "eval_every", "checkpoint_every")),
-    *(f"train.{name}" for name in ("keep_", "sample_")),
-)
+FREE = (*CHANGEABLE, "train.seed")
 
 
 def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:

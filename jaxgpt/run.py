@@ -18,7 +18,7 @@ from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import END, pair_prompt
 from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
 from jaxgpt.data.template import fingerprint as template_fingerprint
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, start_token
+from jaxgpt.data.tokenizer import Tokenizer, fingerprint, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.init_from import restored_params
 from jaxgpt.model import GPT
@@ -26,7 +26,7 @@ from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.paths import find_run
-from jaxgpt.record import read_record
+from jaxgpt.record import own_tokenizer, read_record
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
@@ -274,15 +274,11 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
         raise UserError(f"average={average}: needs at least 1")
     directory = find_run(run)
     record = read_record(directory)
-    tokenizer = load_tokenizer(directory / "tokenizer.json")
-    if fingerprint(tokenizer) != record.data.get("tokenizer_sha256"):
-        raise UserError(
-            f"{directory / 'tokenizer.json'} is not the tokenizer that the run was trained with: its ids would mean other "
-            "text. Put back the file that experiment.json names by its SHA-256."
-        )
+    tokenizer = own_tokenizer(directory, record)
     experiment = record.experiment
     config = record.model
-    model = GPT(config, **compute_options(config, experiment.train, packed=experiment.data.is_packed).for_model())
+    options = compute_options(config, experiment.train, packed=experiment.data.is_packed, required=False)
+    model = GPT(config, **options.for_model())
     checkpoints = open_checkpoints(directory)
     try:
         if isinstance(which, int):

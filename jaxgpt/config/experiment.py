@@ -35,6 +35,11 @@ class DataConfig:
             raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
 
     @property
+    def tokenizer_file(self) -> str | None:
+        """The path of a tokenizer.json, if `tokenizer` is one."""
+        return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
+
+    @property
     def is_pairs(self) -> bool:
         """Whether the data are pairs of texts, a source and its target, with a tab between them on each line."""
         return (self.path or self.corpus).endswith(".tsv")

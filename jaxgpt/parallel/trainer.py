@@ -12,9 +12,9 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.flops import count_parameters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.choose import choose_strategy
+from jaxgpt.parallel.choose import choose_layout
 from jaxgpt.parallel.device import ComputeOptions, compute_options
-from jaxgpt.parallel.strategy import Share, Strategy, share
+from jaxgpt.parallel.strategy import Share, Strategy
 from jaxgpt.train import eval_step, train_step, whole
 
 
@@ -28,6 +28,7 @@ class Trainer:
     evaluate: Any  # `eval_step(params, batch)`, likewise
     whole: Any  # state -> the parameters that `evaluate` takes
     batch: Batch  # shapes and places of a training batch
+    instead: str | None = None  # how the strategy differs from the recorded one, in words; None: it does not
 
     def lowered(self) -> Any:
         """`step` for the states and batches of this experiment, before XLA compiles it."""
@@ -42,18 +43,22 @@ class Trainer:
         return count_parameters(state.base), count_parameters(state.params)
 
 
-def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> Trainer:
+def make_trainer(
+    experiment: Experiment, devices: Sequence[jax.Device] | None = None, *, recorded: Experiment | None = None
+) -> Trainer:
     """experiment: with the size of its vocabulary. devices: as for `choose_strategy`.
 
+    recorded: the experiment of a run that is resumed, perhaps on other hardware: a kernel or a strategy that is still the
+        recorded one gives way to what these devices can do. None: a new run.
     Raises `UserError` for sizes that do not divide over the devices, and for what they cannot do.
     """
     train, parallel = experiment.train, experiment.parallel
     device = None if devices is None else devices[0]
-    options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed)
+    required = recorded is None or train.attention != recorded.train.attention
+    options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
     model = GPT(experiment.model, **options.for_model())
     optimizer = make_optimizer(experiment.optim, train.steps)
-    strategy = choose_strategy(parallel, model, optimizer, devices, lora=experiment.lora)
-    shares = share(train.batch_size, strategy.shards, parallel)
+    strategy, shares, instead = choose_layout(experiment, model, optimizer, devices, recorded=recorded)
     model = model.clone(spread=strategy.spread)
     step = functools.partial(
         train_step,
@@ -83,4 +88,5 @@ def make_trainer(experiment: Experiment, devices: Sequence[jax.Device] | None = 
         evaluate=strategy.evaluate(evaluate),
         whole=together if experiment.lora.rank is None else jax.jit(together),
         batch=batch,
+        instead=instead,
     )

@@ -77,7 +77,8 @@ def _train(options: TrainOptions) -> None:
         say(f"no sample of {prompt!r}: it is longer than block_size={run.model.config.block_size}")
         prompt = ""
     if t.sample_tokens and (prompt or not reads):
-        written = str(run.sample(prompt, max_new_tokens=t.sample_tokens, seed=t.seed, chat=chat))
+        how = {"temperature": t.sample_temperature, "max_new_tokens": t.sample_tokens, "seed": t.seed}
+        written = str(run.sample(prompt, chat=chat, **how))
         text = f"{prompt}\n\n{written}" if chat or reads else prompt + written
         with contextlib.suppress(OSError):  # it is printed as well
             write_whole(run.directory / "sample.txt", text + "\n")
