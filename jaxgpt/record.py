@@ -32,18 +32,15 @@ LOCK = ".lock"
 # The fields that may differ when a run is resumed, by how their names begin. All others decide what is trained.
 CHANGEABLE = (
     "name",  # a label
-    *(
-        "parallel.",
-        "train.dtype",
-        "train.attention",
-        "model.remat",
-    ),  # the hardware, and how it computes: rounding alone
-    *("data.path", "data.corpus"),  # where the text is: its fingerprint is compared
+    # The hardware, and how it computes: rounding alone.
+    *("parallel.", "train.dtype", "train.attention", "model.remat"),
+    # Where the text is: its fingerprint is compared.
+    *("data.path", "data.corpus"),
     # What is logged, measured and written in between. eval_every also says where a best checkpoint can be, among losses
     # that can be compared; those of other eval_tokens cannot.
     *("train.log_every", "train.eval_every", "train.sample_"),
-    *("train.checkpoint_every", "train.keep_"),  # what is kept
-    "optim.max_skipped",  # when to give up
+    # What is kept, and when to give up.
+    *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
 )
 # What is there before experiment.json is, if a run was killed in its first moment.
 BEGINNINGS = re.compile(
@@ -69,9 +66,7 @@ class Origin:
 class Record:
     """`experiment.json`, read."""
 
-    experiment: (
-        Experiment  # as it is trained: with the architecture of `origin`, and the tokenizer in the run directory
-    )
+    experiment: Experiment  # as it is trained: with the architecture of `origin`, and the run directory's tokenizer
     given: Experiment  # as it was asked for
     origin: Origin | None
     vocab_size: int
