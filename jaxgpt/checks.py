@@ -13,6 +13,8 @@ from jaxgpt.errors import UserError
 LARGEST_INTEGER = 2**63 - 1  # that arrays can hold, and every reader of JSON
 # Far beyond any model, and small enough that products of them, and loops over them, are harmless.
 LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
+# Of numbers that are not whole. A product of two of them is still a number of float32, neither 0 nor infinite.
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
 
 short = reprlib.Repr().repr  # of values that nobody has looked at yet, in some dozens of characters
 
@@ -45,6 +47,8 @@ def check_types(config: Any) -> None:
             raise UserError(f"{field.name}={short(value)}: needs {_say(hint)}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{field.name}={value}: needs a finite number")
+        if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+            raise UserError(f"{field.name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise UserError(f"{field.name}={short(value)}: needs a number that fits in 64 bits")
 

@@ -148,8 +148,10 @@ def judged(
 ) -> tuple[Guard, dict[str, jax.Array]]:
     """(the guard after this step, {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_row": steps skipped in a row}).
 
-    A finite gradient norm is enough for finite updates: it bounds the squares that Adam keeps. skip_spikes: how many
-    times the median of the last WINDOW norms is too much; the metrics have that "median" then. None: any is taken.
+    A finite gradient norm is enough for finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds
+    what multiplies them. To look at the updates too takes 1.4 ms of nanoGPT's CPU configuration, 2.5% of its step.
+    skip_spikes: how many times the median of the last WINDOW norms is too much; the metrics have that "median" then.
+    None: any is taken.
     """
     count = step - guard.skipped
     skipped = jnp.where(jnp.isfinite(loss) & jnp.isfinite(norm), TAKEN, NOT_FINITE)

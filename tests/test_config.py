@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +48,14 @@ from jaxgpt.presets import EXPERIMENTS, gpt2
         (lambda: OptimConfig(learning_rate=0.0), "learning_rate=0.0: needs more than 0"),
         (lambda: OptimConfig(warmup_steps=-1), "warmup_steps=-1: needs at least 0"),
         (lambda: OptimConfig(beta2=1.0), "beta2=1.0"),
+        # float32 rounds it to 1, and the optimiser divides by 1 - beta
+        (lambda: OptimConfig(beta1=1 - 1e-8), "beta1=0.99999999: needs at least 0 and less than 0.999999"),
+        (lambda: OptimConfig(momentum=1 - 1e-8), "momentum=0.99999999: needs at least 0 and less than 0.999999"),
+        (lambda: OptimConfig(weight_decay=2e3), "weight_decay=2000.0 times learning_rate=0.001 is 2: needs at most 1"),
+        (
+            lambda: OptimConfig(name="muon", weight_decay=51.0),
+            "weight_decay=51.0 times muon_learning_rate=0.02 is 1.02: needs at most 1",
+        ),
         (lambda: OptimConfig(min_lr_ratio=2.0), "min_lr_ratio=2.0"),
         (lambda: OptimConfig(decay_fraction=0.0), "decay_fraction=0.0"),
         (lambda: TrainConfig(batch_size=0), "batch_size=0"),
@@ -106,6 +115,21 @@ def test_scalars_of_numpy_are_refused_as_pythons_are(make, said):
     with pytest.raises(UserError) as caught:
         make()
     assert said in str(caught.value)
+
+
+FLOATS = [
+    (config, field.name)
+    for config in (GPTConfig, DataConfig, OptimConfig, LoraConfig, TrainConfig, ParallelConfig)
+    for field in dataclasses.fields(config)
+    if field.type in ("float", "float | None")
+]
+
+
+@pytest.mark.parametrize(("config", "name"), FLOATS)
+def test_every_number_and_products_of_two_are_float32s(config, name):
+    for value in (math.nan, math.inf, 1e300, 1e19, 1e-19, 1e-300):
+        with pytest.raises(UserError, match=re.escape(f"{name}={value}: needs ")):
+            config(**{name: value})
 
 
 def test_derived_sizes():

@@ -334,7 +334,10 @@ def test_bad_data_leaves_no_directory(experiment, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
     wild = dataclasses.replace(
-        experiment, optim=dataclasses.replace(experiment.optim, learning_rate=1e30, warmup_steps=0, grad_clip=None)
+        experiment,
+        optim=dataclasses.replace(
+            experiment.optim, learning_rate=1e18, weight_decay=0.0, warmup_steps=0, grad_clip=None
+        ),
     )
     with pytest.raises(Diverged, match="the last validation loss is nan.*lower --optim.learning-rate"):
         fit(wild, tmp_path / "r", progress=False)

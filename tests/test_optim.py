@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxgpt.config import OptimConfig
@@ -101,3 +102,26 @@ def test_clipping_bounds_what_the_optimiser_sees():
     mu = next(s.mu for s in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu"))
     norm = float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(mu))))
     assert norm == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "extremes",
+    [
+        {"learning_rate": 1e18, "weight_decay": 1e-18},
+        {"learning_rate": 1e-18, "weight_decay": 1e18, "eps": 1e18, "grad_clip": None},
+        {"beta1": 0.999998, "beta2": 0.999998, "eps": 1e-18, "grad_clip": 1e-18},
+        {"name": "muon", "muon_learning_rate": 1e18, "weight_decay": 1e-18, "momentum": 0.999998},
+    ],
+)
+def test_no_setting_that_is_taken_ruins_the_parameters(extremes):
+    """Nor do gradients from next to nothing to next to what float32 holds, or none: two updates are finite."""
+    params = {"h_0": {"kernel": jnp.full((2, 3), 0.02)}}
+    optimizer = make_optimizer(OptimConfig(warmup_steps=0, schedule="constant", **extremes), 10)
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for size in (0.0, 1e-38, 1e-19, 1.0, 1e18):
+        grads = jax.tree.map(lambda x, size=size: jnp.full_like(x, size), params)
+        found, after = params, state
+        for _ in range(2):
+            updates, after = update(grads, after, found)
+            found = optax.apply_updates(found, updates)
+        assert jnp.isfinite(found["h_0"]["kernel"]).all(), size

@@ -9,6 +9,8 @@ from jaxgpt.checks import LARGEST_SIZE, above_zero, at_least, at_most, check_typ
 from jaxgpt.config.model import GPTConfig
 from jaxgpt.errors import UserError
 
+BELOW_ONE = 0.999999  # a decay that float32 rounds to 1 would have the optimiser divide by 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -87,8 +89,16 @@ class OptimConfig:
             raise UserError(
                 f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
             )
-        for name in ("beta1", "beta2", "momentum", "label_smoothing"):
-            in_range(self, name, 0.0, 1.0)
+        in_range(self, "label_smoothing", 0.0, 1.0)
+        for name in ("beta1", "beta2", "momentum"):
+            in_range(self, name, 0.0, BELOW_ONE)
+        for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
+            decayed = self.weight_decay * getattr(self, name)
+            if decayed > 1.0:  # else it makes matrices grow, from step to step
+                raise UserError(
+                    f"weight_decay={self.weight_decay} times {name}={getattr(self, name)} is {decayed:g}: needs at most 1, "
+                    "which takes all of a matrix off in one step"
+                )
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
         if not 0.0 < self.decay_fraction <= 1.0:
