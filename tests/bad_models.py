@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.interop.families import GPT2
 from jaxgpt.interop.params import shapes_of
 from jaxgpt.interop.tensors import their_shape
@@ -70,7 +71,7 @@ def prepare_models(place: Path) -> None:
     root.mkdir()
     (root / "file").write_text("x")
     (root / "empty").mkdir()
-    good = _tensors()
+    good = tensors_of(GPT2.read(CONFIG))
     _model(root / "good", CONFIG, good)
     for name, changed in {
         "no_type": {"model_type": None},
@@ -170,8 +171,7 @@ def _integers(whole: bytes) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + whole[8 + size :]
 
 
-def _tensors() -> dict[str, np.ndarray]:
-    config = GPT2.read(CONFIG)
+def tensors_of(config: GPTConfig) -> dict[str, np.ndarray]:
     shapes = shapes_of(config)
     return {
         row.theirs: np.zeros(their_shape([shapes[path] for path in row.ours], row.layout), np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interop.family import Family
 from jaxgpt.interop.tensors import join, split, their_shape
-from jaxgpt.interop.weights import Made, Tensor, in_words, read
+from jaxgpt.interop.weights import DTYPES, Made, Tensor, equal, in_words, is_finite, read
 from jaxgpt.model import GPT
 
 
@@ -49,6 +50,11 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
         for name, shape in wanted.items()
         if name in tensors and tensors[name].shape != shape
     ]
+    misshapen += [
+        f"{name} holds {tensors[name].kind}, needs one of {', '.join(DTYPES)}"
+        for name in wanted
+        if name in tensors and tensors[name].kind not in DTYPES
+    ]
     problems = []
     if missing := wanted.keys() - tensors.keys():
         problems.append(f"missing {in_words(missing)}")
@@ -72,17 +78,42 @@ def read_params(
     """The parameters, one tensor at a time: what is in memory is the model and that tensor.
 
     dtype: None: as stored. places: where each parameter lies, by path; of a split one each device gets its part.
-    Raises `UserError` as `check` does.
+    Raises `UserError` as `check` does, and where an output matrix is stored beside the embedding that it is tied to and
+    differs from it.
     """
     shapes = shapes_of(config)
     check(tensors, family, config)
+    _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
+    broken = []
     for row in family.tensors(config, shapes):
         name = _in_file(row.theirs, tensors, family)
-        for path, part in zip(row.ours, split(read(name, tensors[name]), row.layout, config.head_size), strict=True):
+        tensor = read(name, tensors[name])
+        if not is_finite(tensor):
+            broken.append(name)
+        for path, part in zip(row.ours, split(tensor, row.layout, config.head_size), strict=True):
             params[path] = _placed(part, dtype, here if places is None else places[path])
+    if broken:
+        warnings.warn(
+            f"{in_words(broken)} have NaN or infinite numbers, and so may all that the model says: download it again",
+            UserWarning,
+            stacklevel=2,
+        )
     return traverse_util.unflatten_dict(params, sep="/")
+
+
+def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
+    """Raise `UserError` for two matrices where there is to be one: transformers 5 uses both, others one of them."""
+    names = {row.ours: _in_file(row.theirs, tensors, family) for row in family.rows}
+    embedding, head = names["wte/embedding",], names["lm_head",]
+    if not config.tie_embeddings or head not in tensors:
+        return
+    if not equal((embedding, tensors[embedding]), (head, tensors[head])):
+        raise UserError(
+            f"{head} differs from {embedding}, and config.json makes them one (tie_word_embeddings is true, or is left "
+            f"out): set it to false to use both, or take {head} out of {tensors[head].file}"
+        )
 
 
 def _placed(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
