@@ -193,7 +193,7 @@ class GPT(nn.Module):
             x_BTD = x_BTD * math.sqrt(c.n_embd)
         if c.position == "learned":
             positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding is -1, finished rows run on
-            x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT), x_BTD.shape)
+            x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT).astype(jnp.float32), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
         return self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))

@@ -116,6 +116,23 @@ def test_remat_changes_nothing(remat, scan_layers):
     assert ["checkpoint" in text or "remat" in text for text in jaxprs] == [False, True]
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gemma 2", "2017"])
+def test_parameters_in_16_bits_are_computed_with_as_their_numbers_in_32(kind):
+    """As an imported model has them: what is added to embeddings, or multiplies them, is not rounded.
+
+    Embeddings are made op by op, since a compiler may leave out the rounding.
+    """
+    model, params = make_model(tiny(**ARCHITECTURES[kind], n_layer=1))
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    tokens = tokens_BT(TINY)
+    how = dict(positions_BT=jnp.arange(tokens.shape[1])[None], train=False, method="_embedded")
+    found, expected = (model.apply({"params": p}, tokens, **how) for p in (low, widened))
+    np.testing.assert_array_equal(found, expected, strict=True)
+    if kind == "gemma 2":
+        np.testing.assert_array_equal(apply(model, low, tokens), apply(model, widened, tokens))
+
+
 def test_bfloat16_is_near_float32():
     model, params = make_model(TINY)
     low = GPT(TINY, dtype=jnp.bfloat16)

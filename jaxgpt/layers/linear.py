@@ -94,7 +94,9 @@ class Embedding(nn.Module):
             self.embedding = self.param("embedding", init, (self.vocab_size, self.width), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.lookup(self.embedding, tokens_BT) if self.packed is None else self.packed.rows(tokens_BT)
+        if self.packed is not None:
+            return self.packed.rows(tokens_BT)
+        return self.lookup(self.embedding, tokens_BT).astype(jnp.float32)  # imported ones may be stored in 16 bits
 
     def logits(self, x_ND: jax.Array) -> jax.Array:
         """In float32 [N, V], whatever x's type: bfloat16 inputs, float32 sums."""
