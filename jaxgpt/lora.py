@@ -54,7 +54,9 @@ def merged(config: LoraConfig, params: dict, adapters: dict) -> dict:
     for path, a_DR in adapters.items():
         if path[-1] == A:
             kernel = (*path[:-1], "kernel")
-            flat[kernel] = flat[kernel] + config.alpha / config.rank * (a_DR @ adapters[(*path[:-1], B)])
+            # GPU and TPU would round the factors: to 10 bits, to 7.
+            product_DF = jnp.matmul(a_DR, adapters[(*path[:-1], B)], precision="highest")
+            flat[kernel] = flat[kernel] + config.alpha / config.rank * product_DF
     return traverse_util.unflatten_dict(flat)
 
 

@@ -160,6 +160,14 @@ def test_merged_equals_unmerged(scan):
     assert np.abs(found - apply(model, params, tokens_BT(TINY))).max() > 0.1  # and they do something
 
 
+def test_the_merge_is_in_float32_on_any_device():
+    """Where products of float32 are rounded, in training and in what is exported alike."""
+    _, params = make_model(TINY)
+    adapters = jax.eval_shape(lambda params: init_adapters(LORA, jax.random.key(1), params), params)
+    text = jax.jit(merged, static_argnums=0).lower(LORA, params, adapters).as_text()
+    assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == len(LORA.targets) * TINY.n_layer
+
+
 def test_adapters_alone_are_trained_and_saved(source, tuned):
     config, full = tuned.model.config, flat(source.params)
     moved = {path for path, x in flat(tuned.params).items() if path != "wpe/embedding" and np.any(x != full[path])}
