@@ -52,7 +52,11 @@ SEGMENTS = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 TARGET = jnp.array([[7, 8, 2, 1], [7, 1, 8, 3]])
 
 
-@pytest.fixture(scope="module", params=EVERY)
+# Half of the architectures by `-m slow`: each of their laws compiles a program or two.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in ("sandwich", "parallel") else ()) for name in EVERY],
+)
 def model(request):
     return make_model(dataclasses.replace(CONFIG, **EVERY[request.param]))
 

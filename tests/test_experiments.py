@@ -71,6 +71,7 @@ def test_powers_are_found(scaling):
     assert exponent == pytest.approx(1) and local == pytest.approx([0, 2])
 
 
+@pytest.mark.slow
 def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
     for name in ("keep_freed_memory", "return_freed_memory"):  # of the process that all tests share
         monkeypatch.setattr(scaling, name, lambda: None)
@@ -86,6 +87,7 @@ def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
     assert len(json.loads((tmp_path / "scaling.json").read_text())["width"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
     benchmark = script("benchmarks/sampling")
@@ -111,6 +113,7 @@ def benchmark(name: str, *argv: object, deadline: float = 120, **env: str):
 SMALL = json.dumps({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2})
 
 
+@pytest.mark.slow
 def test_the_training_benchmark_shrunken(tmp_path):
     argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 2, "--seconds", 0.05]
     said, found = benchmark("training", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
@@ -118,12 +121,14 @@ def test_the_training_benchmark_shrunken(tmp_path):
     assert len(found["seconds"]["jaxgpt"]) == 2 and found["first"]["jaxgpt"] > max(found["seconds"]["jaxgpt"]) > 0
 
 
+@pytest.mark.slow
 def test_the_compilation_benchmark_shrunken(tmp_path):
     argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 1]
     said, found = benchmark("compilation", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
     assert "| jaxgpt |" in said and [len(found["jaxgpt"][kind]) for kind in ("cold", "warm")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_speedrun_benchmark_shrunken(tmp_path, text_file):
     tiny = {"n-layer": 1, "n-head": 1, "n-embd": 8, "block-size": 8}
     short = {"batch-size": 2, "steps": 4, "eval-every": 2, "sample-prompt": "In"}
@@ -134,6 +139,7 @@ def test_the_speedrun_benchmark_shrunken(tmp_path, text_file):
     assert "| 0 |" in said and 0 < run["seconds"] <= run["whole"] and 0 < run["val_loss"] < 5
 
 
+@pytest.mark.slow
 def test_the_data_benchmark_shrunken(tmp_path, text_file):
     pytest.importorskip("tokenizers")
     argv = [text_file, "--megabytes", 0.02, "--gigabytes", 0.001, "--rounds", 1]
@@ -157,14 +163,27 @@ def pretrained(text_file, tmp_path_factory):
     )
 
 
-@every_experiment
+# The same steps with other values: by `-m slow`.
+QUICK = {"quickstart", "sancho_mini.py:experiment", "transformer_2017.py:experiment", "gpt2_124m.py:experiment"}
+some_experiments = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, id=short, marks=() if short in QUICK else pytest.mark.slow)
+        for name in variants()
+        for short in [name.rsplit("/", 1)[-1]]
+    ],
+)
+
+
+@some_experiments
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
     init_from = e.train.init_from and request.getfixturevalue("pretrained")
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{'ab' * (n % 3 + 1)}\t{n}\n" for n in range(60)))
     n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.kv_heads
-    model = dataclasses.replace(e.model, vocab_size=None, n_layer=1, n_embd=8 * n_head, n_head=n_head, block_size=8)
+    small = {"n_layer": 1, "n_encoder_layer": min(e.model.n_encoder_layer, 1), "n_head": n_head, "n_embd": 8 * n_head}
+    model = dataclasses.replace(e.model, vocab_size=None, block_size=8, **small)
     small = dataclasses.replace(
         e,
         model=model,

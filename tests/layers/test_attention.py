@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -5,18 +7,19 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxgpt.layers import Attention, RMSNorm, Rope, attend, attention
+from jaxgpt.layers import Attention, RMSNorm, Rope, attention
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
 
 def qkv(dims="BTNH", kv_dims="BTKH"):
-    keys = jax.random.split(jax.random.key(0), 3)
-    return (
-        jax.random.normal(keys[0], DIMS[dims]),
-        jax.random.normal(keys[1], DIMS[kv_dims]),
-        jax.random.normal(keys[2], DIMS[kv_dims]),
-    )
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=DIMS[d]), jnp.float32) for d in (dims, kv_dims, kv_dims))
+
+
+def attend(*qkv, **how):
+    """`attention.attend` in one compiled program: op by op it is dozens."""
+    return jax.jit(functools.partial(attention.attend, **how))(*qkv)
 
 
 def attend_in_loops(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=None):
@@ -67,7 +70,9 @@ def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
 
 def test_kernels_have_the_same_gradients():
     def loss(kernel):
-        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(*qkv())
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attention.attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(
+            *qkv()
+        )
 
     chex.assert_trees_all_close(loss("plain"), loss("xla"), **FLOAT32_REORDERED)
 
@@ -79,15 +84,19 @@ def test_kernels_have_the_same_gradients():
 def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
     T = 8
     shapes = [(2, T, 6, 5), (2, T, 3, 5), (2, T, 3, 5)]
-    q, k, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
     def out_and_gradients():
-        out, pull = jax.vjp(lambda *x: attend(*x, **how), q, k, v)
-        return out, pull(jnp.cos(out))
+        def pulled(*x):
+            out, pull = jax.vjp(functools.partial(attention.attend, **how), *x)
+            return out, pull(jnp.cos(out))
+
+        return jax.jit(pulled)(q, k, v)
 
     whole = out_and_gradients()
     monkeypatch.setattr(attention, "LONG", T)
-    text = jax.jit(lambda *x: attend(*x, **how)).lower(q, k, v).as_text()
+    text = jax.jit(functools.partial(attention.attend, **how)).lower(q, k, v).as_text()
     assert text.count("dot_general") == 2 * attention.BLOCKS
     chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
 
@@ -131,8 +140,8 @@ def make_attention(**kwargs):
         softcap=None,
     )
     layer = Attention(n_embd=SIZES["D"], **options | kwargs, kernel_init=init, residual_init=init)
-    x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
-    return layer, nn.unbox(layer.init(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
+    x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=DIMS["BTD"]), jnp.float32)
+    return layer, nn.unbox(jax.jit(layer.init)(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
 
 
 @pytest.mark.parametrize(
@@ -189,7 +198,8 @@ def test_dropped_weights_keep_their_expectation(long, monkeypatch):
     monkeypatch.setattr(attention, "BLOCKS", SIZES["T"])
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(0), 2000)
-    mean = jax.vmap(lambda key: attend(q, k, v, dropout=0.3, key=key))(keys).mean(0)
+    drawn = jax.vmap(lambda key: attention.attend(q, k, v, dropout=0.3, key=key))
+    mean = jax.jit(lambda keys: drawn(keys).mean(0))(keys)
     np.testing.assert_allclose(mean, attend(q, k, v), atol=0.1)  # 4 standard errors of 2000 draws
 
 

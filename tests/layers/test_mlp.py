@@ -13,14 +13,16 @@ def make_mlp(hidden, width, **kwargs):
     init = jax.nn.initializers.normal(0.1)
     options = dict(activation="gelu", use_bias=True, dropout=0.0)
     mlp = MLP(hidden=hidden, **options | kwargs, kernel_init=init, residual_init=init)
-    return mlp, nn.unbox(mlp.init(jax.random.key(0), jnp.ones((1, 1, width))))
+    return mlp, nn.unbox(jax.jit(mlp.init)(jax.random.key(0), jnp.ones((1, 1, width))))
 
 
 def test_shapes_of_the_lesson():
     """tinytorch's MLP: (1, 10, 768) in and out, 3072 inside, GELU and biases."""
-    mlp, variables = make_mlp(3072, 768)
-    x = jax.random.normal(jax.random.key(1), (1, 10, 768))
-    assert mlp.apply(variables, x).shape == (1, 10, 768)
+    options = dict(activation="gelu", use_bias=True, dropout=0.0)
+    mlp = MLP(hidden=3072, **options, kernel_init=nn.zeros, residual_init=nn.zeros)
+    x = jnp.ones((1, 10, 768))
+    variables = nn.unbox(jax.eval_shape(mlp.init, jax.random.key(0), x))
+    assert jax.eval_shape(mlp.apply, variables, x).shape == (1, 10, 768)
     assert variables["params"]["c_fc"]["kernel"].shape == (768, 3072)
     assert variables["params"]["c_proj"]["kernel"].shape == (3072, 768)
 
@@ -55,7 +57,7 @@ def test_gelu_by_erf_equals_gelu_by_erfc(dtype, atol):
     x = jnp.linspace(-8, 8, 999).astype(dtype)
     by_erfc = lambda x: jax.nn.gelu(x, approximate=False)  # noqa: E731
     np.testing.assert_allclose(ACTIVATIONS["gelu"](x), by_erfc(x), rtol=3e-7, atol=atol)
-    slope, expected = (jax.vmap(jax.grad(f))(x) for f in (ACTIVATIONS["gelu"], by_erfc))
+    slope, expected = (jax.jit(jax.vmap(jax.grad(f)))(x) for f in (ACTIVATIONS["gelu"], by_erfc))
     np.testing.assert_allclose(slope, expected, rtol=1e-6, atol=atol)
 
 
@@ -65,18 +67,21 @@ def test_the_formula(activation):
     mlp, variables = make_mlp(F, D, activation=activation)
     p = variables["params"]
     x = jax.random.normal(jax.random.key(1), (3, D))
-    h = x @ p["c_fc"]["kernel"]
-    gate = x @ p["c_gate"]["kernel"] if "glu" in activation else h
-    h = ACTIVATIONS[activation](gate) * (h if "glu" in activation else 1.0)
-    np.testing.assert_allclose(
-        mlp.apply(variables, x), h @ p["c_proj"]["kernel"], **FLOAT32_REORDERED
-    )  # biases start at 0
+
+    @jax.jit
+    def formula(x):
+        h = x @ p["c_fc"]["kernel"]
+        gate = x @ p["c_gate"]["kernel"] if "glu" in activation else h
+        h = ACTIVATIONS[activation](gate) * (h if "glu" in activation else 1.0)
+        return h @ p["c_proj"]["kernel"]  # biases start at 0
+
+    np.testing.assert_allclose(jax.jit(mlp.apply)(variables, x), formula(x), **FLOAT32_REORDERED)
 
 
 def test_tokens_do_not_mix():
     mlp, variables = make_mlp(SIZES["F"], SIZES["D"])
     x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
-    grad_BTD = jax.grad(lambda x: mlp.apply(variables, x)[:, 2].sum())(x_BTD)
+    grad_BTD = jax.jit(jax.grad(lambda x: mlp.apply(variables, x)[:, 2].sum()))(x_BTD)
     assert set(np.flatnonzero(np.abs(grad_BTD).sum((0, 2)))) == {2}
 
 

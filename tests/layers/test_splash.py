@@ -133,6 +133,7 @@ except NotImplementedError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 def test_compiles_for_four_tpus(tmp_path):
     """GPT-2 124M's attention: two kernels on each, no communication, not half the memory of the float32 scores; with
