@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.checks import short
+from jaxgpt.data.packing import Packing
 from jaxgpt.data.template import MARKS, ROLES, ChatTemplate, Message, tokenise
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
@@ -95,6 +97,11 @@ class Conversations:
         self.starts, self.lengths = starts[kept], lengths[kept]
         # Room that each takes in a row: n tokens have n - 1 inputs, each with its target, none from another one.
         self.sizes = self.lengths - 1
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """Which of them share a row: the same in each epoch and at each validation, so it is done once."""
+        return Packing(self.sizes, self.block_size)
 
     def __len__(self) -> int:
         """Tokens, of all of them together."""

@@ -16,7 +16,6 @@ from jaxgpt.data import tokenizer as tok
 from jaxgpt.data.cache import SPLITS, cached_at, changed, read_tokens, write_tokens
 from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files
-from jaxgpt.data.packing import Packing
 from jaxgpt.data.pairs import END, START, Pairs, encode_pairs, read_pairs
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
@@ -117,7 +116,7 @@ def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
 
 def _about(train: Conversations, val: Conversations, what: str) -> Iterator[str]:
     n, m, block_size = len(train.lengths), len(val.lengths), train.block_size
-    filled = Packing(train).filled
+    filled = train.packing.filled
     yield f"{n:,} training and {m:,} validation {what}s, in rows of {block_size} tokens that are {filled:.1%} full"
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:

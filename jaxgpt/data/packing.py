@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
-
-from jaxgpt.data.chat import Conversations
 
 
 def best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
@@ -41,8 +38,7 @@ class Packing:
     its own order of rows. That keeps the number of rows the same in each, and the n-th row of a run a matter of arithmetic.
     """
 
-    def __init__(self, conversations: Conversations):
-        sizes_N, block_size = conversations.sizes, conversations.block_size
+    def __init__(self, sizes_N: np.ndarray, block_size: int):
         self._places = np.argsort(-sizes_N, kind="stable")  # conversations, longest first
         row_N = best_fit(sizes_N[self._places], block_size)
         self._by_row = np.argsort(row_N, kind="stable")  # places
@@ -64,14 +60,3 @@ class Packing:
 
     def _of(self, places: np.ndarray, row: int) -> np.ndarray:
         return places[self._by_row[self._ends[row - 1] if row else 0 : self._ends[row]]]
-
-
-def endless(conversations: Conversations, seed: int) -> Callable[[int], tuple[np.ndarray, ...]]:
-    """The n-th row of a run, `row` of its conversations: of (conversations, seed, n) alone."""
-    packing = Packing(conversations)
-    epoch = functools.lru_cache(maxsize=2)(functools.partial(packing.epoch, seed))
-
-    def row(n: int) -> tuple[np.ndarray, ...]:
-        return conversations.row(epoch(n // packing.rows)(n % packing.rows))
-
-    return row

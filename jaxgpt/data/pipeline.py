@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxgpt.data.chat import Conversations
 from jaxgpt.data.dataset import Tokens
-from jaxgpt.data.packing import Packing, endless
 
 MOST_STEPS = 2**40  # what an endless run takes
 
@@ -39,7 +38,7 @@ def training_batches(
 ) -> Generator[Batch, None, None]:
     """Endless batches from `start_step` on: batch t depends on (data, seed, t) alone, so resuming needs no state.
 
-    Conversations are packed into rows, each one once an epoch: see `Packing`. Of a text, each epoch cuts it into windows that touch but do not overlap, and visits each once, in an order of its
+    Conversations are packed into rows, each one once an epoch: see `packing.Packing`. Of a text, each epoch cuts it into windows that touch but do not overlap, and visits each once, in an order of its
     own. Where the first window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the
     fewer than 2 block_size tokens left over at the two ends are skipped in that epoch.
     rows: those of each batch to read, where other processes read the others; None: all. prefetch: batches made
@@ -49,7 +48,7 @@ def training_batches(
 
     row: Callable[[int], Any]  # the n-th of the run
     if isinstance(data, Conversations):
-        row = endless(data, seed)
+        row = _packed_rows(data, seed)
     else:
         windows = windows_per_epoch(len(data), block_size)
         order: Any = grain.MapDataset.range(windows).shuffle(seed=seed).repeat()  # a new shuffle each epoch
@@ -67,6 +66,16 @@ def training_batches(
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
     steps = grain.MapDataset.range(start_step, MOST_STEPS).map(batch)
     yield from steps.to_iter_dataset(options)
+
+
+def _packed_rows(data: Conversations, seed: int) -> Callable[[int], tuple[np.ndarray, ...]]:
+    """Return the function of a row's number in the run: of (data, seed, number) alone."""
+    epoch = functools.lru_cache(maxsize=2)(functools.partial(data.packing.epoch, seed))
+
+    def row(n: int) -> tuple[np.ndarray, ...]:
+        return data.row(epoch(n // data.packing.rows)(n % data.packing.rows))
+
+    return row
 
 
 def windows_per_epoch(n_tokens: int, block_size: int) -> int:
@@ -140,7 +149,7 @@ def validation_batches(
 def _packed_validation(
     data: Conversations, batch_size: int, max_tokens: int | None, mine: np.ndarray
 ) -> Iterator[Batch]:
-    packing, block_size = Packing(data), data.block_size
+    packing, block_size = data.packing, data.block_size
     numbers: Sequence[int] = range(packing.rows)
     if max_tokens is not None and max_tokens < packing.rows * block_size:
         numbers = _spread(numbers, max_tokens // block_size)

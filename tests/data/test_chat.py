@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.packing import Packing, best_fit
+from jaxgpt.data.packing import best_fit
 from jaxgpt.data.pairs import in_memory
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.template import END, PLAIN
@@ -141,7 +141,7 @@ def texts_of(path):
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_conversation_once_an_epoch(held, number):
     path, conversations = held
-    rows = Packing(conversations).rows
+    rows = conversations.packing.rows
     (batch,) = take(conversations, 1, batch_size=rows, start_step=number)
     found = dict(documents(batch))
     assert len(list(documents(batch))) == len(found) == 40 and set(found) == texts_of(path)
@@ -152,7 +152,7 @@ def test_every_conversation_once_an_epoch(held, number):
 
 def test_batch_t_is_the_same_from_wherever_one_starts_and_epochs_differ(held):
     conversations = held[1]
-    rows = Packing(conversations).rows
+    rows = conversations.packing.rows
     whole = take(conversations, rows)  # three epochs
     for start in (1, rows // 3, rows - 2):
         for a, b in zip(whole[start : start + 2], take(conversations, 2, start_step=start), strict=True):
@@ -174,6 +174,18 @@ def test_validation_has_every_conversation_once(held, batch_size):
     assert len(found) == 40 and set(found) == texts_of(path)
     (some,) = validation_batches(conversations, block_size=T, batch_size=100, max_tokens=2 * T)
     assert (some.segments_BT.max(axis=1) > 0).sum() == 2
+
+
+def test_rows_are_packed_once(held, monkeypatch):
+    """Best fit takes seconds where there are a million conversations, and every validation asks for its rows."""
+    path, _ = held
+    conversations = in_memory(encode_all(path, ByteTokenizer(), PLAIN), T)
+    packed = []
+    monkeypatch.setattr("jaxgpt.data.packing.best_fit", lambda *given: packed.append(given) or best_fit(*given))
+    first, second = (list(validation_batches(conversations, block_size=T, batch_size=4)) for _ in range(2))
+    take(conversations, 1)
+    assert len(packed) == 1
+    np.testing.assert_array_equal([b.inputs_BT for b in first], [b.inputs_BT for b in second])
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):

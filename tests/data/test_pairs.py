@@ -10,7 +10,6 @@ from jaxgpt.data.chat import Conversations
 from jaxgpt.data.corpus import corpus_files
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.numbers import COUNT, in_words, number_pairs
-from jaxgpt.data.packing import Packing
 from jaxgpt.data.pairs import Pairs, encode_pairs, in_memory, read_pairs, start_ids
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer
@@ -66,7 +65,7 @@ def test_each_pair_once_an_epoch_and_whole(path, encoder):
     expected = sorted(TEXTS)
     for batches in (
         validation_batches(pairs, block_size=T, batch_size=4),
-        itertools.islice(training_batches(pairs, block_size=T, batch_size=1, seed=3), Packing(pairs).rows),
+        itertools.islice(training_batches(pairs, block_size=T, batch_size=1, seed=3), pairs.packing.rows),
     ):
         found = []
         for batch in batches:
