@@ -1,15 +1,28 @@
-"""Chat templates in Jinja, as Hugging Face's tokenizers have them: programs of somebody else's, run in a sandbox."""
+"""Chat templates in Jinja, as Hugging Face's tokenizers have them: programs of somebody else's.
+
+They run in Jinja's sandbox, which bounds what they reach, and in a process of their own, which bounds what they take.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from jaxgpt.errors import UserError
 
 LONGEST_TEXT = 2**24  # characters that a template may write
+MEMORY = 2**30  # bytes that its process may take, on Linux; the process itself takes 40 MB
+SECONDS = 10  # of a core that it may take for one conversation, but on Windows
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what {% generation %} holds: noncharacters, which no text has
 # A template that asks for today's date would give the same conversations other tokens tomorrow.
 TODAY = datetime.date(2025, 1, 1)
@@ -19,8 +32,8 @@ def compile_template(source: str) -> Callable[..., str]:
     """A function (**variables) -> text, with OPEN and CLOSE around the parts in {% generation %} tags.
 
     Whitespace, filters and functions are those of transformers' `apply_chat_template`, but `strftime_now` tells TODAY.
-    The program reads its variables and nothing else: no attribute whose name begins with _, no file, no import. The
-    text, each loop over `range`, powers and products are bounded; loops inside loops are not, so it may yet take long.
+    The program reads its variables and nothing else: no attribute whose name begins with _, no file, no import. What it
+    writes is bounded, but not the time and the memory that it takes: see `Renderer`.
     Raises `UserError` for what is no template, here, and where it fails or refuses what it is given, there.
     """
     jinja2 = _jinja2()
@@ -39,14 +52,6 @@ def compile_template(source: str) -> Callable[..., str]:
         def _marked(self, caller: Callable[[], str]) -> str:
             return OPEN + caller() + CLOSE
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if not all(isinstance(x, int | float) and abs(x) < 2**32 for x in (left, right)) or operator == "**":
-                raise jinja2.TemplateError(f"{operator} is for numbers of usual size alone, and ** for none")
-            return left * right
-
     class Namespace(jinja2.utils.Namespace):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
@@ -64,7 +69,9 @@ def compile_template(source: str) -> Callable[..., str]:
     def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = tojson
     known: dict[str, Any] = {
         "range": environment.globals["range"],
@@ -95,6 +102,8 @@ def compile_template(source: str) -> Callable[..., str]:
                     )
         except UserError:
             raise
+        except MemoryError:
+            raise UserError("the chat template takes more memory than it may: it cannot be used") from None
         except Exception as e:  # a program of somebody else's: of any kind
             said = str(e)[:300].rstrip(".") or type(e).__name__
             raise UserError(
@@ -112,3 +121,102 @@ def _jinja2() -> Any:
     except ImportError:
         raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'") from None
     return jinja2
+
+
+class Renderer:
+    """A template in a process of its own: a function as `compile_template` returns, for a program that is not trusted.
+
+    For one text the process may take SECONDS (but on Windows) and MEMORY (on Linux). Where it takes more, that is a
+    `UserError`, and the next text is written by it, or, if it had to be ended, by another.
+    """
+
+    def __init__(self, source: str):
+        self._source = source
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = self._started()
+
+    def __call__(self, **variables: Any) -> str:
+        with self._lock:
+            process = self._process or self._started()
+            self._process = None  # until it has answered: what comes late would be taken for the next answer
+            answer = _asked(process, variables)
+            self._process = process
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer["text"]
+
+    def _started(self) -> subprocess.Popen:
+        # By this file alone: to import its package takes three times as long.
+        code = f"import runpy; runpy.run_path({__file__!r})['serve']({SECONDS}, {MEMORY})"
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        weakref.finalize(self, _end, process)
+        answer = _asked(process, self._source)
+        if "error" in answer:
+            _end(process)
+            raise UserError(answer["error"])
+        return process
+
+
+def _asked(process: subprocess.Popen, value: Any) -> dict[str, str]:
+    """Return a process's answer. It is ended where it does not come."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(value).encode() + b"\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            late = process.wait() == -getattr(signal, "SIGPROF", 0)
+            why = f"takes more than {SECONDS} s" if late else f"ended its process with status {process.returncode}"
+            raise UserError(f"the chat template {why} for one conversation: it cannot be used")
+        return json.loads(line)
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def serve(seconds: float, memory: int) -> None:
+    """Answer each line of the standard input: the first is a template, the others are variables for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the process that asks
+    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such a limit, or with a lower one
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # In seconds of a core, so that a busy machine does not count. Its signal ends the process. Not on Windows.
+    timer = functools.partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, "setitimer") else lambda _: None
+    render = None
+    for line in sys.stdin.buffer:
+        timer(seconds)
+        try:
+            given, text = json.loads(line), ""
+            if render is None:
+                render = compile_template(given)
+            else:
+                text = render(**given)
+            answer = {"text": text}
+        except UserError as e:
+            answer = {"error": str(e)}
+        timer(0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+@functools.lru_cache(maxsize=8)
+def renderer(source: str) -> Renderer:
+    """Return the process of a template: the same one as long as it is among the last eight."""
+    return Renderer(source)

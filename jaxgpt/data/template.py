@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxgpt.data.jinja import CLOSE, OPEN, compile_template
+from jaxgpt.data.jinja import CLOSE, OPEN, renderer
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json
@@ -114,20 +114,16 @@ class Jinja:
     tokens: dict[str, str]  # bos_token, eos_token, ...: how they are written
     specials: tuple[str, ...]
 
-    @functools.cached_property
-    def _render(self) -> Any:
-        return compile_template(self.source)
-
     def check(self) -> None:
         """Raise `UserError` unless it is a template at all."""
-        assert self._render
+        renderer(self.source)
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
         """(what the template writes, the parts in its {% generation %} tags)."""
         text, spans = "", []
         for part in re.split(
             f"([{OPEN}{CLOSE}])",
-            self._render(
+            renderer(self.source)(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=prompt,
                 tools=None,

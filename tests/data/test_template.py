@@ -1,12 +1,14 @@
 """Chat templates: transformers' tokens for what is harmless, and nobody's special tokens but the template's own."""
 
 import dataclasses
+import gc
 import json
+import sys
 
 import numpy as np
 import pytest
 
-from jaxgpt.data.jinja import LONGEST_TEXT, compile_template
+from jaxgpt.data.jinja import LONGEST_TEXT, Renderer, compile_template
 from jaxgpt.data.template import CHATML, END, PLAIN, Jinja, end_of_turn, find_template, prompt_ids, tokenise
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
@@ -198,9 +200,6 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
         "{% set ns = namespace(__init__=1) %}{{ ns }}",
         "{% set ns = namespace() %}{% set ns.__x = 1 %}",
         "{{ cycler.__init__.__globals__.os }}",
-        "{{ 'a' * 1000000000 }}",
-        "{% set unwritten = 'a' * 1000000 %}",
-        "{{ 10 ** 1000000000 }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         f"{{% for i in range(99999) %}}{'x' * (LONGEST_TEXT // 50_000)}{{% endfor %}}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -213,6 +212,64 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
 def test_templates_are_not_trusted(source):
     with pytest.raises(UserError, match="refuses it|writes more than|no Jinja template"):
         compile_template(source)(messages=[])
+
+
+DOUBLING = "{%% set x = namespace(y='a') %%}{%% for i in range(99) %%}%s{%% endfor %%}{{ x.y | length }}"
+BOMBS = [
+    "{{ 'a'.ljust(9999999999) | length }}",
+    "{{ '%9999999999d' % 3 }}",
+    "{{ '{:9999999999}'.format(3) }}",
+    "{{ 'a' * 9999999999 }}",
+    "{{ ('a' | center(9999999999)) | length }}",
+    "{{ 'a\n b' | indent(9999999999) }}",
+    "{{ [1] | batch(9999999999, 0) | list }}",
+    "{{ 'a'.replace('', 'b' * 99999).replace('', 'b' * 99999) }}",
+    "{{ range(99999) | join('a' * 99999) }}",
+    DOUBLING % "{% set x.y = x.y ~ x.y %}",
+    DOUBLING % "{% set x.y = x.y + x.y %}",
+    DOUBLING % "{% set z %}{{ x.y }}{{ x.y }}{% endset %}{% set x.y = z %}",
+    DOUBLING % "{% set x.y = [x.y, x.y] %}" + "{{ x.y }}",
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is bounded on Linux")
+def test_templates_take_no_more_memory_than_they_may(monkeypatch):
+    """All in one template, so that they take one process, which goes on."""
+    monkeypatch.setattr("jaxgpt.data.jinja.MEMORY", 2**27)
+    cases = "".join(f"{{% elif n == {n} %}}{source}" for n, source in enumerate(BOMBS))
+    render = Renderer(f"{{% if n < 0 %}}none{cases}{{% endif %}}")
+    process = render._process
+    for n in range(len(BOMBS)):
+        with pytest.raises(UserError, match="takes more memory than it may|refuses it: ") as e:
+            render(n=n)
+        assert "memory" in str(e.value) or "MemoryError" in str(e.value), (BOMBS[n], str(e.value))
+    assert render(n=-1) == "none" and render._process is process
+
+
+def test_templates_take_no_more_time_than_they_may(monkeypatch):
+    monkeypatch.setattr("jaxgpt.data.jinja.SECONDS", 1)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    render = Renderer(f"{{% if n %}}{loops}{{% else %}}none{{% endif %}}")
+    with pytest.raises(
+        UserError, match="the chat template takes more than 1 s for one conversation: it cannot be used"
+    ):
+        render(n=1)
+    assert render(n=0) == "none"
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_one(monkeypatch):
+    """Ctrl-C while a template writes."""
+    render = Renderer("{{ n }}")
+    first = render._process
+    with monkeypatch.context() as m:
+        m.setattr("json.loads", lambda line: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            render(n=1)
+    assert render(n=2) == "2" and first.poll() is not None
+    last = render._process
+    del render
+    gc.collect()
+    assert last.poll() is not None
 
 
 def test_templates_know_one_day_only():

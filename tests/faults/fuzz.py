@@ -15,11 +15,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jaxgpt.config import Experiment, from_dict, to_dict
 from jaxgpt.data.chat import read_messages
+from jaxgpt.data.jinja import compile_template
 from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
@@ -163,8 +165,11 @@ def _read_messages(path: Path) -> None:
 
 
 def _read_template(path: Path) -> None:
-    template = find_template(train_bpe([TEXT], 270), path.parent)
-    template.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    with mock.patch(
+        "jaxgpt.data.template.renderer", compile_template
+    ):  # else each takes a process, and ten times as long
+        template = find_template(train_bpe([TEXT], 270), path.parent)
+        template.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
 def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
