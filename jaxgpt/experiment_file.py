@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import sys
 import traceback
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import decode_source
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jaxgpt.files import is_there, read_bytes
 from jaxgpt.presets import EXPERIMENTS
 
 LARGEST_FILE = 2**22  # bytes
+MODULE = "__experiment__"  # the name of a file's module while it runs: like `__main__`, of no other module
 
 
 def load_experiment(named: str) -> Experiment:
@@ -57,21 +59,53 @@ def load_variants(named: str) -> dict[str, Experiment]:
 
 def _run(path: Path) -> types.ModuleType:
     """The file as a module. The user named it, as one names a program: it is trusted, and may yet be wrong."""
-    module = types.ModuleType(path.stem)
-    module.__file__ = str(path)
-    source = read_bytes(path, LARGEST_FILE)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
-            exec(compile(decode_source(source), str(path), "exec"), vars(module))
-    except SyntaxError as e:
-        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+        source = decode_source(read_bytes(path, LARGEST_FILE))
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: {e}: save the experiment file as UTF-8") from None
+    except SyntaxError as e:  # no encoding of that name
+        raise UserError(f"{path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    module = types.ModuleType(MODULE)
+    module.__file__ = str(path)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _as_a_program(module, path):  # stdout is for results
+            exec(compile(source, str(path), "exec"), vars(module))
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
     except (Exception, SystemExit) as e:
         lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
         said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
         raise UserError(f"{path}:{lines[-1] if lines else 1}: {said}") from None
     return module
+
+
+@contextlib.contextmanager
+def _as_a_program(module: types.ModuleType, path: Path) -> Iterator[None]:
+    """Let a file import what `python FILE` does, its neighbours first, and be found in `sys.modules`, as dataclasses ask.
+
+    Afterwards its neighbours are forgotten: the next file may have others of the same names.
+    """
+    folder = str(path.resolve().parent)
+    search_path, modules = list(sys.path), set(sys.modules)
+    sys.path.insert(0, folder)
+    sys.modules[MODULE] = module
+    importlib.invalidate_caches()  # a neighbour may have been written since the folder was last looked into
+    try:
+        yield
+    finally:
+        folders = {folder, *sys.path} - set(search_path) | {folder}
+        new = {name.partition(".")[0] for name in sys.modules.keys() - modules} - modules
+        neighbours = {name for name in new if _folder_of(sys.modules.get(name)) in folders} | {MODULE}
+        for name in [name for name in sys.modules if name.partition(".")[0] in neighbours]:
+            del sys.modules[name]
+        sys.path[:] = search_path
+
+
+def _folder_of(module: types.ModuleType | None) -> str | None:
+    """Return the folder in which a module, or a package, was found; None for one that is of no file."""
+    folders = list(getattr(module, "__path__", []))
+    file = folders[0] if folders else getattr(module, "__file__", None)
+    return None if file is None else str(Path(file).parent)
 
 
 def close(word: str, known: Iterable[str]) -> str:

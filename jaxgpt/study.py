@@ -19,6 +19,7 @@ from jaxgpt.loop import Diverged, fit
 from jaxgpt.metrics import read_metrics, validations
 from jaxgpt.paths import is_run, write_whole
 
+STUDY = "study.json"  # beside the directories of the variants: what came out
 DIVERGED = "diverged.txt"  # in the directory of a run that no longer learnt: why
 CONFIDENCE = 0.95
 
@@ -92,6 +93,11 @@ def comparable(variants: Mapping[str, Experiment]) -> None:
         if ours != theirs:
             raise UserError(
                 f"variants {first!r} and {name!r} do not share a metric: train.eval_tokens is {ours} and {theirs}. Give both the same"
+            )
+    for name in variants:
+        if slug(name) in (".", "..") or slug(name).casefold() == STUDY.casefold():
+            raise UserError(
+                f"variant {name!r} would be the directory {slug(name)}, which is not its own: give it another name"
             )
     slugs = [slug(name) for name in variants]
     if twice := [name for name in variants if slugs.count(slug(name)) > 1]:

@@ -188,6 +188,9 @@ def test_what_is_no_study(variants, tmp_path):
     for given, said in (
         ({"a": first}, "needs at least two variants, got 1: a"),
         ({"a b": first, "a/b": first}, "variants 'a b', 'a/b' would share a directory"),
+        ({"a": first, "..": first}, r"variant '\.\.' would be the directory \.\., which is not its own"),
+        ({"a": first, " . ": first}, r"variant ' \. ' would be the directory \."),
+        ({"a": first, "Study.json": first}, r"variant 'Study\.json' would be the directory Study\.json"),
     ):
         with pytest.raises(UserError, match=said):
             comparable(given)

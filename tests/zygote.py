@@ -24,6 +24,9 @@ from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
 DEADLINE = 60.0  # seconds, then SIGKILL: a command that hangs is a failure
+NO_CACHE = {
+    "PYTHONDONTWRITEBYTECODE": "1"
+}  # of what an experiment file imports from its folder: bad input writes nothing
 KILLED = -signal.SIGKILL
 
 
@@ -34,7 +37,7 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote"],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "JAX_PLATFORMS": "cpu"} | NO_CACHE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,7 +61,7 @@ class Zygote:
 def fresh(argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
     """The same command line as `python -m jaxgpt` in a process of its own."""
     unset = [item for name, value in env.items() if value is None for item in ("-u", name)]
-    given = {"JAX_PLATFORMS": "cpu"} | {name: value for name, value in env.items() if value is not None}
+    given = {"JAX_PLATFORMS": "cpu"} | NO_CACHE | {name: value for name, value in env.items() if value is not None}
     if not unset:
         return run_command("-m", "jaxgpt", *argv, cwd=cwd, deadline=deadline, **given)
     code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"

@@ -102,7 +102,7 @@ def study(argv: list[str]) -> None:
     variants = load_variants(options.experiment)
     start_jax()
     from jaxgpt.loop import Interrupted, fit_as_command
-    from jaxgpt.study import study, study_table
+    from jaxgpt.study import STUDY, study, study_table
 
     place = Path(options.run_dir) if options.run_dir else RUNS / "studies" / Path(options.experiment).stem
     try:
@@ -110,7 +110,7 @@ def study(argv: list[str]) -> None:
     except Interrupted as e:
         say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
         raise SystemExit(1) from None
-    write_whole(place / "study.json", render_json(found, indent=1, ensure_ascii=False) + "\n")
+    write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
     print(render_json(found) if options.json else study_table(found))
 
 
