@@ -8,6 +8,7 @@ import os
 import random
 import re
 import tracemalloc
+import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -327,5 +328,33 @@ def test_broken_lines_of_the_metrics_are_left_out_wherever_they_are(tmp_path):
     good = [{"step": n, "loss": 1.0 / n, "mfu": None} for n in range(1, len(BROKEN_LINES) + 1)]
     mixed = [line for pair in zip(map(json.dumps, good), BROKEN_LINES, strict=True) for line in pair]
     path.write_bytes("\n".join(mixed).encode() + b'\n\xff\xfe\n{"step": 99, "lo')
-    assert read_metrics(path) == good
-    assert rewind_metrics(path, 5) == good[:5] == read_metrics(path)
+    said = re.escape(f"{path}: {len(BROKEN_LINES) + 1} of {2 * len(BROKEN_LINES) + 1} lines are damaged")
+    with pytest.warns(UserWarning, match=said):  # not of the last one, which may be just being written
+        assert read_metrics(path) == good
+    with pytest.warns(UserWarning, match=said):
+        assert rewind_metrics(path, 5) == good[:5]
+    assert read_metrics(path) == good[:5]
+
+
+def test_a_flipped_bit_of_the_metrics_is_told_or_changes_nothing(tmp_path):
+    """A loss of 1.5 that has become 3.5 is as good JSON as before."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for step in (1, 2):
+        metrics.write(step=step, tokens=step * 8, loss=1.5 / step, mfu=None)
+    metrics.write(step=2, val_loss=math.nan)
+    metrics.write(step=3, skipped="loss is nan")
+    metrics.close()
+    whole, lines = path.read_bytes(), read_metrics(path)
+    assert lines[0] == {"step": 1, "tokens": 8, "loss": 1.5, "mfu": None} and lines[3]["skipped"] == "loss is nan"
+    known, told = {name for line in lines for name in line}, 0
+    for bit in random.Random(0).sample(range(8 * len(whole)), 400):
+        flip(path, bit)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [{k: line[k] for k in line if k in known} for line in read_metrics(path)]
+        last = whole.count(b"\n", 0, bit // 8) == 3 and b"\n" not in path.read_bytes()[-1:]
+        assert found == lines or said or last, bit
+        told += bool(said)
+        path.write_bytes(whole)
+    assert told > 300
