@@ -21,6 +21,7 @@ from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.init_from import restored_params
+from jaxgpt.interop.source import end_tokens
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
@@ -55,8 +56,8 @@ class Run:
         """What the model writes after `prompt` (without it); a list of prompts gives a list of texts.
 
         An empty prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has. A text
-        ends after max_new_tokens, at the end-of-text token, or before a stop string, and past the context it goes on
-        as `generate` says. The same seed gives a prompt the same text, on every call and in every batch.
+        ends after max_new_tokens, at the end-of-text token, at an eos_token_id of an imported model, or before a stop
+        string, and past the context it goes on as `generate` says. The same seed gives a prompt the same text, on every call and in every batch.
 
         chat: each prompt is what a user says, and the text is the assistant's answer, by `template`.
         seed: 0. stop: strings. cache_dtype: see `generate`.
@@ -201,7 +202,9 @@ class Run:
         ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
         if self.experiment.data.is_pairs:
             ends.append(int(self.tokenizer.encode(END)[0]))
-        return [end for end in ends if end is not None]
+        if self.experiment.train.init_from is None:  # else it has learnt from other texts, perhaps by other tokens
+            ends += [end for end in end_tokens(self.directory) if 0 <= end < self.tokenizer.vocab_size]
+        return list(dict.fromkeys(end for end in ends if end is not None))
 
     def _how(
         self,

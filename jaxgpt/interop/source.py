@@ -93,6 +93,17 @@ def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokeniz
     return tokenizer
 
 
+def end_tokens(run: Path) -> list[int]:
+    """Return the tokens that end a text by the files with which an imported model came; none of other runs."""
+    for name in reversed(IN_KEPT):  # generation_config.json counts before config.json
+        path = run / KEPT / name
+        values = read_json(path, LARGEST_CONFIG) if path.exists() else None
+        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        if ends is not None:
+            return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+    return []
+
+
 def keep_companions(source: Path, run: Path) -> None:
     """Copy them into a run directory. source: a model's directory, or that of another run."""
     kept = source / KEPT if is_run(source) else source

@@ -65,6 +65,24 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, [0]),
+        ({"config.json": {"eos_token_id": 5}}, [0, 5]),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 0, 10**6, "x"]}}, [0, 7]),
+        ({"generation_config.json": {"eos_token_id": None}}, [0]),
+        ({"generation_config.json": []}, [0]),
+    ],
+)
+def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files, ends):
+    run = dataclasses.replace(chat[0], directory=tmp_path)
+    (tmp_path / "hf").mkdir()
+    for name, values in files.items():
+        (tmp_path / "hf" / name).write_text(json.dumps(values))
+    assert run._how(max_new_tokens=8)["stop_tokens"] == ends
+
+
 def test_a_conversation_is_read_the_same_when_it_comes_back(chat, tmp_path):
     run, out = chat
     import_hf(str(out), tmp_path / "back")
