@@ -1,6 +1,7 @@
 """Run in a process with JAX_NUM_CPU_DEVICES=8: prints, as JSON, what each strategy did. See test_strategies.py."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -26,11 +27,14 @@ from jaxgpt.data.pipeline import Batch
 from jaxgpt.interop.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.interop.params import read_params, shapes_of, to_tensors
 from jaxgpt.interop.weights import stored, write
+from jaxgpt.layers.attention import attend
 from jaxgpt.parallel.device import bytes_held
 from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.train import batch_loss
 
 STEPS, BATCH, T = 20, 16, 16
+SMOOTHING = 0.1
 DOCUMENTS = np.array([[1] * (2 + row // 2) + [2] * (T - 2 - row // 2) for row in range(BATCH)], np.int32)
 # Every axis divides over 8; dropout would draw other numbers on other devices.
 CONFIG = GPTConfig(
@@ -65,19 +69,20 @@ class Run:
             name="eight",
             model=model,
             data=DataConfig(corpus="spanish-numbers.tsv" if model.n_encoder_layer else "python-docs"),
-            optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2),
+            optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2, label_smoothing=SMOOTHING),
             train=TrainConfig(steps=STEPS, batch_size=BATCH, init_from=lora.rank and "random weights, here"),
             lora=lora,
             parallel=STRATEGIES[name],
         )
         trainer = make_trainer(experiment, jax.devices()[:devices])
         self.strategy, self.step, self.evaluate = trainer.strategy, trainer.step, trainer.evaluate
-        self.whole = trainer.whole
+        self.whole, self.model = trainer.whole, trainer.model
         self.state = None
 
     def batch(self, step: int) -> Batch:
-        text = tokens(step)[self.strategy.rows(BATCH)]
-        return self.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+        rows = self.strategy.rows(BATCH)
+        text, counted = tokens(step)[rows], np.arange(T) <= rows[:, None]  # other numbers of targets on each device
+        return self.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=counted))
 
     def run(self, start: int = 0, stop: int = STEPS) -> list[float]:
         if self.state is None:
@@ -98,8 +103,9 @@ class Run:
         return float(nats)
 
     def compiled(self) -> str:
-        key = jax.eval_shape(lambda: jax.random.key(1))
-        return self.step.lower(self.strategy.state, self.strategy.batch(BATCH, T), key).compile().as_text()
+        key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.strategy.batch(BATCH, T)
+        counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
+        return self.step.lower(self.strategy.state, batch._replace(mask_BT=counted), key).compile().as_text()
 
 
 def curves() -> dict:
@@ -110,6 +116,10 @@ def curves() -> dict:
         shards = [shard for x in jax.tree.leaves(run.state) for shard in x.addressable_shards if shard.device == first]
         held = [bytes_held(run.strategy.state), sum(shard.data.nbytes for shard in shards)]
         found[f"{name}, {optimizer}"] = {"losses": losses, "validation": run.validation(), "held": held}
+    run = Run("single", "adamw")
+    loss = jax.jit(functools.partial(batch_loss, key=None, model=run.model, label_smoothing=SMOOTHING))
+    nats, count = loss(run.strategy.init(jax.random.key(0)).params, run.batch(0))
+    found["single, adamw"]["smoothed"] = float(nats / count)
     return found
 
 
@@ -166,6 +176,7 @@ def places() -> dict:
         state = run.strategy.init(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
     return {
+        "kept": kept(),
         "whole": whole_arrays(),
         "bytes": bytes_made,
         "dropout": losses,
@@ -174,6 +185,21 @@ def places() -> dict:
         "adapters": adapters(),
         "encoder": with_encoder(),
         "imported": imported(),
+    }
+
+
+def kept() -> dict:
+    """How many of the attention weights two devices of a mesh drop alike, which read other rows or have other heads."""
+    spread = Run("all", "adamw").strategy.spread.attend
+    zeros_BTNH, eye_BTNT = np.zeros((BATCH, T, 4, 4), np.float32), np.tile(np.eye(T)[None, :, None], (BATCH, 1, 4, 1))
+    # Every score alike; the result is the weights.
+    attention = jax.jit(functools.partial(spread(functools.partial(attend, dropout=0.5)), segments_BT=None))
+    weights_BTNT = attention(zeros_BTNH, zeros_BTNH, eye_BTNT, key=jax.random.key(0))
+    kept_BNR = np.moveaxis(np.asarray(weights_BTNT), 2, 1)[..., *np.tril_indices(T)] > 0
+    rows, heads = BATCH // 4, 2  # on each device
+    return {
+        "rows": float(np.mean(kept_BNR[:rows] == kept_BNR[rows : 2 * rows])),
+        "heads": float(np.mean(kept_BNR[:, :heads] == kept_BNR[:, heads:])),
     }
 
 

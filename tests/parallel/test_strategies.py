@@ -64,6 +64,11 @@ def test_what_a_device_holds_is_what_is_counted(curves):
     assert held["pmap, adamw"][0] == held["data, adamw"][0] == whole > 7 * held["fsdp, adamw"][0]
 
 
+def test_the_first_loss_is_the_smoothed_one_of_the_first_parameters(curves):
+    single = curves["single, adamw"]
+    assert single["losses"][0] == pytest.approx(single["smoothed"], rel=1e-6)
+
+
 def test_a_run_goes_on_with_other_devices(curves, tmp_path_factory):
     """Saved half-way on 8, 4, 2 or 1 devices, gone on with by another strategy on as many others: one curve."""
     rest = curves["single, adamw"]["losses"]
@@ -150,6 +155,12 @@ def test_each_device_drops_its_own(places):
     losses = places["dropout"]
     assert abs(losses["pmap on 8"] - losses["pmap on 1"]) > 1e-3
     assert abs(losses["all on 8"] - losses["pmap on 1"]) > 1e-3  # and a mesh with dropout runs
+
+
+def test_each_device_of_a_mesh_drops_its_own_attention_weights(places):
+    """As two draws of a half agree by half, whether devices have other rows or other heads."""
+    for what, alike in places["kept"].items():
+        assert 0.4 < alike < 0.6, what
 
 
 @pytest.mark.parametrize("name", ["single", "pmap", "all, in pieces"])
