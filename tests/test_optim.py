@@ -32,6 +32,7 @@ def test_warmup_stable_decay():
     r = rates(schedule="wsd", decay_fraction=0.3, min_lr_ratio=0.0)
     np.testing.assert_allclose(r[10:71], 2.0, rtol=1e-6)
     np.testing.assert_allclose(r[70:], np.linspace(2.0, 0.0, 31), atol=1e-6)
+    assert rates(schedule="wsd", min_lr_ratio=0.25)[100] == pytest.approx(0.5)
 
 
 def test_constant_and_no_warm_up():
@@ -44,12 +45,15 @@ def test_weight_decay_is_on_matrices_only(name, scan_layers):
     """With zero gradients only the decay moves anything, and scan's stacked biases are no matrices."""
     config = dataclasses.replace(TINY, scan_layers=scan_layers, tie_embeddings=False)
     _, params = make_model(config)
+    params["h_9"] = {"q": {"lora_a": jnp.ones((4, 2)), "lora_b": jnp.ones((2, 4))}}
     optimizer = make_optimizer(OptimConfig(name=name, schedule="constant", warmup_steps=0, weight_decay=0.5), 10)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
     for path, update in jax.tree.leaves_with_path(updates):
         moved = bool(np.any(update != 0.0))
-        assert moved == (path[-1].key in ("kernel", "embedding", "lm_head")), jax.tree_util.keystr(path)
+        assert moved == (path[-1].key in ("kernel", "embedding", "lm_head", "lora_a", "lora_b")), jax.tree_util.keystr(
+            path
+        )
 
 
 def test_muon_has_the_blocks_matrices_and_nothing_else():
@@ -59,6 +63,7 @@ def test_muon_has_the_blocks_matrices_and_nothing_else():
         for path, label in jax.tree.leaves_with_path(muon_labels(params)):
             names = [entry.key for entry in path]
             assert (label == "muon") == (names[0].startswith("h") and names[-1] == "kernel"), names
+    assert muon_labels({"h_0": {"lora_a": 0, "lora_b": 0}}) == {"h_0": {"lora_a": "muon", "lora_b": "muon"}}
 
 
 def test_muon_orthogonalises():
@@ -125,3 +130,68 @@ def test_no_setting_that_is_taken_ruins_the_parameters(extremes):
             updates, after = update(grads, after, found)
             found = optax.apply_updates(found, updates)
         assert jnp.isfinite(found["h_0"]["kernel"]).all(), size
+
+
+def steps_of(config, grads, params):
+    """The parameters after each of some gradients."""
+    optimizer = make_optimizer(config, 10)
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for each in grads:
+        updates, state = update(each, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        yield jax.device_get(params)
+
+
+def normal(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_adamw_is_its_formula():
+    """Three steps of two parameters, of which one decays, at the rates of the schedule (arXiv:1711.05101, algorithm 2)."""
+    config = OptimConfig(
+        learning_rate=0.1, warmup_steps=2, beta1=0.8, beta2=0.5, eps=1.0, weight_decay=0.3, grad_clip=None
+    )
+    params = {"h_0": {"kernel": normal(3, 4, seed=0), "bias": normal(4, seed=1)}}
+    grads = [jax.tree.map(lambda x, t=t: normal(*x.shape, seed=10 + t), params) for t in range(3)]
+    expected = {"h_0": dict(params["h_0"])}
+    m = v = jax.tree.map(np.zeros_like, params)
+    rate = learning_rate(config, 10)
+    for t, found in enumerate(steps_of(config, grads, params)):
+        m = jax.tree.map(lambda m, g: 0.8 * m + 0.2 * g, m, grads[t])
+        v = jax.tree.map(lambda v, g: 0.5 * v + 0.5 * g * g, v, grads[t])
+        for name, x in expected["h_0"].items():
+            step = m["h_0"][name] / (1 - 0.8 ** (t + 1)) / (np.sqrt(v["h_0"][name] / (1 - 0.5 ** (t + 1))) + 1.0)
+            expected["h_0"][name] = x - float(rate(t)) * (step + 0.3 * x * (name == "kernel"))
+            np.testing.assert_allclose(
+                found["h_0"][name], expected["h_0"][name], rtol=1e-5, err_msg=f"{name}, step {t}"
+            )
+
+
+def newton_schulz(x):
+    """Five steps towards the orthogonal matrix next to x, by the post's coefficients."""
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def test_muon_is_its_formula():
+    """Three steps of a wide and a tall matrix: Nesterov's momentum with Adam's correction, the schedule, the decay; an
+    update of [D, F] is sqrt(F / D) long where that is above one."""
+    config = OptimConfig(
+        name="muon", muon_learning_rate=0.1, warmup_steps=2, momentum=0.9, weight_decay=0.3, grad_clip=None
+    )
+    params = {"h_0": {"wide": {"kernel": normal(3, 12, seed=0)}, "tall": {"kernel": normal(12, 3, seed=1)}}}
+    grads = [jax.tree.map(lambda x, t=t: normal(*x.shape, seed=10 + t), params) for t in range(3)]
+    rate = learning_rate(dataclasses.replace(config, learning_rate=0.1), 10)
+    found = list(steps_of(config, grads, params))
+    for name, length in (("wide", 2.0), ("tall", 1.0)):
+        x, m = params["h_0"][name]["kernel"], 0.0
+        for t in range(3):
+            g = grads[t]["h_0"][name]["kernel"]
+            m = 0.9 * m + 0.1 * g
+            ahead = 0.9 * m / (1 - 0.9 ** (t + 2)) + 0.1 * g / (1 - 0.9 ** (t + 1))
+            step = newton_schulz(ahead) if name == "wide" else newton_schulz(ahead.T).T
+            x = x - float(rate(t)) * (length * step + 0.3 * x)
+            np.testing.assert_allclose(found[t]["h_0"][name]["kernel"], x, rtol=1e-3, atol=1e-5, err_msg=f"{name}, {t}")
