@@ -153,6 +153,30 @@ def test_dropout_needs_train_and_a_key():
     assert not np.allclose(one, still)
 
 
+def test_every_dropout_draws_its_own():
+    """Embeddings, and what attention and MLP of each layer write: half of each, whatever becomes of the others.
+
+    The layers write constants, powers of two that each number of the sum still shows; the last norm hardly divides.
+    """
+    model, params = make_model(tiny(dropout=0.5, norm="rmsnorm", norm_eps=1e12, position="none", scan_layers=True))
+    params = jax.tree.map(np.zeros_like, params)
+    for branch, constants in (("attn", [1.0, 2.0]), ("mlp", [4.0, 8.0])):
+        params["h"]["block"][branch]["c_proj"]["bias"] += np.array(constants, np.float32)[:, None]
+    params["wte"]["embedding"] += 16.0
+    params["ln_f"]["scale"] += 1e6
+
+    @jax.jit
+    def features(key):
+        inputs = jnp.zeros((8, TINY.block_size), jnp.int32)
+        return model.apply({"params": params}, inputs, train=True, rngs={"dropout": key}, method="features")
+
+    written = np.round(np.asarray(features(jax.random.key(0))) / 2.0).astype(int)
+    kept = written.reshape(-1, 1) & [1, 2, 4, 8, 16] > 0
+    np.testing.assert_allclose(kept.mean(axis=0), 0.5, atol=0.1)  # 5 standard errors of 512
+    alike = [np.mean(kept[:, i] == kept[:, j]) for i in range(5) for j in range(i)]
+    np.testing.assert_allclose(alike, 0.5, atol=0.1)
+
+
 def test_softcap_bounds_logits():
     config = tiny(logit_softcap=2.0)
     model, params = make_model(config)
@@ -228,6 +252,30 @@ def test_flops_per_token():
     """GPT-2 124M at 1024 tokens: 6 x (124.4M - 0.8M of positions) + 12 x 12 x 768 x 1024."""
     config = gpt2()
     assert train_flops_per_token(config, 124_439_808) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, position="none")
+
+
+@pytest.mark.parametrize(
+    ("config", "adapters", "expected"),
+    [
+        # 1,000 parameters, 6 each; two products of 4 heads of 2 numbers over 32 tokens in 3 layers, 2 each, three times.
+        (FLOPS, 0, 6 * 1000 + 12 * 3 * 8 * 32),
+        (dataclasses.replace(FLOPS, tie_embeddings=False), 0, 6 * (1000 - 100 * 8) + 12 * 3 * 8 * 32),
+        (dataclasses.replace(FLOPS, n_kv_head=1), 0, 6 * 1000 + 12 * 3 * 8 * 32),  # each query is still multiplied
+        (FLOPS, 50, 4 * 1000 + 6 * 50 + 12 * 3 * 8 * 32),  # no gradient of what is not trained
+        (dataclasses.replace(FLOPS, sliding_window=5, global_every=3), 0, 6 * 1000 + 12 * 8 * (5 + 5 + 32)),
+        (dataclasses.replace(FLOPS, sliding_window=50), 0, 6 * 1000 + 12 * 3 * 8 * 32),
+        (
+            dataclasses.replace(FLOPS, n_encoder_layer=2),
+            0,
+            6 * 1000 + 12 * (3 + 2 + 3) * 8 * 32,
+        ),  # and each reads the text
+    ],
+)
+def test_flops_by_hand(config, adapters, expected):
+    assert train_flops_per_token(config, 1000, adapters) == expected
 
 
 def test_misuse_is_told():

@@ -47,3 +47,17 @@ def test_parameters():
     assert set(LayerNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale", "bias"}
     assert set(LayerNorm(use_bias=False).init(jax.random.key(0), x_BTD)["params"]) == {"scale"}
     assert set(RMSNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale"}
+
+
+def test_eps_is_added_to_the_variance():
+    """Under the root: of 3 and -3, whose variance is 9, and 7 more, a root of 4."""
+    x_D, ones = jnp.array([3.0, -3.0]), jnp.ones(2)
+    np.testing.assert_allclose(layer_norm(x_D, ones, None, eps=7.0), [0.75, -0.75], rtol=1e-6)
+    np.testing.assert_allclose(rms_norm(x_D, ones, eps=7.0), [0.75, -0.75], rtol=1e-6)
+
+
+def test_an_offset_changes_what_is_kept_and_not_what_is_computed():
+    x_BTD = jax.random.normal(jax.random.key(0), DIMS["BTD"])
+    plain, offset = (RMSNorm(offset=offset).init_with_output(jax.random.key(0), x_BTD) for offset in (False, True))
+    np.testing.assert_array_equal(plain[0], offset[0])
+    assert not offset[1]["params"]["scale"].value.any()

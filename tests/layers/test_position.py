@@ -30,6 +30,16 @@ def test_rope_keeps_lengths_and_position_0():
     np.testing.assert_array_equal(y_BTNH[:, 0], x_BTNH[:, 0])
 
 
+def test_rope_turns_complex_numbers():
+    """x_i + i x_{i+2} of a head of 4, by i position theta^(-2i/4): halves, not neighbours, and not the other way."""
+    x_BTNH = np.random.default_rng(0).normal(size=(1, 3, 2, 4))
+    turned = (x_BTNH[..., :2] + 1j * x_BTNH[..., 2:]) * np.exp(
+        1j * np.array([5, 6, 70])[:, None, None] * np.array([1.0, 100.0**-0.5])
+    )
+    y_BTNH = rope(jnp.asarray(x_BTNH, jnp.float32), jnp.array([[5, 6, 70]]), Rope(4, 100.0))
+    np.testing.assert_allclose(y_BTNH, np.concatenate([turned.real, turned.imag], axis=-1), **FLOAT32_REORDERED)
+
+
 def test_rope_scores_depend_on_distance_alone():
     q_BTNH, k_BTNH = jax.random.normal(jax.random.key(0), (2, *DIMS["BTNH"]))
     positions = jnp.arange(DIMS["T"][0])[None]
