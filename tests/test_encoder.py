@@ -338,6 +338,20 @@ def test_prompts_of_several_lengths_are_searched_together(position):
     assert any(len(text) == TINY.block_size for text in together.tokens[0])  # else none met the end
 
 
+def test_a_search_waits_for_a_longer_text_that_may_yet_win():
+    """Tokens that follow each other by a table. After 0 the stop is the likeliest, and 1 the next: then for ever 1."""
+    config = dataclasses.replace(TINY, vocab_size=4, n_layer=1, position="none", norm="rmsnorm", tie_embeddings=False)
+    model, params = make_model(config)
+    params = jax.tree.map(np.zeros_like, params)
+    params["wte"]["embedding"] += np.eye(4, 8, dtype=np.float32)  # whose norm is sqrt(8) times it
+    params["ln_f"]["scale"] += 1.0
+    after_0, after_1 = np.log([0.02, 0.45, 0.03, 0.5]), np.log([0.01, 0.97, 0.01, 0.01])
+    params["lm_head"][:2] += np.float32([after_0, after_1]) / 8**0.5
+    found = beam_search(model, params, [[0]], beams=1, max_new_tokens=6, stop_tokens=[STOP], length_penalty=2.0)
+    assert found.tokens == [[[1] * 6]]
+    assert found.scores[0][0] == pytest.approx((np.log(0.45) + 5 * np.log(0.97)) / (11 / 6) ** 2, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "how, said",
     [
@@ -471,7 +485,9 @@ def test_a_text_that_a_run_writes_is_exact(trained, encoder, tmp_path):
     path.write_text("".join(f"{s}\t{w}\n" for s, w in pairs))
     assert evaluate_run(run, str(path))["exact"] == 1.0
     path.write_text("".join(f"{s}\t{w}\n" for s, w in [*pairs, ["aa", "A" * 4]]))
-    assert evaluate_run(run, str(path))["exact"] == pytest.approx(len(pairs) / (len(pairs) + 1))
+    found, n = evaluate_run(run, str(path)), len(pairs) + 1
+    assert found["exact"] == pytest.approx((n - 1) / n)
+    assert found["exact_error"] == pytest.approx((n - 1) ** 0.5 / n**1.5)  # sqrt(p (1 - p) / n)
 
 
 def test_the_xray_shows_who_reads_what(trained):

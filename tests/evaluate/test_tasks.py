@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_task, read_questions, task_table
-from jaxgpt.sample.score import pair_ids
+from jaxgpt.sample.score import Likelihood, pair_ids
 from tests.conftest import TEXT
 
 
@@ -88,3 +89,15 @@ def test_answers_by_what_is_no_number_are_said_to_be_so(run, tmp_path, task):
     with pytest.warns(UserWarning, match="1 of 1 questions .* not finite"):
         found = evaluate_task(blown, task, read(tmp_path, task, lines[task]))
     assert task_table(found)
+
+
+def test_acc_norm_is_by_characters_and_not_by_bytes(tmp_path):
+    """-4 nats over 3 characters of 6 bytes, against -4.4 over 4 characters of a byte each."""
+    question = read(tmp_path, "hellaswag", {"ctx": "of", "endings": ["ñññ", "aaaa"], "label": 1})
+    told = SimpleNamespace(
+        tokenizer=ByteTokenizer(),
+        model=SimpleNamespace(config=SimpleNamespace(block_size=64)),
+        likelihoods=lambda pairs, batch_size: [Likelihood(-4.0, False), Likelihood(-4.4, False)],
+    )
+    found = evaluate_task(told, "hellaswag", question)
+    assert (found["acc"], found["acc_norm"]) == (0.0, 1.0)
