@@ -57,7 +57,8 @@ class Run:
 
         An empty prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has. A text
         ends after max_new_tokens, at the end-of-text token, at an eos_token_id of an imported model, or before a stop
-        string, and past the context it goes on as `generate` says. The same seed gives a prompt the same text, on every call and in every batch.
+        string, and past the context it goes on as `generate` says. The same seed gives a prompt the same text, on every
+        call and in every batch.
 
         chat: each prompt is what a user says, and the text is the assistant's answer, by `template`.
         seed: 0. stop: strings. cache_dtype: see `generate`.

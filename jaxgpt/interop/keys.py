@@ -29,6 +29,8 @@ IGNORED = frozenset(
     "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
     "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values "
     "repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p "
+    # Notes of other tools.
+    "is_llama_config transformers.js_config unsloth_fixed unsloth_version "
     # Read by transformers in other families alone, or where layer_types is missing in other versions.
     "is_decoder cross_attention_hidden_size n_ctx _sliding_window_pattern".split()
 )
