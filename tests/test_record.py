@@ -1,7 +1,6 @@
 """A run directory is enough: it is used and resumed on any hardware, and without the files it was trained from."""
 
 import dataclasses
-import json
 import shutil
 
 import chex
@@ -17,7 +16,7 @@ from jaxgpt.record import CHANGEABLE, read_record
 from jaxgpt.replay import replay
 from jaxgpt.run import load
 from tests.conftest import TEXT
-from tests.helpers import tiny_experiment
+from tests.helpers import edit_record, tiny_experiment
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,7 @@ def moved(trained, tmp_path):
     def copy(steps=None, **groups):
         run = tmp_path / "moved"
         shutil.copytree(trained.directory, run)
-        record = json.loads((run / "experiment.json").read_text())
-        for group, values in groups.items():
-            record["experiment"][group] |= values
-        (run / "experiment.json").write_text(json.dumps(record))
+        edit_record(run, lambda record: [record["experiment"][group].update(groups[group]) for group in groups])
         for step in (run / "checkpoints").iterdir():
             if steps is not None and int(step.name) not in steps:
                 shutil.rmtree(step)
@@ -144,9 +140,7 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved):
     def named(tokenizer):
         return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)))
 
-    record = json.loads((run / "experiment.json").read_text())
-    record["experiment"]["data"]["tokenizer"] = str(path)
-    (run / "experiment.json").write_text(json.dumps(record))
+    edit_record(run, lambda record: record["experiment"]["data"].update(tokenizer=str(path)))
     for tokenizer in (path, own, trained.experiment.data.tokenizer):  # gone, the copy, the file in another place
         assert fit(named(tokenizer), run, progress=False).step == trained.step
     assert evaluate_run(load(run))["loss"] == pytest.approx(trained.val_loss, rel=1e-6)
