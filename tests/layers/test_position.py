@@ -70,4 +70,9 @@ def test_scaling_for_longer_texts():
     np.testing.assert_array_equal(scaled[wavelength < 2048], plain[wavelength < 2048])
     between = (wavelength > 2048) & (wavelength < 8192)
     assert between.sum() == 6  # of 64 pairs
+    kept = (8192 / wavelength - 1.0) / (
+        4.0 - 1.0
+    )  # 0 where a pair turns once in the original context, 1 where four times
+    blend = kept * plain + (1.0 - kept) * plain / 8.0
+    np.testing.assert_allclose(scaled[between], blend[between], rtol=1e-5)
     assert ((scaled < plain) & (scaled > plain / 8.0))[between].all()

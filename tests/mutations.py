@@ -1,0 +1,875 @@
+"""Break one line of the package at a time, and see that a test fails. Run by hand:
+
+    python -m tests.mutations [--list] [--only NAME ...]
+
+Each line is broken in a copy of the repository, where the test named beside it runs. First the tests run unbroken: one
+that fails anyway notices nothing. The exit status is 1 if a mutation survives.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+DEADLINE = 900.0  # seconds of a pytest, which ends in SIGKILL
+PASSED, FAILED = 0, 1  # pytest's exit status; any other: it did not run the tests
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A mistake, and the test that notices it."""
+
+    name: str
+    file: str  # below jaxgpt/
+    old: str  # occurs once in the file
+    new: str
+    test: str  # pytest's node id, below tests/
+
+
+MUTATIONS = (
+    # The loss
+    Mutation(
+        "smoothing-keeps-all-of-the-target",
+        "loss.py",
+        "(1.0 - smoothing) * nats_BT",
+        "nats_BT",
+        "test_encoder.py::test_label_smoothing_is_optaxs",
+    ),
+    Mutation(
+        "masked-targets-counted",
+        "loss.py",
+        "return jnp.sum(nats_BT, where=mask_BT), jnp.sum(mask_BT, dtype=jnp.float32)",
+        "return jnp.sum(nats_BT, where=mask_BT), jnp.float32(mask_BT.size)",
+        "test_loss.py::test_masked_targets_do_not_count_whatever_they_are",
+    ),
+    Mutation(
+        "chunked-gradient-unscaled",
+        "loss.py",
+        "(g * scale).astype(g.dtype)",
+        "g",
+        "test_loss.py::test_in_chunks_it_is_the_same_loss_and_the_same_gradient[2-False]",
+    ),
+    Mutation(
+        "loss-without-smoothing",
+        "train.py",
+        "micro.mask_BT, smoothing=label_smoothing)",
+        "micro.mask_BT)",
+        "test_loss.py::test_in_chunks_it_is_the_same_loss_and_the_same_gradient[2-False]",
+    ),
+    Mutation(
+        "chunked-loss-without-smoothing",
+        "train.py",
+        "chunk=loss_chunk, smoothing=label_smoothing)",
+        "chunk=loss_chunk)",
+        "test_loss.py::test_in_chunks_it_is_the_same_loss_and_the_same_gradient[2-False]",
+    ),
+    Mutation(
+        "training-without-smoothing",
+        "parallel/trainer.py",
+        "label_smoothing=experiment.optim.label_smoothing",
+        "label_smoothing=0.0",
+        "parallel/test_strategies.py::test_the_first_loss_is_the_smoothed_one_of_the_first_parameters",
+    ),
+    # The step
+    Mutation(
+        "one-dropout-key-for-all-steps",
+        "train.py",
+        "step_key = jax.random.fold_in(key, state.step)",
+        "step_key = key",
+        "test_train.py::test_every_step_draws_its_own_dropout",
+    ),
+    Mutation(
+        "one-dropout-key-for-all-micro-batches",
+        "train.py",
+        "micro_key = jax.random.fold_in(step_key, index)",
+        "micro_key = step_key",
+        "test_train.py::test_micro_batches_draw_their_own_dropout",
+    ),
+    Mutation(
+        "gradients-of-the-sum",
+        "train.py",
+        "lambda g: g / count, grads",
+        "lambda g: g, grads",
+        "test_train.py::test_gradients_are_those_of_the_mean_loss",
+    ),
+    Mutation(
+        "rate-ignores-skipped-steps",
+        "train.py",
+        "schedule(state.step - state.guard.skipped)",
+        "schedule(state.step)",
+        "test_train.py::test_a_step_that_is_not_finite_is_as_if_it_had_not_been[1]",
+    ),
+    Mutation(
+        "skipped-in-a-row-never-reset",
+        "train.py",
+        "jnp.where(taken, 0, guard.in_row + 1)",
+        "jnp.where(taken, guard.in_row, guard.in_row + 1)",
+        "test_train.py::test_a_step_that_is_not_finite_is_as_if_it_had_not_been[1]",
+    ),
+    Mutation(
+        "spikes-judged-one-step-late",
+        "train.py",
+        "count >= ENOUGH",
+        "count > ENOUGH",
+        "test_train.py::test_spikes_are_judged_by_the_median_of_the_steps_taken",
+    ),
+    Mutation(
+        "spikes-over-the-mean",
+        "train.py",
+        "jnp.nanmedian",
+        "jnp.nanmean",
+        "test_train.py::test_spikes_are_judged_by_the_median_of_the_steps_taken",
+    ),
+    Mutation(
+        "guard-remembers-half",
+        "train.py",
+        "[count % WINDOW]",
+        "[count % (WINDOW // 2)]",
+        "test_train.py::test_spikes_are_judged_by_the_median_of_the_steps_taken",
+    ),
+    Mutation(
+        "best-loss-forgotten-on-resume",
+        "loop.py",
+        "best = min((loss for loss in losses if loss is not None), default=math.inf)",
+        "best = math.inf",
+        "test_loop.py::test_the_best_so_far_is_known_after_a_resume",
+    ),
+    # The optimiser
+    Mutation(
+        "adamw-without-schedule",
+        "optim.py",
+        "        learning_rate(config, steps),\n        b1",
+        "        config.learning_rate,\n        b1",
+        "test_optim.py::test_adamw_is_its_formula",
+    ),
+    Mutation("adamw-eps-ignored", "optim.py", "eps=config.eps", "eps=1e-8", "test_optim.py::test_adamw_is_its_formula"),
+    Mutation(
+        "adamw-beta2-ignored", "optim.py", "b2=config.beta2", "b2=0.99", "test_optim.py::test_adamw_is_its_formula"
+    ),
+    Mutation(
+        "embeddings-do-not-decay",
+        "optim.py",
+        '    "embedding",\n',
+        "",
+        "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
+    ),
+    Mutation(
+        "adapters-do-not-decay",
+        "optim.py",
+        '    "lora_a",\n    "lora_b",\n',
+        "",
+        "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
+    ),
+    Mutation(
+        "clipped-one-by-one",
+        "optim.py",
+        "optax.clip_by_global_norm(config.grad_clip)",
+        "optax.clip(config.grad_clip)",
+        "test_optim.py::test_clipping_bounds_what_the_optimiser_sees",
+    ),
+    Mutation(
+        "muon-without-schedule",
+        "optim.py",
+        "lambda step: config.muon_learning_rate * relative(step)",
+        "config.muon_learning_rate",
+        "test_optim.py::test_muon_is_its_formula",
+    ),
+    Mutation(
+        "muon-momentum-ignored",
+        "optim.py",
+        "beta=config.momentum",
+        "beta=0.5",
+        "test_optim.py::test_muon_is_its_formula",
+    ),
+    Mutation(
+        "muon-axes-swapped",
+        "optim.py",
+        "reduction_axis=-2, output_axis=-1",
+        "reduction_axis=-1, output_axis=-2",
+        "test_optim.py::test_muon_is_its_formula",
+    ),
+    Mutation(
+        "muon-does-not-decay",
+        "optim.py",
+        "beta=config.momentum,\n        weight_decay=config.weight_decay",
+        "beta=config.momentum,\n        weight_decay=0.0",
+        "test_optim.py::test_weight_decay_is_on_matrices_only[muon-False]",
+    ),
+    Mutation(
+        "muon-without-adapters",
+        "optim.py",
+        '("kernel", "lora_a", "lora_b")',
+        '("kernel",)',
+        "test_optim.py::test_muon_has_the_blocks_matrices_and_nothing_else",
+    ),
+    Mutation(
+        "muon-without-the-encoder",
+        "optim.py",
+        '("h", "encoder")',
+        '("h",)',
+        "test_encoder.py::test_muon_takes_the_encoders_matrices",
+    ),
+    # The schedules
+    Mutation(
+        "warm-up-from-zero",
+        "optim.py",
+        "optax.linear_schedule(1.0 / (warmup + 1), 1.0, warmup)",
+        "optax.linear_schedule(0.0, 1.0, warmup)",
+        "test_optim.py::test_warm_up_is_linear_and_never_zero",
+    ),
+    Mutation(
+        "warm-up-one-step-longer",
+        "optim.py",
+        "[ramp, after], [warmup]",
+        "[ramp, after], [warmup + 1]",
+        "test_optim.py::test_cosine",
+    ),
+    Mutation(
+        "cosine-over-all-steps",
+        "optim.py",
+        "cosine_decay_schedule(1.0, rest",
+        "cosine_decay_schedule(1.0, steps",
+        "test_optim.py::test_cosine",
+    ),
+    Mutation(
+        "wsd-to-zero",
+        "optim.py",
+        "optax.linear_schedule(1.0, low, decay",
+        "optax.linear_schedule(1.0, 0.0, decay",
+        "test_optim.py::test_warmup_stable_decay",
+    ),
+    Mutation(
+        "wsd-decays-a-share-of-what-is-left",
+        "optim.py",
+        "round(steps * config.decay_fraction)",
+        "round(rest * config.decay_fraction)",
+        "test_optim.py::test_warmup_stable_decay",
+    ),
+    Mutation(
+        "inverse-square-root-one-step-off",
+        "optim.py",
+        "(warmup + 1 + step)",
+        "(warmup + 2 + step)",
+        "test_encoder.py::test_the_schedule_of_2017",
+    ),
+    # Attention
+    Mutation(
+        "scores-over-the-width",
+        "layers/attention.py",
+        "scale = H**-0.5 if scale is None else scale\n    G",
+        "scale = (N * H) ** -0.5 if scale is None else scale\n    G",
+        "layers/test_attention.py::test_every_kernel_equals_the_loops[plain-how0]",
+    ),
+    Mutation(
+        "window-one-too-wide",
+        "layers/attention.py",
+        "bool), 1 - window)",
+        "bool), -window)",
+        "layers/test_attention.py::test_every_kernel_equals_the_loops[plain-how1]",
+    ),
+    Mutation(
+        "block-leaves-out-a-key",
+        "layers/attention.py",
+        "start + 1 - window",
+        "start + 2 - window",
+        "layers/test_attention.py::test_blocks_of_queries_equal_the_whole_square[how1]",
+    ),
+    Mutation(
+        "documents-of-the-first-block",
+        "layers/attention.py",
+        "same_BTS[:, start:end, read]",
+        "same_BTS[:, : end - start, read]",
+        "layers/test_attention.py::test_blocks_of_queries_equal_the_whole_square[how3]",
+    ),
+    Mutation(
+        "dropped-weights-unscaled",
+        "layers/attention.py",
+        "weights / (1.0 - dropout)",
+        "weights",
+        "layers/test_attention.py::test_dropped_weights_keep_their_expectation[256]",
+    ),
+    Mutation(
+        "query-scale-without-its-root",
+        "layers/block.py",
+        "c.query_scale**-0.5",
+        "1.0 / c.query_scale",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma2]",
+    ),
+    Mutation(
+        "global-layers-come-first",
+        "config/model.py",
+        "(layer + 1) % self.global_every",
+        "layer % self.global_every",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma3]",
+    ),
+    Mutation(
+        "local-wavelengths-everywhere",
+        "layers/block.py",
+        "if window is not None and config.rope_local_theta",
+        "if config.rope_local_theta",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma3]",
+    ),
+    # Positions
+    Mutation(
+        "rope-turns-back",
+        "layers/position.py",
+        "[x1 * cos - x2 * sin, x2 * cos + x1 * sin]",
+        "[x1 * cos + x2 * sin, x2 * cos - x1 * sin]",
+        "layers/test_position.py::test_rope_turns_complex_numbers",
+    ),
+    Mutation(
+        "rope-turns-neighbours",
+        "layers/position.py",
+        "x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)",
+        "x1, x2 = turned[..., ::2].astype(jnp.float32), turned[..., 1::2].astype(jnp.float32)",
+        "layers/test_position.py::test_rope_turns_complex_numbers",
+    ),
+    Mutation(
+        "rope-wavelengths",
+        "layers/position.py",
+        "jnp.arange(half, dtype=jnp.float32) / half",
+        "jnp.arange(half, dtype=jnp.float32) / self.size",
+        "layers/test_position.py::test_rope_turns_complex_numbers",
+    ),
+    Mutation(
+        "llama3-blend",
+        "layers/position.py",
+        "(turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)",
+        "turns / self.high_freq_factor",
+        "layers/test_position.py::test_scaling_for_longer_texts",
+    ),
+    Mutation(
+        "linear-scaling-upside-down",
+        "layers/position.py",
+        "return frequency / self.factor",
+        "return frequency * self.factor",
+        "layers/test_position.py::test_scaling_for_longer_texts",
+    ),
+    Mutation(
+        "positions-go-on-in-a-row",
+        "layers/position.py",
+        "jnp.where(first_BT, places_BT, 0)",
+        "jnp.where(first_BT, 0, 0)",
+        "test_segments.py::test_positions_start_anew",
+    ),
+    Mutation(
+        "positions-by-column",
+        "sample/texts.py",
+        "columns_T[None] - t.start_B[:, None]",
+        "columns_T[None] - t.start_B[:, None].min()",
+        "sample/test_cached.py::test_cached_equals_uncached",
+    ),
+    # The cache
+    Mutation(
+        "cached-window-one-too-wide",
+        "layers/cache.py",
+        "(behind_BTS < window) & (positions",
+        "(behind_BTS <= window) & (positions",
+        "layers/test_cache.py::test_what_is_visible",
+    ),
+    Mutation(
+        "layer-window-one-too-wide",
+        "layers/cache.py",
+        "(self.behind_BTS < window)",
+        "(self.behind_BTS <= window)",
+        "sample/test_cached.py::test_cached_equals_uncached",
+    ),
+    Mutation(
+        "cached-scores-uncapped",
+        "layers/attention.py",
+        "    scores = _capped(scores, softcap)\n",
+        "",
+        "sample/test_cached.py::test_cached_equals_uncached",
+    ),
+    Mutation(
+        "cached-scale-forgotten",
+        "layers/attention.py",
+        "scale = H**-0.5 if scale is None else scale\n    scores",
+        "scale = H**-0.5\n    scores",
+        "sample/test_cached.py::test_cached_equals_uncached",
+    ),
+    Mutation(
+        "cached-heads-in-another-order",
+        "layers/attention.py",
+        "q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)",
+        "q_ = q_BTNH.reshape(B, T, G, K, H).transpose(0, 3, 2, 1, 4).reshape(B, K, G * T, H)",
+        "layers/test_cache.py::test_attention_over_a_cache_is_attention",
+    ),
+    Mutation(
+        "cached-values-not-rescaled",
+        "layers/attention.py",
+        "weights = weights * cache.v_scale_BKS[:, :, None]",
+        "weights = weights * 1.0",
+        "layers/test_cache.py::test_8_bits_change_attention_by_less_than_a_hundredth",
+    ),
+    Mutation(
+        "source-padding-is-read",
+        "layers/attention.py",
+        "memory_segments_BS > 0",
+        "memory_segments_BS >= 0",
+        "test_encoder.py::test_greedy_writes_the_likeliest",
+    ),
+    Mutation(
+        "ring-one-slot-too-short",
+        "sample/texts.py",
+        "columns_T % t.cache.slots",
+        "columns_T % (t.cache.slots - 1)",
+        "sample/test_generate.py::test_greedy_equals_recomputation_with_a_sliding_window[rope]",
+    ),
+    Mutation(
+        "restart-one-token-earlier",
+        "sample/texts.py",
+        "t.written - half, t.start_B",
+        "t.written - half - 1, t.start_B",
+        "sample/test_generate.py::test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context[learned]",
+    ),
+    Mutation(
+        "int8-of-seven-bits",
+        "layers/linear.py",
+        "axis=-1) / 127.0",
+        "axis=-1) / 63.0",
+        "layers/test_linear.py::test_int8_is_off_by_at_most_half_a_step",
+    ),
+    # Norms, MLP, model
+    Mutation(
+        "layer-norm-eps-outside-the-root",
+        "layers/norm.py",
+        "jax.lax.rsqrt(variance + eps)",
+        "1.0 / (jnp.sqrt(variance) + eps)",
+        "layers/test_norm.py::test_eps_is_added_to_the_variance",
+    ),
+    Mutation(
+        "rms-norm-eps-outside-the-root",
+        "layers/norm.py",
+        "jax.lax.rsqrt(mean_square + eps)",
+        "1.0 / (jnp.sqrt(mean_square) + eps)",
+        "layers/test_norm.py::test_eps_is_added_to_the_variance",
+    ),
+    Mutation(
+        "offset-begins-at-two",
+        "layers/norm.py",
+        "nn.initializers.zeros if self.offset else nn.initializers.ones",
+        "nn.initializers.ones",
+        "layers/test_norm.py::test_an_offset_changes_what_is_kept_and_not_what_is_computed",
+    ),
+    Mutation(
+        "gate-and-hidden-swapped",
+        "layers/mlp.py",
+        'h_BTF = act(linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD)) * h_BTF',
+        'h_BTF = linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD) * act(h_BTF)',
+        "layers/test_mlp.py::test_the_formula[swiglu]",
+    ),
+    Mutation(
+        "embeddings-not-dropped",
+        "model.py",
+        "self.drop(x_BTD.astype(self.dtype), deterministic=not train)",
+        "self.drop(x_BTD.astype(self.dtype), deterministic=True)",
+        "test_model.py::test_every_dropout_draws_its_own",
+    ),
+    Mutation(
+        "scanned-layers-drop-alike",
+        "model.py",
+        '"dropout": True}',
+        '"dropout": False}',
+        "test_model.py::test_every_dropout_draws_its_own",
+    ),
+    Mutation(
+        "embeddings-times-the-width",
+        "model.py",
+        "x_BTD * math.sqrt(c.n_embd)",
+        "x_BTD * c.n_embd",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma]",
+    ),
+    Mutation(
+        "parallel-branches-in-series",
+        "layers/block.py",
+        "branch(norm(entered_BTD))",
+        "branch(norm(x_BTD))",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[neox]",
+    ),
+    Mutation(
+        "logits-uncapped-when-small",
+        "model.py",
+        "jnp.tanh(logits_BTV / c.logit_softcap)",
+        "jnp.tanh(logits_BTV)",
+        "interop/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma2]",
+    ),
+    # Adapters
+    Mutation(
+        "adapters-not-over-their-rank",
+        "lora.py",
+        "config.alpha / config.rank * ",
+        "config.alpha * ",
+        "test_init_from.py::test_merged_equals_unmerged[apart]",
+    ),
+    Mutation(
+        "adapters-begin-alike",
+        "lora.py",
+        "jax.random.fold_in(key, number)",
+        "key",
+        "test_lora.py::test_a_is_drawn_for_each_matrix_and_b_is_zero",
+    ),
+    Mutation(
+        "adapters-begin-too-large",
+        "lora.py",
+        " / D**0.5",
+        "",
+        "test_lora.py::test_a_is_drawn_for_each_matrix_and_b_is_zero",
+    ),
+    Mutation(
+        "a-is-zero-and-b-is-not",
+        "lora.py",
+        "(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))",
+        "(*path, A): 0 * a_DR, (*path, B): jnp.ones((*layers, config.rank, F))",
+        "test_lora.py::test_a_is_drawn_for_each_matrix_and_b_is_zero",
+    ),
+    # Sampling
+    Mutation(
+        "top-k-drops-the-kth",
+        "sample/filters.py",
+        "logits_BV < kth_B1",
+        "logits_BV <= kth_B1",
+        "sample/test_filters.py::test_top_k_keeps_k",
+    ),
+    Mutation(
+        "min-p-of-all",
+        "sample/filters.py",
+        "logits_BV.max(axis=-1, keepdims=True) + jnp.log(p)",
+        "jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True) + jnp.log(p)",
+        "sample/test_filters.py::test_min_p_is_its_definition",
+    ),
+    Mutation(
+        "nucleus-without-its-edge",
+        "sample/filters.py",
+        "bits_BV < edge_B[:, None]",
+        "bits_BV <= edge_B[:, None]",
+        "sample/test_filters.py::test_the_nucleus_holds_p_and_is_minimal",
+    ),
+    Mutation(
+        "penalty-turned-round",
+        "sample/filters.py",
+        "jnp.where(logits_BV > 0, logits_BV / penalty",
+        "jnp.where(logits_BV < 0, logits_BV / penalty",
+        "sample/test_filters.py::test_the_penalty_makes_seen_tokens_less_likely_and_no_other",
+    ),
+    Mutation(
+        "one-draw-for-all-tokens",
+        "sample/generate.py",
+        "jax.vmap(jax.random.fold_in)(t.keys_B, t.length_B)",
+        "t.keys_B",
+        "sample/test_generate.py::test_equal_prompts_draw_differently",
+    ),
+    Mutation(
+        "prompts-not-penalised",
+        "sample/texts.py",
+        "(columns_1X >= start_B[:, None]) & (columns_1X < written)",
+        "(columns_1X >= start_B[:, None]) & (columns_1X < 0)",
+        "sample/test_generate.py::test_the_repetition_penalty_knows_prompt_and_text",
+    ),
+    Mutation(
+        "guesses-kept-by-p-alone",
+        "sample/speculative.py",
+        "u_G * q_GV[each, tokens_G] < p_RV",
+        "u_G < p_RV",
+        "sample/test_speculative.py::test_the_distribution_is_exact",
+    ),
+    Mutation(
+        "rest-is-all-of-p",
+        "sample/speculative.py",
+        "jnp.where(failed, q_GV[jnp.minimum(n, G - 1)], 0.0)",
+        "0.0",
+        "sample/test_speculative.py::test_the_distribution_is_exact",
+    ),
+    Mutation(
+        "guess-past-the-table-failed",
+        "sample/speculative.py",
+        "failed &= n < model.config.block_size - (t.written - t.start_B[0])",
+        "pass",
+        "sample/test_speculative.py::test_the_distribution_is_exact",
+    ),
+    Mutation(
+        "guess-past-the-table-kept",
+        "sample/speculative.py",
+        "kept_G &= each < model.config.block_size - (t.written - t.start_B[0])",
+        "pass",
+        "sample/test_speculative.py::test_the_distribution_is_exact",
+    ),
+    Mutation(
+        "beam-length-without-the-stop",
+        "sample/beam.py",
+        "over_length(stopping_BW, tokens)",
+        "over_length(stopping_BW, tokens - 1)",
+        "test_encoder.py::test_a_wide_search_finds_the_best_of_all_texts[False-0.6]",
+    ),
+    Mutation(
+        "beam-caches-stay",
+        "sample/beam.py",
+        "lambda x: x[rows_R], t.cache.layers",
+        "lambda x: x, t.cache.layers",
+        "test_encoder.py::test_a_wide_search_finds_the_best_of_all_texts[False-0.6]",
+    ),
+    Mutation(
+        "beam-ends-too-soon",
+        "sample/beam.py",
+        "over_length(s.logprob_BW[:, 0], limit_B - start + 1)",
+        "over_length(s.logprob_BW[:, 0], s.texts.written - start)",
+        "test_encoder.py::test_a_search_waits_for_a_longer_text_that_may_yet_win",
+    ),
+    # Data
+    Mutation(
+        "targets-scored-twice",
+        "data/pipeline.py",
+        "max(block_size - stride if start else 0,",
+        "max(0,",
+        "data/test_pipeline.py::test_windows_of_any_stride_have_every_target_once_and_none_to_spare",
+    ),
+    Mutation(
+        "prefix-is-scored",
+        "data/pipeline.py",
+        "given - 1 - start",
+        "given - 2 - start",
+        "evaluate/test_text.py::test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with[prefix1]",
+    ),
+    Mutation(
+        "held-out-document-trained-on",
+        "data/documents.py",
+        "SPLITS[number >= train]",
+        "SPLITS[number > train]",
+        "data/test_pairs.py::test_prepared_and_split[byte]",
+    ),
+    Mutation(
+        "answers-shifted",
+        "data/chat.py",
+        "answers[1:], number",
+        "answers[:-1], number",
+        "data/test_chat.py::test_every_conversation_once_an_epoch[0]",
+    ),
+    Mutation(
+        "last-answer-one-token-short",
+        "data/chat.py",
+        "last[-1] + 1 if len(last)",
+        "last[-1] if len(last)",
+        "data/test_chat.py::test_a_conversation_ends_after_its_last_answer_that_fits",
+    ),
+    Mutation(
+        "sources-all-numbered-one",
+        "data/pairs.py",
+        "source[there], source_segments[there] = before, number",
+        "source[there], source_segments[there] = before, 1",
+        "data/test_pairs.py::test_each_pair_once_an_epoch_and_whole[True]",
+    ),
+    # Evaluation and accounts
+    Mutation(
+        "bits-by-scored-tokens",
+        "evaluate/text.py",
+        "math.log(2) * (len(held) - len(prefix))",
+        "math.log(2) * count",
+        "evaluate/test_text.py::test_bits_are_counted_by_bytes_and_by_characters",
+    ),
+    Mutation(
+        "scores-with-less-context",
+        "sample/score.py",
+        "stride = max(block_size // 2, 1)",
+        "stride = max(3 * block_size // 4, 1)",
+        "sample/test_score.py::test_each_token_given_those_before_it_and_at_least_half_a_window",
+    ),
+    Mutation(
+        "acc-norm-by-bytes",
+        "evaluate/tasks.py",
+        "e.logprob / len(text)",
+        "e.logprob / len(text.encode())",
+        "evaluate/test_tasks.py::test_acc_norm_is_by_characters_and_not_by_bytes",
+    ),
+    Mutation(
+        "error-of-a-mean-uncorrected",
+        "evaluate/tasks.py",
+        "ddof=1",
+        "ddof=0",
+        "evaluate/test_tasks.py::test_acc_is_of_the_likeliest_ending_and_acc_norm_of_the_likeliest_per_character",
+    ),
+    Mutation(
+        "error-of-a-share-without-its-root",
+        "evaluate/pairs.py",
+        "(share * (1 - share) / len(order)) ** 0.5",
+        "share * (1 - share) / len(order)",
+        "test_encoder.py::test_a_text_that_a_run_writes_is_exact",
+    ),
+    Mutation(
+        "flops-of-the-untied-input-table",
+        "flops.py",
+        "if not config.tie_embeddings and config.vocab_size is not None:",
+        "if False:",
+        "test_model.py::test_flops_by_hand",
+    ),
+    Mutation(
+        "flops-of-adapters-as-of-all",
+        "flops.py",
+        "4.0 if in_adapters else 6.0",
+        "6.0",
+        "test_model.py::test_flops_by_hand",
+    ),
+    Mutation(
+        "flops-ignore-windows",
+        "flops.py",
+        "config.window(layer) or config.block_size, config.block_size",
+        "config.block_size, config.block_size",
+        "test_model.py::test_flops_by_hand",
+    ),
+    Mutation(
+        "flops-of-key-value-heads",
+        "flops.py",
+        "2.0 * config.n_head",
+        "2.0 * config.kv_heads",
+        "test_model.py::test_flops_by_hand",
+    ),
+    Mutation(
+        "flops-without-the-encoder",
+        "flops.py",
+        "(config.n_encoder_layer + config.n_layer) * config.block_size",
+        "0",
+        "test_model.py::test_flops_by_hand",
+    ),
+    Mutation(
+        "mfu-of-one-device",
+        "log.py",
+        "limits.flops * devices",
+        "limits.flops",
+        "test_log.py::test_the_rate_and_the_mfu",
+    ),
+    Mutation(
+        "rate-of-all-tokens-so-far",
+        "log.py",
+        "(step - then) * self._tokens_per_step",
+        "step * self._tokens_per_step",
+        "test_log.py::test_the_rate_and_the_mfu",
+    ),
+    Mutation(
+        "pauses-count-as-work",
+        "log.py",
+        "self._pauses += time.monotonic() - began",
+        "pass",
+        "test_log.py::test_a_clock_goes_on_from_the_sittings_before_and_leaves_out_pauses",
+    ),
+    # Several devices; each runs the strategies of eight, a minute or two
+    Mutation(
+        "pmap-mean-of-means",
+        "parallel/pmap.py",
+        "jax.lax.pmean(sums, AXIS)",
+        "jax.lax.pmean(jax.tree.map(lambda x: x / sums[1], sums), AXIS)",
+        "parallel/test_strategies.py::test_twenty_steps_are_the_same_everywhere[pmap-adamw]",
+    ),
+    Mutation(
+        "pmap-validation-averaged",
+        "parallel/pmap.py",
+        "jax.lax.psum(eval_step(params, batch), AXIS)",
+        "jax.lax.pmean(eval_step(params, batch), AXIS)",
+        "parallel/test_strategies.py::test_twenty_steps_are_the_same_everywhere[pmap-adamw]",
+    ),
+    Mutation(
+        "pmap-devices-drop-alike",
+        "parallel/pmap.py",
+        "key = jax.random.fold_in(key, jax.lax.axis_index(AXIS))",
+        "pass",
+        "parallel/test_strategies.py::test_each_device_drops_its_own",
+    ),
+    Mutation(
+        "mesh-devices-drop-alike",
+        "parallel/mesh.py",
+        "key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))",
+        "pass",
+        "parallel/test_strategies.py::test_each_device_of_a_mesh_drops_its_own_attention_weights",
+    ),
+    Mutation(
+        "mesh-heads-drop-alike",
+        "parallel/mesh.py",
+        "jax.lax.axis_index(MESH_AXES)",
+        "jax.lax.axis_index(BATCH[0])",
+        "parallel/test_strategies.py::test_each_device_of_a_mesh_drops_its_own_attention_weights",
+    ),
+)
+
+
+def stale(mutations: Iterable[Mutation]) -> Iterator[str]:
+    """Yield what no longer fits the tree: a line that is not there once, a test that does not exist."""
+    for m in mutations:
+        if (count := (REPOSITORY / "jaxgpt" / m.file).read_text().count(m.old)) != 1:
+            yield f"{m.name}: jaxgpt/{m.file} has {m.old!r} {count} times, needs it once"
+        path, name = m.test.split("[")[0].split("::")
+        if name not in _functions(REPOSITORY / "tests" / path):
+            yield f"{m.name}: there is no tests/{m.test}"
+
+
+@functools.cache
+def _functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def run(tests: Iterable[str], broken: Mutation | None = None) -> tuple[int, float, str]:
+    """Run tests in a copy of the repository -> (pytest's exit status, seconds, its output)."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "repository"
+        shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))
+        if broken is not None:
+            path = copy / "jaxgpt" / broken.file
+            path.write_text(path.read_text().replace(broken.old, broken.new))
+        began = time.monotonic()
+        pytest = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+            + [f"tests/{test}" for test in tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that what the tests start ends with them
+        )
+        try:
+            output, _ = pytest.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(pytest.pid, signal.SIGKILL)
+            output, _ = pytest.communicate()
+        return pytest.returncode, time.monotonic() - began, output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTATIONS])
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTATIONS if arguments.only is None or m.name in arguments.only]
+    if problems := list(stale(chosen)):
+        print("\n".join(problems))
+        return 1
+    if arguments.list:
+        for m in chosen:
+            print(f"{m.name} ({m.file}): {m.old!r} -> {m.new!r}\n    {m.test}")
+        return 0
+
+    status, seconds, output = run(sorted({m.test for m in chosen}))
+    print(f"unbroken: {'all pass' if status == PASSED else output} ({seconds:.0f} s)", flush=True)
+    if status != PASSED:
+        return 1
+    survived = []
+    for m in chosen:
+        status, seconds, output = run([m.test], m)
+        said = {PASSED: "SURVIVED", FAILED: "killed"}.get(status, f"pytest ended with status {status}:\n{output}\n")
+        print(f"{m.name}: {said} ({seconds:.0f} s)", flush=True)
+        survived += [m.name] * (status != FAILED)
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} were killed" + "".join(f"\nnot {name}" for name in survived))
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
