@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
+from jaxgpt.layers.attention import CUDNN_FORWARD
 from jaxgpt.layers.axes import named
 from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
@@ -242,17 +243,20 @@ def _remat(block: type[nn.Module], config: GPTConfig) -> Any:
     """`block`, recomputed in the backward pass as the configuration says."""
     if config.remat == "none":
         return block
-    policy = _remat_policy(config.remat)
+    policy = _kept_with_dots if config.remat == "dots" else None
     return nn.remat(block, policy=policy, static_argnums=(3,), prevent_cse=not config.scan_layers)
 
 
-def _remat_policy(remat: str):
-    """What the forward pass keeps: with "dots" the results of dense layers and of attention kernels, with "full" nothing."""
-    if remat == "full":
-        return None
+def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Whether a result of the forward pass is kept with remat="dots": of dense layers and of attention kernels.
+
+    The plain and the xla kernel then compute the scores anew, for the weights, which are not kept.
+    """
     policies = jax.checkpoint_policies
-    return policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(KEPT)
+    return (
+        primitive.name.startswith(CUDNN_FORWARD)
+        or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
+        or policies.save_only_these_names(KEPT)(primitive, *avals, **params)
     )
 
 

@@ -12,7 +12,10 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.flops import count_parameters, train_flops_per_token
+from jaxgpt.layers.block import ON_ONE_DEVICE
 from jaxgpt.model import GPT
+from jaxgpt.parallel import mesh
+from jaxgpt.parallel.sharding import make_mesh
 from jaxgpt.presets import gpt2
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
@@ -131,6 +134,54 @@ def test_parameters_in_16_bits_are_computed_with_as_their_numbers_in_32(kind):
     np.testing.assert_array_equal(found, expected, strict=True)
     if kind == "gemma 2":
         np.testing.assert_array_equal(apply(model, low, tokens), apply(model, widened, tokens))
+
+
+def calls(jaxpr, counted) -> int:
+    """Equations of a jaxpr, and of those inside it, that are counted."""
+    inner = [x for eqn in jaxpr.eqns for value in eqn.params.values() for x in jax.tree.leaves(value, is_leaf=is_jaxpr)]
+    return sum(map(counted, jaxpr.eqns)) + sum(calls(getattr(x, "jaxpr", x), counted) for x in inner if is_jaxpr(x))
+
+
+def is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns")
+
+
+def gradient(attention: str, remat: str, dtype=jnp.float32, spread=ON_ONE_DEVICE):
+    config = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, remat=remat)
+    model = GPT(config, attention=attention, dtype=dtype, spread=spread)
+    return jax.make_jaxpr(jax.grad(lambda params: model.apply({"params": params}, tokens_BT(config)).sum()))(
+        model.shapes()
+    ).jaxpr
+
+
+@pytest.mark.parametrize("attention", ["plain", "xla"])
+@pytest.mark.parametrize("meshed", [False, True])
+def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
+    """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
+    spread = ON_ONE_DEVICE
+    if meshed:
+        spread = mesh._spread(make_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1}))
+
+    def batched(eqn) -> bool:
+        return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+
+    found = {remat: calls(gradient(attention, remat, spread=spread), batched) for remat in ("none", "dots", "full")}
+    assert found == {"none": 2 * 6, "dots": 2 * 7, "full": 2 * 8}
+
+
+def test_remat_of_all_but_dots_keeps_what_cudnn_made(monkeypatch):
+    """Also the logarithms of its sums. The primitives' names are JAX's own, as of 0.10."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    for remat, forward in (("none", 2), ("dots", 2), ("full", 4)):
+        jaxpr = gradient("cudnn", remat, jnp.bfloat16)
+        found = [
+            calls(jaxpr, lambda eqn, way=way: eqn.primitive.name.startswith(f"dot_product_attention_{way}"))
+            for way in ("fwd", "bwd")
+        ]
+        assert found == [forward, 2], remat
 
 
 def test_bfloat16_is_near_float32():

@@ -7,16 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxgpt.layers.cache import LayerCache, Place
 from jaxgpt.layers.linear import dense
 from jaxgpt.layers.position import Rope, rope
-from jaxgpt.layers.splash import splash
+from jaxgpt.layers.splash import KEPT, splash
 
 # The plain kernel cuts the queries of a context of at least LONG into so many blocks: more save less each, and cost
 # compilation; in a shorter one, cutting costs what it saves.
 BLOCKS, LONG = 4, 256
+# Begins the name of the primitive that cuDNN's forward pass is: a remat policy tells it by that, for JAX gives what it
+# makes no name of its own, and what its backward pass reads cannot be named from outside.
+CUDNN_FORWARD = "dot_product_attention_fwd"
 WEIGHTS = "attention_weights"  # a collection of its own: to make it mutable asks for the weights, which costs
 
 
@@ -59,7 +63,7 @@ def attend(
         same_BTS = segments_BT[:, :, None] == key_segments_BS[:, None, :]
     if kernel != "plain" and key is None:
         assert softcap is None, kernel
-        return jax.nn.dot_product_attention(  # type: ignore[no-matching-overload]
+        out_BTNH = jax.nn.dot_product_attention(  # type: ignore[no-matching-overload]
             q_BTNH,
             k_BSKH,
             v_BSKH,
@@ -69,6 +73,7 @@ def attend(
             local_window_size=None if window is None else (window - 1, 0),
             implementation=kernel,
         )
+        return out_BTNH if kernel == "cudnn" else checkpoint_name(out_BTNH, KEPT)
 
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
@@ -113,7 +118,7 @@ def attend(
         return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_[:, read]).reshape(B * K, G, t, -1)
 
     out = jnp.concatenate([block(start, start + size) for start in range(0, T, size)], axis=2)
-    return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
+    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), KEPT)
 
 
 def attend_cached(
