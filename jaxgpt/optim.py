@@ -50,7 +50,8 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     """Clip, then AdamW; with name="muon" the blocks' matrices go to Muon, all else stays with AdamW.
 
     AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, decaying matrices only. Muon: Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate.
+    https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
+    products have JAX's default precision, as elsewhere: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
     """
     relative = relative_schedule(config, steps)
     adamw = optax.adamw(

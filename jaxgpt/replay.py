@@ -31,7 +31,7 @@ class Replayed:
     grad_norm: float
     skipped: str | None  # why; None: the step was taken
     logged: dict[str, Any] | None  # the run's own line of metrics.jsonl; None: this step was not logged
-    equal: bool | None  # bit for bit with that line, or skipped for the same reason; None: not logged
+    equal: bool | None  # bit for bit with that line, or skipped for the same reason; None: not logged. See `replay`
     findings: Findings | None  # if the step is not finite
 
 
@@ -39,7 +39,8 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """Take the steps of a run up to `step` again, with its own configuration and data, writing nothing.
 
     It begins from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The same
-    hardware and strategy give the same bits. say: told where it begins. Raises `UserError` for what is not there.
+    hardware and strategy give the same bits on CPU. On GPU this is not known, see `train_step`. say: told where it
+    begins. Raises `UserError` for what is not there.
     """
     directory = find_run(run)
     record = read_record(directory)

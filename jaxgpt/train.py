@@ -101,6 +101,10 @@ def train_step(
     one would. accumulation: micro-batches, run one after the other; gradients are summed, then divided by the
     number of targets, so the result is that of one big batch. loss_chunk: see `batch_loss`.
     mean: over the devices that hold the other parts of the batch, where each runs this function by itself.
+
+    The same state, batch and key give the same bits on CPU, which tests hold. On GPU nothing asks for deterministic
+    operations: the gradient of an embedding adds rows in any order there, cuDNN's backward pass may, and another process
+    may choose other kernels for its products. XLA_FLAGS=--xla_gpu_deterministic_ops=true asks for them; untried.
     """
     step_key = jax.random.fold_in(key, state.step)
 
