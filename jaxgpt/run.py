@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
+from jaxgpt.checks import check_count, short, to_python
 from jaxgpt.config import Experiment, GPTConfig, Precision
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import END, pair_prompt
@@ -72,19 +74,24 @@ class Run:
         has after that how the target begins, which the text goes on with.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not prompts:
+            raise UserError("no prompts: give a text, or a list of at least one")
         if options.get("beams") is not None:
             texts = self._searched(prompts, max_new_tokens, **options)
             return texts[0] if isinstance(prompt, str) else texts
-        stop = options.get("stop", ())
+        how, stop = self._how(max_new_tokens=max_new_tokens, **options), options.get("stop", ())
         if options.get("draft") is not None:
-            texts = ["".join(self.stream(p, max_new_tokens=max_new_tokens, **options)) for p in prompts]
+            earlier, texts = collections.Counter[str](), []
+            for p in prompts:  # equal ones draw by keys of their own, as in a batch
+                key = jax.random.fold_in(how["key"], earlier[p]) if earlier[p] else how["key"]
+                texts.append("".join(self._pieces(p, how | {"key": key}, options)))
+                earlier[p] += 1
             return texts[0] if isinstance(prompt, str) else texts
-        how = self._how(max_new_tokens=max_new_tokens, **options)
         del how["draft"]
         streams = [TextStream(self.tokenizer, stop) for _ in prompts]
         texts = [""] * len(prompts)
         # Stop strings are looked for every so often; without any the program need not come back before the end.
-        every = STOP_STRINGS_EVERY if stop else max(max_new_tokens - 1, 1)
+        every = STOP_STRINGS_EVERY if stop else max(how["max_new_tokens"] - 1, 1)
         rows, sources = self._ids(prompts, options.get("chat", False))
         for news in stream(*self.decoder, rows, **how, every=every, sources=sources):
             texts = [text + s.push(new) for text, s, new in zip(texts, streams, news, strict=True)]
@@ -98,7 +105,10 @@ class Run:
 
         every: tokens between looks. The other options are those of `sample`.
         """
-        how = self._how(max_new_tokens=max_new_tokens, **options)
+        yield from self._pieces(prompt, self._how(max_new_tokens=max_new_tokens, **options), options, every)
+
+    def _pieces(self, prompt: str, how: dict[str, Any], options: dict[str, Any], every: int = 8) -> Iterator[str]:
+        """See `stream`. how: the options as `_how` has them."""
         draft, (rows, sources) = how.pop("draft"), self._ids([prompt], options.get("chat", False))
         if draft is None:
             news = (rows[0] for rows in stream(*self.decoder, rows, **how, every=every, sources=sources))
@@ -109,6 +119,8 @@ class Run:
 
     def score(self, texts: list[str]) -> list[Score]:
         """How well the model foresees each text, after the tokens that its tokenizer begins texts with."""
+        if isinstance(texts, str):
+            raise UserError(f"texts={short(texts)}: needs a list of texts")
         prefix = self.tokenizer.prefix
         ids = [self.tokenizer.encode(text).tolist() for text in texts]
         found = [all_of[len(prefix) :] for all_of in score(*self.decoder, [[*prefix, *row] for row in ids])]
@@ -130,7 +142,8 @@ class Run:
 
         `pair_ids` there makes them of texts. batch_size: pairs that are read together; None: as many as in training.
         """
-        return likelihoods(*self.decoder, pairs, batch_size=batch_size or self.experiment.train.batch_size)
+        together = self.experiment.train.batch_size if batch_size is None else batch_size
+        return likelihoods(*self.decoder, pairs, batch_size=together)
 
     def xray(self, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
         """A self-contained HTML page that shows what the model does with a text: surprise, attention, norms, the
@@ -227,8 +240,7 @@ class Run:
             )
         if temperature is None:
             temperature = self.experiment.train.sample_temperature
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed={seed}: needs at least 0 and less than 4294967296")
+        max_new_tokens, seed = check_count("max_new_tokens", max_new_tokens), check_count("seed", seed, 0, 2**32 - 1)
         if self.model.config.n_encoder_layer:
             if draft is not None:
                 raise UserError("a draft guesses for a model without an encoder: leave it out")
@@ -272,10 +284,10 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
         the best so far: for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
     Raises `UserError` if there is no run or no checkpoint.
     """
-    if which not in ("best", "last") and not isinstance(which, int):
-        raise UserError(f"which={which!r}: needs best, last or a step")
-    if average is not None and average < 1:
-        raise UserError(f"average={average}: needs at least 1")
+    which = to_python(which)
+    if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
+        raise UserError(f"which={short(which)}: needs best, last or a step")
+    average = None if average is None else check_count("average", average)
     directory = find_run(run)
     record = read_record(directory)
     tokenizer = own_tokenizer(directory, record)

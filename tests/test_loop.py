@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -131,6 +132,66 @@ def test_stop_strings_streaming_and_a_draft(run):
     assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
     with pytest.raises(UserError, match="a stop string is empty"):
         run.sample("lance", stop=[""])
+
+
+def test_drafted_samples_of_one_prompt_differ(run):
+    how = dict(max_new_tokens=12, temperature=1.0, draft=run)
+    three = run.sample(["lance"] * 3, **how)
+    assert len(set(three)) == 3 and three[0] == run.sample("lance", **how)
+    assert run.sample(["lance", "a", "lance"], **how)[::2] == three[:2]
+    with pytest.raises(UserError, match="no prompts"):
+        run.sample([], **how)
+
+
+def test_a_run_in_another_process(run):
+    """As workers of a pool get it: pickled."""
+    again = pickle.loads(pickle.dumps(run))
+    assert again.model == run.model
+    assert again.sample("lance", max_new_tokens=9, seed=1) == run.sample("lance", max_new_tokens=9, seed=1)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: needs a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens=True: needs a whole number"),
+        ({"seed": 0.5}, "seed=0.5: needs a whole number"),
+        ({"seed": 2**32}, "seed=4294967296: needs at most 4,294,967,295"),
+        ({"top_k": 2.5}, "top_k=2.5: needs a whole number"),
+    ],
+)
+def test_what_a_sample_refuses(run, how, said):
+    with pytest.raises(UserError, match=said):
+        run.sample("lance", **how)
+    with pytest.raises(UserError, match=said):
+        list(run.stream("lance", **how))
+
+
+def test_numbers_of_numpy_do_for_a_run(run):
+    text = run.sample("lance", max_new_tokens=9, seed=1, temperature=0.5)
+    assert run.sample("lance", max_new_tokens=np.int32(9), seed=np.int64(1), temperature=np.float32(0.5)) == text
+    assert load(run.directory, which=np.int64(6)).step == 6
+    for how, said in (
+        ({"which": True}, "which=True: needs best, last or a step"),
+        ({"which": 1.0}, "which=1.0: needs best, last or a step"),
+        ({"average": 0}, "average=0: needs at least 1"),
+        ({"average": 1.5}, "average=1.5: needs a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load(run.directory, **how)
+
+
+def test_nothing_to_score(run):
+    assert run.score([]) == [] and run.likelihoods([]) == []
+    (score,) = run.score([""])
+    assert (score.logprobs, score.tokens, score.characters, score.bits) == ([], 0, 0, 0.0)
+    with pytest.raises(UserError, match="texts='of La M': needs a list of texts"):
+        run.score("of La M")
+    with pytest.raises(UserError, match="batch_size=0: needs at least 1"):
+        run.likelihoods([([1], [2])], batch_size=0)
+    with pytest.raises(UserError, match="pair 1 has nothing before its second list"):
+        run.likelihoods([([1], [2]), ([], [2])])
 
 
 def test_scores_are_the_evaluations(run, tmp_path):

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +55,18 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     return nn.initializers.normal(INIT_STD / math.sqrt(2 * config.n_layer))
 
 
+def keep_as_is(value: Any) -> Any:
+    return value
+
+
 class Spread(NamedTuple):
     """How a model's arrays lie on several devices: functions that the layers apply and do not look into."""
 
-    rows: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD  # the same array, each row where its tokens are
+    rows: Callable[[jax.Array], jax.Array] = keep_as_is  # the same array, each row where its tokens are
     attend: Callable[[Callable], Callable] | None = None  # `attend`, run where its rows and heads are
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
     # a function (head, *arrays by rows) -> sums over the rows, added up where the rows are
-    sums: Callable[[Callable], Callable] = lambda function: function
+    sums: Callable[[Callable], Callable] = keep_as_is
 
 
 ON_ONE_DEVICE = Spread()
