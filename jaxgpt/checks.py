@@ -16,7 +16,13 @@ LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
 # Of numbers that are not whole. A product of two of them is still a number of float32, neither 0 nor infinite.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
 
-short = reprlib.Repr().repr  # of values that nobody has looked at yet, in some dozens of characters
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if abs(x) < 10**99 else f"a number of {x.bit_length():,} bits"
+
+
+short = _Short().repr  # of values that nobody has looked at yet, in some dozens of characters
 
 
 def to_python(value: Any) -> Any:
@@ -24,11 +30,17 @@ def to_python(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
-    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number from low to high."""
+def check_whole(name: str, value: Any) -> int:
+    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number."""
     value = to_python(value)
     if not _is_a(value, int):
         raise UserError(f"{name}={short(value)}: needs a whole number")
+    return value
+
+
+def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
+    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number from low to high."""
+    value = check_whole(name, value)
     if not low <= value <= high:
         raise UserError(f"{name}={short(value)}: needs at {f'least {low}' if value < low else f'most {high:,}'}")
     return value

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxgpt.autopsy import Findings, examine, params_here, state_before, table, training_batch, why_skipped
 from jaxgpt.checkpoint import Checkpoints
+from jaxgpt.checks import check_whole
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.errors import UserError
@@ -45,6 +46,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     directory = find_run(run)
     record = read_record(directory)
     experiment = dataclasses.replace(record.experiment, model=record.model)
+    step = check_whole("step", step)
     if not 1 <= step <= experiment.train.steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train

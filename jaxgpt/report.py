@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
+from jaxgpt.checks import check_count
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset, Tokens, prepare
 from jaxgpt.errors import UserError
@@ -34,6 +35,7 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
 
     samples, tokens: texts that are written to be compared with the training text, and how long each is.
     """
+    samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     record, lines = read_record(run.directory), read_metrics(run.directory / "metrics.jsonl")
     training = [(line["step"], _number(line.get("loss"))) for line in lines if "loss" in line]
     validation = [(line["step"], _number(line.get("val_loss"))) for line in lines if "val_loss" in line]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.checks import short
+from jaxgpt.checks import check_count, short
 from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
 from jaxgpt.loop import Diverged, fit
@@ -62,8 +62,7 @@ def study(
     fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`.
     """
     comparable(variants)
-    if seeds < 1:
-        raise UserError(f"seeds={seeds}: needs at least 1; for an interval at least 2")
+    seeds = check_count("seeds", seeds)
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     for seed in range(seeds):
         for name, experiment in variants.items():

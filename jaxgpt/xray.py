@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxgpt.anatomy import anatomy, excited
+from jaxgpt.checks import check_count
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.data.corpus import user_files
 from jaxgpt.data.dataset import Tokens, encode_whole, prepare
@@ -49,7 +50,7 @@ class Trained(Protocol):
 
 def xray(run: Trained, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
     """An HTML page of its own: see `Run.xray`."""
-    config = run.model.config
+    config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
     source: list[int] | None = None
     ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
     if not prompt or not ids:

@@ -356,7 +356,11 @@ def test_a_search_waits_for_a_longer_text_that_may_yet_win():
     "how, said",
     [
         ({"beams": 0}, "beams=0: needs at least 1"),
+        ({"beams": 2.5}, "beams=2.5: needs a whole number"),
+        ({"beams": True}, "beams=True: needs a whole number"),
+        ({"prompts": [[1.5]]}, "prompt 0 is .1.5.: needs a list of token ids"),
         ({"stop_tokens": []}, "beam search needs a stop token"),
+        ({"stop_tokens": np.array([0.5])}, "stop_tokens=0.5: needs a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
         ({"prompts": [[1], [2] * 9]}, "a prompt has 9 tokens: needs at most block_size=8"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0: needs a finite number of at least 0"),

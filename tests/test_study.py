@@ -194,8 +194,9 @@ def test_what_is_no_study(variants, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             comparable(given)
-    with pytest.raises(UserError, match="seeds=0: needs at least 1"):
-        study(variants, tmp_path, seeds=0)
+    for seeds, said in ((0, "needs at least 1"), (2.5, "needs a whole number")):
+        with pytest.raises(UserError, match=f"seeds={seeds}: {said}"):
+            study(variants, tmp_path, seeds=seeds)
     assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up" and slug("ñ/..") == "ñ-.."
 
 

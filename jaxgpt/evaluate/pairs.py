@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxgpt.checks import check_count
 from jaxgpt.data.chat import Conversations
 from jaxgpt.data.pairs import Pairs
 from jaxgpt.run import Run
@@ -25,7 +26,7 @@ def exact_matches(
     beams: how many a search keeps; None: greedy. Returns exact (the share), its standard error, pairs (how many), and
     missed: up to five of the others, as (source, target, written).
     """
-    tokenizer = run.tokenizer
+    tokenizer, batch_size = run.tokenizer, check_count("batch_size", batch_size)
     right, missed = 0, []
     # By their length, so that those that are written together end together.
     order = np.argsort(pairs.lengths, kind="stable")

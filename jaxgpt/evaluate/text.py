@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxgpt.checks import check_count, check_whole
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat import Conversations, encode_all
 from jaxgpt.data.corpus import user_files
@@ -64,7 +65,7 @@ def evaluate_run(
     what `exact_matches` says of those that fit; beams: see there.
     """
     config, data = run.model.config, run.experiment.data
-    stride = config.block_size if stride is None else stride
+    stride = config.block_size if stride is None else check_whole("stride", stride)
     if not 1 <= stride <= config.block_size:
         raise UserError(f"stride={stride}: needs at least 1 and at most block_size={config.block_size}")
     utf8: int | None
@@ -106,7 +107,7 @@ def evaluate_run(
         if len(ids) < needed:
             raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
         held, characters, utf8 = Tokens([np.array(prefix, np.int32), ids]), len(text), len(text.encode())
-    batch_size = batch_size or run.experiment.train.batch_size
+    batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
     if not isinstance(held, Tokens) and stride != config.block_size:
         raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
     pairs = data.is_pairs if path is None else DataConfig(path=path).is_pairs

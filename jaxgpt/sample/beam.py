@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.checks import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import BUCKET, Texts, begin, read, read_all
+from jaxgpt.sample.score import token_ids
+from jaxgpt.sample.texts import BUCKET, Texts, begin, known_vocabulary, read, read_all
 from jaxgpt.sample.weights import unrolled
 
 NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
@@ -62,16 +64,15 @@ def beam_search(
     Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`. What is found for a prompt does not depend on
     the others. Raises `UserError` for a prompt of more than block_size tokens.
     """
-    V = vocab_size or model.config.vocab_size
-    assert V is not None
-    if beams < 1:
-        raise UserError(f"beams={beams}: needs at least 1")
+    V = known_vocabulary(model, vocab_size)
+    beams, max_new_tokens = check_count("beams", beams), check_count("max_new_tokens", max_new_tokens)
     if not len(stop_tokens):
         raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
     if not 0 <= length_penalty < math.inf:
         raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
     block_size = model.config.block_size
-    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a text need not be read
+    ids = [token_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+    room_B = [block_size + 1 - len(prompt) for prompt in ids]  # the last token of a text need not be read
     if min(room_B, default=1) < 1:
         raise UserError(
             f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"

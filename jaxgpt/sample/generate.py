@@ -15,11 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.checks import LARGEST_SIZE, check_count
 from jaxgpt.config import Precision
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import score
-from jaxgpt.sample.texts import BUCKET, Texts, begin, doubled, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.texts import (
+    BUCKET,
+    Texts,
+    begin,
+    doubled,
+    full_B,
+    known_vocabulary,
+    read,
+    read_all,
+    restarted,
+    slides,
+)
 from jaxgpt.sample.weights import unrolled
 
 
@@ -121,6 +133,7 @@ def stream(
 
     Joined, they are what `generate` returns, by the same program. Arguments are checked at the first `next`.
     """
+    max_new_tokens, every = check_count("max_new_tokens", max_new_tokens), check_count("every", every)
     told = np.zeros(len(prompts), int)
     for first, texts in _written(
         model,
@@ -171,7 +184,7 @@ def _written(
     )
     first, stops = int(texts.written), padded_stops(stop_tokens)
     for new in stages:
-        texts = advance(model, params, texts, sampling, stops, first + new, vocab_size or model.config.vocab_size)
+        texts = advance(model, params, texts, sampling, stops, first + new, known_vocabulary(model, vocab_size))
         yield first, texts
         if np.asarray(texts.stopped_B).all():
             return
@@ -230,5 +243,5 @@ def _column(values_BX: jax.Array, value_B: jax.Array, at: jax.Array) -> jax.Arra
 def padded_stops(stop_tokens: Sequence[int]) -> np.ndarray:
     """With an id that is never drawn, so that one more stop token rarely compiles anew."""
     stops = np.full(doubled(4, len(stop_tokens)), -1, np.int32)
-    stops[: len(stop_tokens)] = list(stop_tokens)
+    stops[: len(stop_tokens)] = [check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in stop_tokens]
     return stops

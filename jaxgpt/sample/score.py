@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.checks import check_count, short
 from jaxgpt.data.pipeline import window_starts
 from jaxgpt.data.tokenizer import Tokenizer, start_token
 from jaxgpt.errors import UserError
@@ -47,7 +48,8 @@ def likelihoods(
     room = [max(model.config.block_size, len(new)) + 1 for _, new in pairs]
     texts = [[*before, *new][-fit:] for (before, new), fit in zip(pairs, room, strict=True)]
     firsts = [len(text) - len(new) for text, (_, new) in zip(texts, pairs, strict=True)]
-    assert all(first >= 1 for first in firsts), "a text that nothing is before"
+    if 0 in firsts:
+        raise UserError(f"pair {firsts.index(0)} has nothing before its second list: begin it with a start token")
     found = _read(model, params, texts, firsts, batch_size)
     return [
         Likelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(likeliest[first:].all()))
@@ -72,12 +74,19 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     return first, whole[len(before) :]
 
 
-def check_ids(model: GPT, ids: Sequence[int], what: str) -> None:
-    """Raises `UserError` unless the model has all ids: beyond the last, embeddings are silently nan."""
+def token_ids(model: GPT, ids: Sequence[int], what: str) -> np.ndarray:
+    """Return ids as an array. Raise `UserError` unless the model has them: beyond the last, embeddings are silently nan."""
     known = model.config.vocab_size
     assert known is not None, "a model with parameters has one"
-    if len(ids) and not (min(ids) >= 0 and max(ids) < known):
-        raise UserError(f"{what} has ids from {min(ids)} to {max(ids)}, the model knows 0 to {known - 1}")
+    try:
+        found = np.asarray(ids)
+    except (ValueError, OverflowError):  # lists of several lengths; numbers of hundreds of digits
+        found = np.asarray(None)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise UserError(f"{what} is {short(ids)}: needs a list of token ids, whole numbers from 0 to {known - 1}")
+    if found.size and not (found.min() >= 0 and found.max() < known):
+        raise UserError(f"{what} has ids from {found.min()} to {found.max()}, the model knows 0 to {known - 1}")
+    return found.astype(np.int32)
 
 
 class _Window(NamedTuple):
@@ -93,10 +102,11 @@ def _read(
     """(log-probability, whether it is the likeliest) of the tokens of each text, from number `first` on."""
     block_size = model.config.block_size
     stride = max(block_size // 2, 1)
-    out = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in texts]
+    batch_size = check_count("batch_size", batch_size)
+    ids = [token_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
+    out = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in ids]
     work: list[_Window] = []
-    for number, (text, first) in enumerate(zip(texts, firsts, strict=True)):
-        check_ids(model, text, f"text {number}")
+    for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):
         targets = len(text) - 1
         for start in window_starts(targets, block_size=block_size, stride=stride):
             new = max(start + block_size - stride if start else 0, first - 1)
@@ -109,8 +119,8 @@ def _read(
         inputs_BT, targets_BT = np.zeros((batch_size, T), np.int32), np.zeros((batch_size, T), np.int32)
         wanted_BT = np.zeros((batch_size, T), bool)
         for row, w in enumerate(batch):
-            ids = np.asarray(texts[w.text][w.start : w.start + w.length + 1], np.int32)
-            inputs_BT[row, : w.length], targets_BT[row, : w.length] = ids[:-1], ids[1:]
+            read = ids[w.text][w.start : w.start + w.length + 1]
+            inputs_BT[row, : w.length], targets_BT[row, : w.length] = read[:-1], read[1:]
             wanted_BT[row, w.new - w.start : w.length] = True
         found = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT))
         for row, w in enumerate(batch):

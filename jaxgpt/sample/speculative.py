@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.checks import check_count, check_whole
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import BUCKET, Texts, begin, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.texts import BUCKET, Texts, begin, full_B, known_vocabulary, read, read_all, restarted, slides
 from jaxgpt.sample.weights import unrolled
 
 
@@ -47,13 +48,15 @@ def speculate(
     Raises `UserError` as `generate` does, for another vocabulary, and for guesses out of range.
     """
     sampling = sampling or Sampling()
-    vocab_size = vocab_size or model.config.vocab_size
-    assert vocab_size is not None and draft.config.vocab_size is not None
+    max_new_tokens, every = check_count("max_new_tokens", max_new_tokens), check_count("every", every)
+    vocab_size = known_vocabulary(model, vocab_size)
+    assert draft.config.vocab_size is not None
     if draft.config.vocab_size < vocab_size:
         raise UserError(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
         )
     most = min(model.config.block_size, draft.config.block_size) // 2
+    guesses = check_whole("guesses", guesses)
     if not 1 <= guesses <= most:
         raise UserError(f"guesses={guesses}: needs 1 to {most}, half of the shorter block_size")
 

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.checks import check_count
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import EMPTY, KVCache, Place
 from jaxgpt.model import GPT
-from jaxgpt.sample.score import check_ids
+from jaxgpt.sample.score import token_ids
 
 CHUNK = 64  # columns that prefill reads at a time; fewer waste less on padding, more use the hardware better
 
@@ -63,10 +64,9 @@ def begin(
     seen: keep account of the tokens that the texts have. extra_slots: of the cache, beyond block_size.
     """
     c = model.config
-    prompts = _checked(model, prompts, max_new_tokens)
+    prompts = _checked(model, prompts)
     memory = _source(model, sources, len(prompts))
-    if bucket < 1:
-        raise UserError(f"bucket={bucket}: needs at least 1")
+    max_new_tokens, bucket = check_count("max_new_tokens", max_new_tokens), check_count("bucket", bucket)
     if cache_dtype not in (None, *get_args(Precision)):
         raise UserError(f"cache_dtype={cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
     longest, chunk = max(len(prompt) for prompt in prompts), chunk_of(c.block_size)
@@ -79,7 +79,7 @@ def begin(
     texts = _empty(
         tokens_BX,
         np.array([columns - len(prompt) for prompt in prompts], np.int32),
-        row_keys(key, prompts if sources is None else [[*s, *p] for s, p in zip(sources, prompts, strict=True)]),
+        row_keys(key, prompts, sources),
         np.int32(columns),
         np.int32(columns - -(-longest // chunk) * chunk),
         jax.tree.leaves(params)[0],
@@ -102,7 +102,7 @@ def _source(model: GPT, sources: Sequence[Sequence[int]] | None, rows: int) -> t
     if sources is None or len(sources) != rows:
         raise UserError(f"a model with an encoder needs a source for each of {rows} prompts, got {len(sources or ())}")
     for number, source in enumerate(sources):
-        check_ids(model, source, f"source {number}")
+        source = token_ids(model, source, f"source {number}")
         if not 1 <= len(source) <= window:
             raise UserError(f"source {number} has {len(source)} tokens: needs 1 to {window}, the context of the model")
     S = min(doubled(16, max(len(source) for source in sources)), window)
@@ -118,31 +118,32 @@ def _remembered(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, 
     return remembered
 
 
-def _checked(model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def _checked(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The last block_size ids of each prompt, with a warning where that is not all; raises as `generate` says."""
     window = model.config.block_size
     if not len(prompts):
         raise UserError("no prompts: give at least one list of token ids")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}: needs at least 1")
-    for number, prompt in enumerate(prompts):
+    ids = [token_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+    for number, prompt in enumerate(ids):
         if not len(prompt):
             raise UserError(f"prompt {number} is empty: start it from a token, such as the end-of-text or a newline")
-        check_ids(model, prompt, f"prompt {number}")
         if len(prompt) > window:
             said = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
             warnings.warn(said, stacklevel=4)
-    return [[int(i) for i in prompt[-window:]] for prompt in prompts]
+    return [prompt[-window:].tolist() for prompt in ids]
 
 
-def row_keys(key: jax.Array, prompts: Sequence[Sequence[int]]) -> jax.Array:
-    """One key for each prompt: of the prompt, and of how often it stood before in the batch."""
+def row_keys(
+    key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
+) -> jax.Array:
+    """One key for each prompt and its source: of these, and of how often both stood before in the batch."""
     before: collections.Counter = collections.Counter()
     words = []
-    for prompt in prompts:
-        hashed = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
-        words.append((hashed, before[hashed]))
-        before[hashed] += 1
+    for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
+        both = tuple(map(int, source)), tuple(prompt)
+        hashed = zlib.crc32(np.asarray([*source, *prompt], np.int32).tobytes())
+        words.append((hashed, before[both]))
+        before[both] += 1
     return _fold_in(key, np.array(words, np.uint32))
 
 
@@ -228,6 +229,13 @@ def restarted(model: GPT, t: Texts, full: jax.Array) -> Texts:
 def slides(model: GPT) -> bool:
     """Whether positions have no end, so that the window slides; else full texts are `restarted`."""
     return model.config.position in ("rope", "none")
+
+
+def known_vocabulary(model: GPT, vocab_size: int | None) -> int:
+    """Return how many ids may be written: those below vocab_size that the model has. None means all that it has."""
+    known = model.config.vocab_size
+    assert known is not None, "a model with parameters has one"
+    return known if vocab_size is None else min(known, check_count("vocab_size", vocab_size))
 
 
 def chunk_of(block_size: int) -> int:

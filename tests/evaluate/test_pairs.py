@@ -6,6 +6,7 @@ import pytest
 
 from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.errors import UserError
 from jaxgpt.evaluate.pairs import exact_matches
 from jaxgpt.sample.beam import Found
 from jaxgpt.sample.generate import Generated
@@ -56,6 +57,14 @@ def test_all_pairs_of_a_run_that_is_always_right_are_exact(monkeypatch, path, be
     assert len(pairs.lengths) == len(TEXTS)
     found = exact_matches(run, pairs, beams=beams, batch_size=batch_size)
     assert found["exact"] == 1.0 and found["missed"] == [] and found["pairs"] == len(TEXTS)
+
+
+def test_batches_of_none_are_refused(monkeypatch, path):
+    run = always_right(monkeypatch)
+    pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK)
+    for batch_size in (0, -1, 2.5, True):
+        with pytest.raises(UserError, match=f"batch_size={batch_size}: needs"):
+            exact_matches(run, pairs, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("beams", [None, 2])

@@ -11,6 +11,7 @@ from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
+from jaxgpt.sample.texts import row_keys
 from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)
@@ -194,7 +195,22 @@ def test_a_long_prompt_is_read_from_its_last_window_and_it_is_said():
         ([[1]], {"new": -3}, "max_new_tokens=-3"),
         ([[11]], {}, "the model knows 0 to 10"),
         ([[-1]], {}, "the model knows 0 to 10"),
+        ([[1]], {"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
+        ([[1]], {"new": True}, "max_new_tokens=True: needs a whole number"),
+        ([[1.0]], {}, r"prompt 0 is \[1.0\]: needs a list of token ids, whole numbers from 0 to 10"),
+        ([[1], np.array([1.0, 2.0])], {}, r"prompt 1 is array\(\[1., 2.\]\)"),
+        ([[True]], {}, r"prompt 0 is \[True\]"),
+        ([[2**70]], {}, "prompt 0 is .*whole numbers from 0 to 10"),
+        ([[10**5000]], {}, "prompt 0 is .*whole numbers from 0 to 10"),
+        ([1, 2], {}, "prompt 0 is 1: needs a list"),
+        ("ab", {}, "prompt 0 is 'a': needs a list"),
+        ([[[1], [2, 3]]], {}, "prompt 0 is .*needs a list"),
+        ([[1]], {"stop_tokens": [2.5]}, "stop_tokens=2.5: needs a whole number"),
+        ([[1]], {"stop_tokens": [-1]}, "stop_tokens=-1: needs at least 0"),
+        ([[1]], {"stop_tokens": [2**40]}, "stop_tokens=1099511627776: needs at most"),
+        ([[1]], {"vocab_size": 0}, "vocab_size=0: needs at least 1"),
         ([[1]], {"bucket": 0}, "bucket=0"),
+        ([[1]], {"bucket": 2.5}, "bucket=2.5"),
         ([[1]], {"cache_dtype": "int4"}, "cache_dtype='int4'"),
     ],
 )
@@ -202,6 +218,31 @@ def test_misuse_is_told(prompts, kwargs, said):
     model, params = make_model(TINY)
     with pytest.raises(UserError, match=said):
         run(model, params, prompts, **kwargs)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True])
+def test_what_no_stream_takes(every):
+    model, params = make_model(TINY)
+    with pytest.raises(UserError, match=f"every={every}: needs"):
+        next(stream(model, params, [[1]], key=jax.random.key(0), max_new_tokens=3, every=every))
+
+
+def test_ids_and_counts_may_be_numpys():
+    model, params = make_model(TINY)
+    prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    plain = run(model, params, prompts)
+    assert run(model, params, np.array(prompts, np.uint16), new=np.int64(12), vocab_size=np.int32(11)) == plain
+    assert run(model, params, jnp.array(prompts), new=jnp.int32(12), bucket=np.int8(64)) == plain
+
+
+def test_equal_ids_of_different_pairs_are_no_equal_pairs():
+    """A key is of a source and a prompt, and not of how many other pairs have the same ids in a row."""
+    key = jax.random.key(0)
+    both = row_keys(key, [[3], [2, 3]], [[1, 2], [1]])
+    alone = row_keys(key, [[2, 3]], [[1]])
+    assert jnp.array_equal(jax.random.key_data(both)[1], jax.random.key_data(alone)[0])
+    assert jnp.array_equal(*jax.random.key_data(row_keys(key, [[1, 2], [2]], [[], [1]])))
+    assert not jnp.array_equal(*jax.random.key_data(row_keys(key, [[2], [2]], [[1], [1]])))
 
 
 def test_unknown_weights_are_told():

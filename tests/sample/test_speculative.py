@@ -52,6 +52,7 @@ def test_stop_tokens_and_the_penalty_are_kept():
         stop = free[7]
         stopped = run(big, small, [1, 2], new=30, sampling=sampling, stop_tokens=[stop])
         assert stopped == free[: free.index(stop)]
+    assert run(big, small, [1, 2], new=30, stop_tokens=range(11)) == []
 
 
 def test_the_distribution_is_exact():
@@ -118,5 +119,15 @@ def test_misuse_is_told():
         run(big, lively("rope", vocab_size=7), [1])
     with pytest.raises(UserError, match="guesses=5: needs 1 to 4"):
         list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, guesses=5))
-    with pytest.raises(UserError, match="max_new_tokens=0"):
-        run(big, big, [1], new=0)
+    for how, said in (
+        ({"new": 0}, "max_new_tokens=0: needs at least 1"),
+        ({"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
+        ({"every": 0}, "every=0: needs at least 1"),
+        ({"every": 1.5}, "every=1.5: needs a whole number"),
+        ({"vocab_size": 0}, "vocab_size=0: needs at least 1"),
+        ({"stop_tokens": [1.5]}, "stop_tokens=1.5: needs a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(big, big, [1], **how)
+    with pytest.raises(UserError, match="guesses=2.5: needs a whole number"):
+        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, guesses=2.5))
