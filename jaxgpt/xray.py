@@ -83,7 +83,7 @@ def xray(run: Trained, prompt: str, *, data: str | None = None, corpus_tokens: i
                 ("run", str(run.directory)),
                 ("step", f"{run.step:,}"),
                 ("validation loss", measured),
-                ("parameters", f"{count_parameters(run.params):,}"),
+                ("parameters", f"{count_parameters(run.model.shapes()):,}"),
                 ("layers, heads, width", f"{_layers(config)}, {config.n_head}, {config.n_embd}"),
                 ("norm", f"{config.norm}, {config.norm_position}"),
                 ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
@@ -94,12 +94,19 @@ def xray(run: Trained, prompt: str, *, data: str | None = None, corpus_tokens: i
             found=found,
             maps=maps,
             activation=config.activation,
-            embedding_VD=np.asarray(run.params["wte"]["embedding"], np.float32)[: run.tokenizer.vocab_size],
+            embedding_VD=read_embedding(run.params)[: run.tokenizer.vocab_size],
             corpus=corpus,
             why_no_corpus=why,
             temperature=run.experiment.train.sample_temperature,
         )
     )
+
+
+def read_embedding(params: dict) -> np.ndarray:
+    """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
+    packed = params["wte"].get("packed")
+    rows_VD = params["wte"]["embedding"] if packed is None else packed.rows(np.arange(len(packed.values_FD)))
+    return np.asarray(rows_VD, np.float32)
 
 
 def _layers(config: GPTConfig) -> str:

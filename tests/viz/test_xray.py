@@ -18,6 +18,7 @@ from jaxgpt.loop import fit
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.viz.page import KINDS, Arrays, in_html, rounded
 from jaxgpt.viz.xray import Map, Subject, in_the_plane, shares, xray_page
+from jaxgpt.xray import read_embedding
 from tests.helpers import TINY, make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
@@ -360,6 +361,18 @@ def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
 
 def data_of(html):
     return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def test_a_packed_run_is_seen_as_it_reads(run):
+    """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
+    packed, whole = run.packed("int8"), data_of(run.xray("la", corpus_tokens=0))
+    found = data_of(packed.xray("la", corpus_tokens=0))
+    assert found["facts"] == whole["facts"]
+    rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)
+    assert (np.abs(rows_VD - exact_VD).max(axis=1) <= 0.51 / 127 * np.abs(exact_VD).max(axis=1)).all()
+    assert np.abs(rows_VD - exact_VD).max() > 0
+    with pytest.raises(UserError, match="corpus_tokens=-1: needs at least 0"):
+        run.xray("la", corpus_tokens=-1)
 
 
 def test_without_a_corpus_it_says_why(run, tmp_path):
