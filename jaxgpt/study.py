@@ -14,10 +14,14 @@ import numpy as np
 
 from jaxgpt.checks import check_count, short
 from jaxgpt.config import Experiment
+from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import UserError
+from jaxgpt.init_from import begun
 from jaxgpt.loop import Diverged, fit
 from jaxgpt.metrics import read_metrics, validations
+from jaxgpt.parallel.multihost import initialize
 from jaxgpt.paths import is_run, write_whole
+from jaxgpt.record import changed_data, read_record
 
 STUDY = "study.json"  # beside the directories of the variants: what came out
 DIVERGED = "diverged.txt"  # in the directory of a run that no longer learnt: why
@@ -63,6 +67,8 @@ def study(
     """
     comparable(variants)
     seeds = check_count("seeds", seeds)
+    if any(experiment.train.init_from is not None for experiment in variants.values()):
+        _refuse_other_tokens(variants, directory)
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     for seed in range(seeds):
         for name, experiment in variants.items():
@@ -81,7 +87,10 @@ def comparable(variants: Mapping[str, Experiment]) -> None:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
     first, *others = variants
     for name in others:
-        for field in ("corpus", "path", "tokenizer", "bpe_vocab_size", "val_fraction"):
+        fields = ["corpus", "path", "val_fraction"]
+        if all(variants[v].train.init_from is None for v in (first, name)):  # else the weights bring their tokenizer
+            fields += ["tokenizer", "bpe_vocab_size"]
+        for field in fields:
             ours, theirs = (getattr(variants[v].data, field) for v in (first, name))
             if ours != theirs and (field != "bpe_vocab_size" or variants[first].data.tokenizer == "bpe"):
                 raise UserError(
@@ -103,6 +112,29 @@ def comparable(variants: Mapping[str, Experiment]) -> None:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
 
+def _refuse_other_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
+    """Raise `UserError` unless all variants have the same tokens to validate on, in the tokenizer of their weights."""
+    first, *others = variants
+    data = {name: _data_of(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()}
+    for name in others:
+        if changed := changed_data(data[first], data[name]):
+            raise UserError(
+                f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token of different "
+                "texts or tokens cannot be compared: give both the same data, and the tokenizer of the weights"
+            )
+
+
+def _data_of(experiment: Experiment, directory: Path) -> dict[str, Any]:
+    """Return the fingerprint of a variant's data: that of its run, if it has begun."""
+    if is_run(directory):
+        return read_record(directory).data
+    initialize(experiment.parallel)
+    full, _ = begun(experiment)
+    model = full.model
+    encoder = model.n_encoder_layer > 0
+    return prepare(full.data, block_size=model.block_size, vocab_size=model.vocab_size, encoder=encoder).fingerprint
+
+
 def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
@@ -112,20 +144,25 @@ def _trained(experiment: Experiment, directory: Path, fit_one: Callable[..., Any
     diverged = directory / DIVERGED
     if diverged.exists():
         return Curve(tokens=[], seconds=[], losses=[])
-    curve = read_curve(directory, experiment) if is_run(directory) else None
-    last = experiment.train.steps * experiment.train.batch_size * experiment.model.block_size
-    if curve is None or not curve.tokens or curve.tokens[-1] < last:
+    if not _is_done(directory, experiment.train.steps):
         try:
             fit_one(experiment, directory, progress=False)
         except Diverged as e:
             write_whole(diverged, f"{e}\n")
             return Curve(tokens=[], seconds=[], losses=[])
-        curve = read_curve(directory, experiment)
-    return curve
+    return read_curve(directory, read_record(directory).experiment)
+
+
+def _is_done(directory: Path, steps: int) -> bool:
+    validated = validations(read_metrics(directory / "metrics.jsonl")) if is_run(directory) else []
+    return bool(validated) and validated[-1][0] >= steps
 
 
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
-    """Of a run that logs the rate of its steps, from which their time follows without that of compilation."""
+    """Of a run that logs the rate of its steps, from which their time follows without that of compilation.
+
+    experiment: as it was trained, whose context may be shorter than the one that was asked for.
+    """
     lines = read_metrics(directory / "metrics.jsonl")
     validated = validations(lines)
     rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]

@@ -183,6 +183,44 @@ def test_what_shares_no_metric(variants, change, said):
     comparable({"a": first, "b": dataclasses.replace(first, data=dataclasses.replace(first.data, bpe_vocab_size=999))})
 
 
+@pytest.fixture
+def from_weights(variants, studied):
+    """The first variant, begun with the weights of its own study's, whose context is shorter than asked for."""
+    first = variants["as it is"]
+    train = dataclasses.replace(first.train, init_from=str(studied[0] / "as-it-is/seed-0"))
+    return dataclasses.replace(first, train=train, model=dataclasses.replace(first.model, block_size=32))
+
+
+def test_tokens_are_counted_by_the_context_that_a_run_has(variants, studied, from_weights):
+    """Of one that begins with weights, it is theirs at most."""
+    given = {"as it is": variants["as it is"], "from weights": from_weights}
+    found = study(given, studied[0], seeds=1)
+    assert found["tokens"]["at"] == 4 * 4 * 8 and found["tokens"]["rows"] and found["seconds"]["at"] > 0
+    curves = [read_curve(studied[0] / name / "seed-0", variants["as it is"]) for name in ("as-it-is", "from-weights")]
+    assert curves[0].tokens == curves[1].tokens == [2 * 4 * 8, 4 * 4 * 8]
+    assert curves[1].seconds[0] < curves[1].seconds[1]
+    assert study(given, studied[0], seeds=1, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
+
+
+def test_weights_bring_their_tokenizer_to_a_comparison(variants, from_weights, tmp_path):
+    """Whatever is named beside them: losses per token of another one are not compared with theirs."""
+    byte = dataclasses.replace(variants["as it is"].data, tokenizer="byte")
+    named = dataclasses.replace(from_weights, data=byte)
+    nothing = dataclasses.replace(variants["as it is"], data=byte)
+    calls = []
+
+    def fit_none(experiment, place, **how):
+        calls.append(place)
+        place.mkdir(parents=True)
+        raise Diverged("nothing was trained")
+
+    with pytest.raises(UserError, match="'nothing' and 'weights' do not share a metric: .*tokenizer_sha256"):
+        study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    assert calls == []
+    study({"nothing": variants["as it is"], "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    assert len(calls) == 2
+
+
 def test_what_is_no_study(variants, tmp_path):
     first = variants["as it is"]
     for given, said in (
