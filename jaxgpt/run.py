@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -81,15 +80,12 @@ class Run:
             return texts[0] if isinstance(prompt, str) else texts
         how, stop = self._how(max_new_tokens=max_new_tokens, **options), options.get("stop", ())
         if options.get("draft") is not None:
-            earlier, texts = collections.Counter[str](), []
-            for p in prompts:  # equal ones draw by keys of their own, as in a batch
-                key = jax.random.fold_in(how["key"], earlier[p]) if earlier[p] else how["key"]
-                texts.append("".join(self._pieces(p, how | {"key": key}, options)))
-                earlier[p] += 1
+            before = [prompts[:n].count(p) for n, p in enumerate(prompts)]  # equal ones draw by keys of their own
+            keys = [jax.random.fold_in(how["key"], n) if n else how["key"] for n in before]
+            texts = ["".join(self._pieces(p, how | {"key": k}, options)) for p, k in zip(prompts, keys, strict=True)]
             return texts[0] if isinstance(prompt, str) else texts
         del how["draft"]
-        streams = [TextStream(self.tokenizer, stop) for _ in prompts]
-        texts = [""] * len(prompts)
+        streams, texts = [TextStream(self.tokenizer, stop) for _ in prompts], [""] * len(prompts)
         # Stop strings are looked for every so often; without any the program need not come back before the end.
         every = STOP_STRINGS_EVERY if stop else max(how["max_new_tokens"] - 1, 1)
         rows, sources = self._ids(prompts, options.get("chat", False))
