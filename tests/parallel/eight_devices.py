@@ -108,9 +108,12 @@ class Run:
         return self.step.lower(self.strategy.state, batch._replace(mask_BT=counted), key).compile().as_text()
 
 
-def curves() -> dict:
+def curves(*wanted: str) -> dict:
+    """Of each strategy and optimiser in CURVES, or of those wanted: losses, validation, bytes held."""
     found = {}
     for name, optimizer in CURVES:
+        if wanted and f"{name}, {optimizer}" not in wanted:
+            continue
         run = Run(name, optimizer)
         losses, first = run.run(), jax.devices()[0]
         shards = [shard for x in jax.tree.leaves(run.state) for shard in x.addressable_shards if shard.device == first]
@@ -158,14 +161,18 @@ def crossings(directory: str) -> dict:
     return found
 
 
-def places() -> dict:
-    """What of it is about memory and keys: see the tests that read it."""
-    bytes_made = {}
+def made() -> dict:
+    """Bytes of the result and the temporaries of making a state."""
+    found = {}
     for name in ("single", "fsdp"):
         strategy = Run(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64)).strategy
         analysis = strategy.init.lower(jax.random.key(0)).compile().memory_analysis()
-        bytes_made[name] = [analysis.output_size_in_bytes, analysis.temp_size_in_bytes]
+        found[name] = [analysis.output_size_in_bytes, analysis.temp_size_in_bytes]
+    return found
 
+
+def dropped() -> dict:
+    """Losses of one step with dropout, of rows that are all alike."""
     dropping = dataclasses.replace(CONFIG, dropout=0.5)
     row = np.arange(T + 1, dtype=np.int32)[None] % 16
     losses = {}
@@ -175,17 +182,12 @@ def places() -> dict:
         batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
         state = run.strategy.init(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
-    return {
-        "kept": kept(),
-        "whole": whole_arrays(),
-        "bytes": bytes_made,
-        "dropout": losses,
-        "guard": guarded(),
-        "drift": drift(),
-        "adapters": adapters(),
-        "encoder": with_encoder(),
-        "imported": imported(),
-    }
+    return losses
+
+
+def several(*wanted: str) -> dict:
+    """What each of the functions named finds."""
+    return {name: WORK[name]() for name in wanted}
 
 
 def kept() -> dict:
@@ -283,6 +285,7 @@ def adapters() -> dict:
         run = Run(name, "muon", lora=LoraConfig(rank=2, targets=("q", "c_fc", "c_proj")))
         given = jax.device_get(Run(name, "muon").strategy.init(jax.random.key(0)).params)
         run.state = run.strategy.init(jax.random.key(0), run.strategy.init(jax.random.key(0)).base)
+        before = run.validation()
         losses = run.run(0, 6)
         same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), given, jax.device_get(run.state.base))
         whole = [
@@ -290,7 +293,12 @@ def adapters() -> dict:
             for path, x in jax.tree.leaves_with_path((run.strategy.state.params, run.strategy.state.base))
             if x.sharding.shard_shape(x.shape) == x.shape
         ]
-        found[name] = {"losses": [*losses, run.validation()], "same": all(jax.tree.leaves(same)), "whole": whole}
+        found[name] = {
+            "losses": losses,
+            "validations": [before, run.validation()],
+            "same": all(jax.tree.leaves(same)),
+            "whole": whole,
+        }
     return found
 
 
@@ -323,8 +331,15 @@ def compare(run: Run) -> str:
     return "all are equal"
 
 
+WORK = {
+    work.__name__: work
+    for work in (
+        *(curves, crossings, programs, several),
+        *(kept, whole_arrays, made, dropped, guarded, drift, adapters, with_encoder, imported),
+    )
+}
+
 if __name__ == "__main__":
     assert jax.device_count() == 8
     what, *arguments = sys.argv[1:]
-    work = {"curves": curves, "programs": programs, "places": places, "crossings": crossings}[what]
-    print(json.dumps(work(*arguments)))
+    print(json.dumps(WORK[what](*arguments)))
