@@ -28,7 +28,8 @@ from jaxgpt.parallel.replicas import check
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS, is_run
-from jaxgpt.record import claim, existing_run, read_record, refuse_other_configuration, refuse_other_data, write_record
+from jaxgpt.record import claim, existing_run, read_record, refuse_other_configuration, write_record
+from jaxgpt.resume import reopen_dataset
 from jaxgpt.run import Run, load, resolve_vocab
 from jaxgpt.tell import shell_line
 from jaxgpt.train import NOT_FINITE, run_keys
@@ -87,15 +88,17 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     if existing:
         refuse_other_configuration(directory, experiment)
     full, weights = begun(experiment, directory if existing else None)
-    dataset = prepare(
-        full.data,
-        block_size=full.model.block_size,
-        vocab_size=full.model.vocab_size,
-        encoder=full.model.n_encoder_layer > 0,
-        prefixed=not existing or read_record(directory).prefixed,
-    )
     if existing:
-        refuse_other_data(directory, dataset)
+        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
+        dataset = reopen_dataset(directory, read_record(directory), full.data, remedy=remedy)
+    else:
+        model = full.model
+        dataset = prepare(
+            full.data,
+            block_size=model.block_size,
+            vocab_size=model.vocab_size,
+            encoder=model.n_encoder_layer > 0,
+        )
     resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=read_record(directory).given if existing else None)
     strategy, model = trainer.strategy, resolved.model

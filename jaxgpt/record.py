@@ -273,12 +273,11 @@ def _fewest_differences(record: Record, experiment: Experiment) -> dict[str, tup
     return min((differences(known, experiment) for known in (record.given, record.experiment)), key=len)
 
 
-def refuse_other_data(directory: Path, dataset: Dataset) -> None:
+def refuse_other_data(directory: Path, dataset: Dataset, remedy: str = "give the same text") -> None:
+    """Raise `UserError` unless a dataset is the one that a run was trained on. remedy: what to do, as a clause."""
     changed = changed_data(read_record(directory).data, dataset.fingerprint)
     if changed:
-        raise UserError(
-            f"{directory} was trained on other data: {', '.join(changed[:8])}. Give the same text, another --run-dir, or --fresh."
-        )
+        raise UserError(f"{directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
 
 
 def changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -12,14 +12,14 @@ from typing import Any
 from jaxgpt.autopsy import Findings, examine, params_here, state_before, table, training_batch, why_skipped
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.checks import check_whole
-from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.errors import UserError
 from jaxgpt.init_from import base_of, state_at
 from jaxgpt.metrics import read_metrics
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.paths import find_run
-from jaxgpt.record import read_record, refuse_other_data
+from jaxgpt.record import read_record
+from jaxgpt.resume import reopen_dataset
 from jaxgpt.train import NOT_FINITE, run_keys
 
 
@@ -50,14 +50,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     if not 1 <= step <= experiment.train.steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train
-    dataset = prepare(
-        experiment.data,
-        block_size=config.block_size,
-        vocab_size=config.vocab_size,
-        encoder=config.n_encoder_layer > 0,
-        prefixed=record.prefixed,
-    )
-    refuse_other_data(directory, dataset)
+    dataset = reopen_dataset(directory, record, remedy="to replay a step, put that text back")
     trainer = make_trainer(experiment, recorded=experiment)
     strategy = trainer.strategy
 

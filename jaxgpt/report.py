@@ -13,13 +13,14 @@ import numpy as np
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.checks import check_count
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
-from jaxgpt.data.dataset import Dataset, Tokens, prepare
+from jaxgpt.data.dataset import Dataset, Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json, render_json
 from jaxgpt.flops import count_parameters
 from jaxgpt.metrics import read_metrics
 from jaxgpt.novelty import Corpus, Novelty, novelty
 from jaxgpt.record import CHANGEABLE, Record, changed_data, read_record
+from jaxgpt.resume import reopen_dataset
 from jaxgpt.run import Run, load
 from jaxgpt.verdict import Band, as_band, judge
 from jaxgpt.viz.report import report_page
@@ -123,18 +124,14 @@ def _number(value: Any) -> float:
 
 
 def _dataset(run: Run, record: Record) -> tuple[Dataset | None, str]:
-    config = run.model.config
     if record.imported is not None:
         return None, "The model was imported, without its text."
     if run.experiment.data.is_packed:
         return None, "It was trained on conversations or pairs, not on one text."
     try:
-        dataset = prepare(run.experiment.data, block_size=config.block_size, vocab_size=config.vocab_size)
+        return reopen_dataset(run.directory, record, run.experiment.data, remedy="put that text back"), ""
     except UserError as e:  # a run that was copied to another machine
         return None, f"Its training text could not be read: {e}"
-    if changed_data(record.data, dataset.fingerprint):
-        return None, "Its training text has changed since."
-    return dataset, ""
 
 
 def _through_time(run: Run, tokens: int) -> list[dict[str, Any]]:

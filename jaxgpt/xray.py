@@ -12,13 +12,14 @@ from jaxgpt.anatomy import anatomy, excited
 from jaxgpt.checks import check_count
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.data.corpus import user_files
-from jaxgpt.data.dataset import Tokens, encode_whole, prepare
+from jaxgpt.data.dataset import Tokens, encode_whole
 from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.flops import count_parameters
 from jaxgpt.model import GPT
-from jaxgpt.record import changed_data, read_record
+from jaxgpt.record import read_record
+from jaxgpt.resume import reopen_dataset
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.viz.xray import Corpus, Map, Subject, xray_page
@@ -158,11 +159,9 @@ def _windows(run: Trained, data: str | None, tokens: int) -> tuple[np.ndarray | 
         if record.imported is not None:
             return None, "The model was imported, without its corpus: name a text with --data FILE."
         try:
-            dataset = prepare(run.experiment.data, block_size=T, vocab_size=run.model.config.vocab_size)
+            dataset = reopen_dataset(run.directory, record, run.experiment.data, remedy="put that text back")
         except UserError as e:  # a run that was copied to another machine
             return None, f"Its training text could not be read ({e}): name a text with --data FILE."
-        if changed_data(record.data, dataset.fingerprint):
-            return None, "Its training text has changed since: name a text with --data FILE."
         held = dataset.train
         if not isinstance(held, Tokens):
             return None, "It was trained on conversations, or pairs: name a text with --data FILE."

@@ -21,7 +21,7 @@ ROWS = [
     ["evaluate"],
     ["run", "autopsy", "log"],
     ["init_from", "xray"],
-    ["progress"],
+    ["progress", "resume"],
     ["record", "interrupts", "experiment_file"],
     ["interop", "anatomy"],
     ["checkpoint", "sample"],

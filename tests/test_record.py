@@ -131,21 +131,20 @@ def test_every_field_decides_or_is_said_not_to():
     assert all(any(name.startswith(prefix) for name in {*names, "name"}) for prefix in CHANGEABLE)
 
 
-def test_its_own_tokenizer_stands_in_for_the_file(trained, moved):
+def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     """Where that is gone, and where the copy is named; another one is refused."""
-    run = moved(steps=[2, 4, 6])
-    given = read_record(run).given
-    own, path = run / "tokenizer.json", run.parent / "lost.json"
+    path = tmp_path / "lost.json"
+    run = moved(data={"tokenizer": str(path)})
+    given, own = read_record(run).given, run / "tokenizer.json"
 
     def named(tokenizer):
         return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)))
 
-    edit_record(run, lambda record: record["experiment"]["data"].update(tokenizer=str(path)))
     for tokenizer in (path, own, trained.experiment.data.tokenizer):  # gone, the copy, the file in another place
         assert fit(named(tokenizer), run, progress=False).step == trained.step
     assert evaluate_run(load(run))["loss"] == pytest.approx(trained.val_loss, rel=1e-6)
     with pytest.raises(UserError, match="no tokenizer at .*typo.json"):
-        fit(named(run.parent / "typo.json"), run, progress=False)
+        fit(named(tmp_path / "typo.json"), run, progress=False)
     with pytest.raises(UserError, match="another configuration: data.tokenizer .* -> byte"):
         fit(named("byte"), run, progress=False)
     path.write_text(CharTokenizer(TEXT + "ñ").to_json())
@@ -155,3 +154,23 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved):
     with pytest.raises(UserError, match="tokenizer.json is not the tokenizer that the run was trained with"):
         fit(named(own), run, progress=False)
     assert load_tokenizer(own).vocab_size == trained.tokenizer.vocab_size + 1
+
+
+def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp_path, monkeypatch):
+    """Without both, what is missing is told, and for which command."""
+    run = moved(data={"path": str(tmp_path / "gone.txt")})
+    given = read_record(run).given
+    assert evaluate_run(load(run)) == evaluate_run(trained)
+    assert fit(given, run, progress=False).step == trained.step
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
+    missing = (
+        "moved was trained on .*gone.txt, which is not there, and its tokens are not in the cache .*empty/tokens: "
+    )
+    with pytest.raises(UserError, match=missing + "to evaluate its validation split, put that text back"):
+        evaluate_run(load(run))
+    with pytest.raises(UserError, match=missing + "to train it on, name that text with --data.path"):
+        fit(given, run, progress=False)
+    with pytest.raises(UserError, match=missing + "to replay a step, put that text back"):
+        replay(run, 1)
+    text = dataclasses.replace(given.data, path=trained.experiment.data.path)
+    assert fit(dataclasses.replace(given, data=text), run, progress=False).step == trained.step

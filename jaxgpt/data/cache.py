@@ -21,6 +21,8 @@ from jaxgpt.files import read_json, sha256
 from jaxgpt.paths import cache_directory, make_cache
 
 SPLITS = ("train", "val")
+# arrays by name, tokenizer, fingerprint, what else was counted
+Cached = tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any], dict[str, int]]
 
 
 def cached_at(spec: dict[str, Any]) -> Path:
@@ -34,10 +36,8 @@ def changed(source: str) -> UserError:
     return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
-def read_tokens(
-    directory: Path, names: Sequence[str] = SPLITS
-) -> tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any], dict[str, int]] | None:
-    """(arrays by name, tokenizer, fingerprint, what else was counted) that `write_tokens` wrote, if their bytes are still those.
+def read_tokens(directory: Path, names: Sequence[str] = SPLITS) -> Cached | None:
+    """Return what `write_tokens` wrote, if its bytes are still those.
 
     What is damaged is said, and moved out of the way.
     """
@@ -66,6 +66,17 @@ def read_tokens(
             shutil.rmtree(aside, ignore_errors=True)
         return None
     return arrays, tokenizer, fingerprint, about
+
+
+def find_tokens(known: dict[str, Any], names: Sequence[str] = SPLITS) -> Cached | None:
+    """Return what the cache has with a known fingerprint, whatever text it was made of; None: nothing."""
+    for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
+        with contextlib.suppress(UserError, KeyError, TypeError, AttributeError):
+            fingerprint = read_json(meta, 2**20)["fingerprint"]
+            whole = all(f"{name}_sha256" in fingerprint for name in names)
+            if whole and all(known.get(name) == value for name, value in fingerprint.items()):
+                return read_tokens(meta.parent, names)
+    return None
 
 
 def _dtype(name: str, tokenizer: tok.Tokenizer) -> np.dtype:

@@ -7,18 +7,20 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import tokenizer as tok
-from jaxgpt.data.cache import cached_at, changed, read_tokens, write_tokens
+from jaxgpt.data.cache import Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
 from jaxgpt.data.documents import from_documents
 from jaxgpt.data.shards import bin_files, cut, open_shard, scan
 from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.data.workers import cores, encode_in_order
 from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
 
 FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
 TEXT_FORMAT = 2  # of what the cache holds of texts; raised when the same text gives other tokens
@@ -32,6 +34,7 @@ def prepare(
     vocab_size: int | None = None,
     encoder: bool = False,
     prefixed: bool = True,
+    known: dict[str, Any] | None = None,
 ) -> Dataset:
     """The dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
 
@@ -39,10 +42,16 @@ def prepare(
     validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
     "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
     prefixed: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `Record.prefixed`.
+    known: the fingerprint of what it gave before. Where no path is named, or nothing is there any more, the tokens in the
+    cache with that fingerprint are enough.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
+    if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
+        known = None
     if config.is_packed:
-        return from_documents(config, block_size, encoder, prefixed)
+        return from_documents(config, block_size, encoder, prefixed, known)
+    if known is not None and (cached := find_tokens(known)) is not None:
+        return _of_text(cached)
     shards = bin_files(config.path)
     if config.path and len(shards) and config.tokenizer != "ids":
         _refuse_both(Path(config.path), shards)
@@ -104,18 +113,22 @@ def _from_text(config: DataConfig) -> Dataset:
         if ready is None:
             train_text = (p for split, p in _split(again(), train_characters) if split == "train" and p)
             ready = tok.train_bpe(train_text, config.bpe_vocab_size)
-        counted = {"val_bytes": 0}
+        counted = {"val_bytes": 0, "val_characters": characters - train_characters}
         workers = cores() if characters >= FOR_ALL_CORES else 1
         write_tokens(directory, ready, _encoded(again(), train_characters, ready, counted, workers), about=counted)
         cached = read_tokens(directory)
         assert cached is not None
+    return _of_text(cached, characters - train_characters)
+
+
+def _of_text(cached: Cached, val_characters: int | None = None) -> Dataset:
     arrays, tokenizer, fingerprint, about = cached
     return Dataset(
         train=Tokens([arrays["train"]]),
         val=Tokens([arrays["val"]]),
         tokenizer=tokenizer,
-        val_characters=characters - train_characters,
-        val_bytes=about["val_bytes"],
+        val_characters=val_characters or about.get("val_characters"),
+        val_bytes=about.get("val_bytes"),
         fingerprint=fingerprint,
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxgpt.config import DataConfig
 from jaxgpt.data import template as chat_template
 from jaxgpt.data import tokenizer as tok
-from jaxgpt.data.cache import SPLITS, cached_at, changed, read_tokens, write_tokens
+from jaxgpt.data.cache import SPLITS, Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.chat import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files
 from jaxgpt.data.pairs import END, START, Pairs, encode_pairs, read_pairs
@@ -25,8 +25,41 @@ OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_ans
 FORMAT = 2  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
 
 
-def from_documents(config: DataConfig, block_size: int, encoder: bool, prefixed: bool) -> Dataset:
+def from_documents(
+    config: DataConfig, block_size: int, encoder: bool, prefixed: bool, known: dict[str, Any] | None = None
+) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
+    what = "conversation" if config.is_chat else "pair"
+    beside = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
+    cached = None if known is None else find_tokens(known, OF_DOCUMENTS)
+    arrays, tokenizer, fingerprint, _ = cached or _tokenised(config, beside, prefixed)
+    path = config.path or config.corpus
+    kind = Pairs if encoder else Conversations
+    train, val = (
+        kind(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
+        for split in SPLITS
+    )
+    for name, documents in (("training", train), ("validation", val)):
+        if not len(documents):
+            fits = "an answer that ends" if config.is_chat else "texts that end"
+            raise UserError(
+                f"no {what} of the {name} split of {path} has {fits} within block_size={block_size} "
+                f"tokens: raise --model.block-size, or give shorter {what}s"
+            )
+    if prefixed and tokenizer.prefix:
+        fingerprint = fingerprint | {"prefix": list(tokenizer.prefix)}  # by which it is told from earlier ones
+    dataset = Dataset(
+        train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
+    )
+    if not config.is_chat:
+        return dataset
+    template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
+    told = {"template_sha256": chat_template.fingerprint(template)}
+    return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
+
+
+def _tokenised(config: DataConfig, beside: Path | None, prefixed: bool) -> Cached:
+    """Return the tokens of the file, from the cache or made for it. beside: where the tokenizer's file lies."""
     path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
     what = "conversation" if config.is_chat else "pair"
     if not is_there(Path(path), f"Give the path of a {Path(path).suffix} file.") or Path(path).is_dir():
@@ -38,7 +71,6 @@ def from_documents(config: DataConfig, block_size: int, encoder: bool, prefixed:
         if named == "ids":
             raise UserError(f"tokenizer ids is for .bin token files; {what}s need char, byte, bpe or a tokenizer.json")
         ready = tok.ByteTokenizer() if named == "byte" else tok.load_tokenizer(named)
-    beside = Path(named).parent if named not in ("char", "byte", "bpe") else None
     spec: dict[str, Any] = {what: FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec |= {"tokenizer": named} if ready is None else {"tokenizer": tok.fingerprint(ready)}
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if named == "bpe" else {}
@@ -73,29 +105,7 @@ def from_documents(config: DataConfig, block_size: int, encoder: bool, prefixed:
         write_tokens(directory, ready, pieces, OF_DOCUMENTS)
         cached = read_tokens(directory, OF_DOCUMENTS)
         assert cached is not None
-    arrays, tokenizer, fingerprint, _ = cached
-    kind = Pairs if encoder else Conversations
-    train, val = (
-        kind(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
-        for split in SPLITS
-    )
-    for name, documents in (("training", train), ("validation", val)):
-        if not len(documents):
-            fits = "an answer that ends" if config.is_chat else "texts that end"
-            raise UserError(
-                f"no {what} of the {name} split of {path} has {fits} within block_size={block_size} "
-                f"tokens: raise --model.block-size, or give shorter {what}s"
-            )
-    if prefixed and tokenizer.prefix:
-        fingerprint = fingerprint | {"prefix": list(tokenizer.prefix)}  # by which it is told from earlier ones
-    dataset = Dataset(
-        train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
-    )
-    if not config.is_chat:
-        return dataset
-    template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
-    told = {"template_sha256": chat_template.fingerprint(template)}
-    return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
+    return cached
 
 
 def _unless_changed(

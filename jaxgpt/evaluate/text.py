@@ -16,12 +16,13 @@ from jaxgpt.checks import check_count, check_whole
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat import Conversations, encode_all
 from jaxgpt.data.corpus import user_files
-from jaxgpt.data.dataset import Tokens, encode_whole, prepare
+from jaxgpt.data.dataset import Tokens, encode_whole
 from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.pipeline import Batch, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate.pairs import exact_matches
-from jaxgpt.record import changed_data, read_record
+from jaxgpt.record import read_record
+from jaxgpt.resume import reopen_dataset
 from jaxgpt.run import Run
 from jaxgpt.train import eval_step
 
@@ -75,17 +76,8 @@ def evaluate_run(
     if path is None:
         if record.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
-        dataset = prepare(
-            data,
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-            encoder=config.n_encoder_layer > 0,
-            prefixed=record.prefixed,
-        )
-        if changed := changed_data(record.data, dataset.fingerprint):
-            raise UserError(
-                f"the text of {run.directory} has changed since it was trained ({', '.join(changed[:8])}): name one with --data FILE"
-            )
+        remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
+        dataset = reopen_dataset(run.directory, record, data, remedy=remedy)
         held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
     elif DataConfig(path=path).is_packed:
         chat = DataConfig(path=path).is_chat
@@ -160,6 +152,6 @@ def text_table(found: dict[str, Any]) -> str:
             f"\nlonger than the context: {found['left_out']:,} conversations, which are left out, and "
             f"{found['shortened']:,}, which end after the last answer that fits"
         )
-    if found["bits_per_byte"] is None:
-        return text
-    return f"{text}\n{found['bits_per_byte']:.4f} bits per byte, {found['bits_per_character']:.4f} bits per character"
+    units = {"byte": found["bits_per_byte"], "character": found["bits_per_character"]}
+    bits = ", ".join(f"{value:.4f} bits per {unit}" for unit, value in units.items() if value is not None)
+    return f"{text}\n{bits}" if bits else text

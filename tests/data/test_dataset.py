@@ -1,5 +1,7 @@
 import dataclasses
 import itertools
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from jaxgpt.data.dataset import Tokens, encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
+from tests.helpers import chat_file
 
 
 def ids(tokens):
@@ -304,3 +307,35 @@ def test_token_files_need_their_tokenizer(tmp_path):
         prepare(DataConfig(path=str(tmp_path)), block_size=8)
     with pytest.raises(UserError, match="needs --model.vocab-size"):
         prepare(DataConfig(path=str(tmp_path), tokenizer="ids"), block_size=8)
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
+def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, tmp_path):
+    if kind == "text":
+        path = shutil.copy(text_file, tmp_path / "text.txt")
+    elif kind == "conversations":
+        path = chat_file(tmp_path)
+    else:
+        path = tmp_path / "pairs.tsv"
+        path.write_text("".join(f"{n}\t{n} {n}\n" for n in range(40)))
+    config = DataConfig(path=str(path))
+    before = prepare(config, block_size=64)
+    Path(path).unlink()
+    after = prepare(config, block_size=64, known=before.fingerprint)
+    assert after.fingerprint == before.fingerprint and after.val_bytes == before.val_bytes
+    assert (after.val_characters, after.tokenizer_config) == (before.val_characters, before.tokenizer_config)
+    known = before.fingerprint | {"train_sha256": "0" * 64}
+    with pytest.raises(UserError, match="no file"):
+        prepare(config, block_size=64, known=known)
+    Path(path).write_text("another text\n" * 50)
+    if kind == "text":  # what is there is what was meant
+        assert prepare(config, block_size=64, known=before.fingerprint).fingerprint != before.fingerprint
+
+
+def test_a_corpus_that_is_another_one_by_now_is_found_as_it_was(monkeypatch):
+    """Python's own reference changes with its version."""
+    monkeypatch.setattr(corpus, "_python_docs", lambda: "An old version. " * 99)
+    before = prepare(DataConfig(), block_size=8).fingerprint
+    monkeypatch.setattr(corpus, "_python_docs", lambda: "A new version. " * 99)
+    assert prepare(DataConfig(), block_size=8, known=before).fingerprint == before
+    assert prepare(DataConfig(), block_size=8).fingerprint != before

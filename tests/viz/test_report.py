@@ -131,7 +131,8 @@ def test_over_fitting_is_said(run, tmp_path):
     assert summary["verdict"] == "over-fitting since step 20"
 
 
-def test_without_its_text_it_says_why(run, tmp_path):
+def test_without_its_text_it_says_why(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
     gone = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     moved = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=gone))
     summary, page = report(moved, samples=1, tokens=8)

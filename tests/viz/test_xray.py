@@ -375,10 +375,12 @@ def test_a_packed_run_is_seen_as_it_reads(run):
         run.xray("la", corpus_tokens=-1)
 
 
-def test_without_a_corpus_it_says_why(run, tmp_path):
+def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
     assert "not asked for" in data_of(run.xray("la", corpus_tokens=0))["why_no_corpus"]
     moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
+    assert data_of(gone.xray("la"))["corpus"] is not None  # its tokens are in the cache
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
     found = data_of(gone.xray("la"))
     assert found["corpus"] is None and "gone.txt" in found["why_no_corpus"] and "--data" in found["why_no_corpus"]
     other = tmp_path / "other.txt"
