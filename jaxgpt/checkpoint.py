@@ -23,7 +23,7 @@ import jax
 
 from jaxgpt import manifest
 from jaxgpt.errors import SaveFailed, UserError, reason_of
-from jaxgpt.manifest import Damaged
+from jaxgpt.manifest import Damaged, Removed
 from jaxgpt.parallel import multihost
 from jaxgpt.paths import delete
 from jaxgpt.tell import shell_line
@@ -302,7 +302,12 @@ class Checkpoints:
         abstract = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
         with ocp.Checkpointer(_handler(abstract)) as reader:
-            return reader.restore(directory / "state", args=args)
+            try:
+                return reader.restore(directory / "state", args=args)
+            except Exception:
+                if directory.exists():
+                    raise
+                raise Removed(f"{directory} was removed while it was read, by its training: try again") from None
 
 
 def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:

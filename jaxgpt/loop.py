@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxgpt.autopsy import why_skipped, write_autopsy
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
-from jaxgpt.data.dataset import Dataset, prepare
+from jaxgpt.data.dataset import Dataset, prepare, resolve_vocab
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import mean_loss
@@ -30,7 +30,7 @@ from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.paths import RUNS, is_run
 from jaxgpt.record import claim, existing_run, read_record, refuse_other_configuration, write_record
 from jaxgpt.resume import reopen_dataset
-from jaxgpt.run import Run, load, resolve_vocab
+from jaxgpt.run import Run, load
 from jaxgpt.tell import shell_line
 from jaxgpt.train import NOT_FINITE, run_keys
 from jaxgpt.viz.curves import plot_losses

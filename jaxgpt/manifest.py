@@ -25,6 +25,10 @@ class Damaged(UserError):
     """A checkpoint is not what was saved: which file, and how, in one line."""
 
 
+class Removed(UserError):
+    """A checkpoint was good and is no longer there: its run is being trained, and keeps newer ones."""
+
+
 def write(directory: Path, about: dict[str, Any]) -> None:
     """Seal a directory, which has another name until then: `about`, and what each file in it is now."""
     paths = _files(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,8 +15,7 @@ import numpy as np
 
 from jaxgpt.checkpoint import open_checkpoints
 from jaxgpt.checks import check_count, short, to_python
-from jaxgpt.config import Experiment, GPTConfig, Precision
-from jaxgpt.data.dataset import prepare
+from jaxgpt.config import Experiment, Precision
 from jaxgpt.data.pairs import END, pair_prompt
 from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
 from jaxgpt.data.template import fingerprint as template_fingerprint
@@ -23,6 +23,7 @@ from jaxgpt.data.tokenizer import Tokenizer, fingerprint, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.init_from import restored_params
 from jaxgpt.interop.source import end_tokens
+from jaxgpt.manifest import Removed
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
@@ -275,11 +276,17 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
 
     which: "best", the checkpoint with the lowest validation loss, "last", or the step of one that is kept.
     average: instead of one, the mean of the parameters of so many checkpoints, the last ones, which is less noisy where
-        the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many. Each
-        counts, also one that was saved between two multiples of `train.checkpoint_every` because its validation was
-        the best so far: for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
+        the learning rate has not come down (Vaswani et al. 2017 take 5). `train.keep_last` has to keep as many. The
+        best so far count too: for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
     Raises `UserError` if there is no run or no checkpoint.
     """
+    for _ in range(4):
+        with contextlib.suppress(Removed):  # the next one may last until it is read
+            return _load(run, which, average)
+    return _load(run, which, average)
+
+
+def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
     which = to_python(which)
     if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
         raise UserError(f"which={short(which)}: needs best, last or a step")
@@ -301,7 +308,8 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
                 )
         else:
             step = checkpoints.good(which if average is None else "last")
-        assert step is not None
+        if step is None:
+            raise Removed(f"the checkpoints of {directory} were removed while they were read")
         like = placed(model.shapes(), whole_everywhere())
         params, earlier = restored_params(record, checkpoints, step, like), step
         for number in range(1, average or 1):
@@ -326,25 +334,3 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
         step=step,
         val_loss=val_loss,
     )
-
-
-def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """The model with its vocabulary known: the tokenizer's, unless a larger (padded) one was asked for."""
-    if model.vocab_size is None:
-        return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    if model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}: "
-            f"take {tokenizer.vocab_size} or more, or leave it out"
-        )
-    return model
-
-
-def vocabulary(experiment: Experiment) -> int:
-    """The size of the vocabulary with which an experiment would train; reads its text only if it must."""
-    model = experiment.model
-    if model.vocab_size is not None:
-        return model.vocab_size
-    vocab_size = resolve_vocab(model, prepare(experiment.data, block_size=model.block_size).tokenizer).vocab_size
-    assert vocab_size is not None
-    return vocab_size

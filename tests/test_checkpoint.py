@@ -265,6 +265,25 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run)
     assert load(run, which="last").step == 4
 
 
+@pytest.mark.parametrize("average", [None, 1])
+def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch, average):
+    """Training removes an old checkpoint at any moment, also between its check and its reading."""
+    good, removed = Checkpoints.good, []
+
+    def then_removed(self, *arguments, **options):
+        step = good(self, *arguments, **options)
+        if not removed:
+            Checkpoints(run / "checkpoints")._remove(run / "checkpoints" / str(step))
+            removed.append(step)
+        return step
+
+    monkeypatch.setattr(Checkpoints, "good", then_removed)
+    assert load(run, which="last", average=average).step == 2 and removed == [4]
+    removed.clear()
+    with pytest.raises(UserError, match="has no checkpoint"):
+        load(run)
+
+
 def test_a_run_without_a_good_checkpoint_does_not_start_over(experiment, run):
     for path in (run / "checkpoints").glob("*/manifest.json"):
         path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import DataConfig
+from jaxgpt.config import DataConfig, Experiment, GPTConfig
 from jaxgpt.data import tokenizer as tok
 from jaxgpt.data.cache import Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
@@ -264,3 +265,25 @@ def _from_bins(config: DataConfig, files: list[Path], vocab_size: int | None) ->
         },
         said=said,
     )
+
+
+def resolve_vocab(model: GPTConfig, tokenizer: tok.Tokenizer) -> GPTConfig:
+    """The model with its vocabulary known: the tokenizer's, unless a larger (padded) one was asked for."""
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    if model.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size}: "
+            f"take {tokenizer.vocab_size} or more, or leave it out"
+        )
+    return model
+
+
+def vocabulary(experiment: Experiment) -> int:
+    """The size of the vocabulary with which an experiment would train; reads its text only if it must."""
+    model = experiment.model
+    if model.vocab_size is not None:
+        return model.vocab_size
+    vocab_size = resolve_vocab(model, prepare(experiment.data, block_size=model.block_size).tokenizer).vocab_size
+    assert vocab_size is not None
+    return vocab_size

@@ -120,9 +120,9 @@ def plan(argv: list[str]) -> None:
     if options.topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     start_jax()
+    from jaxgpt.data.dataset import vocabulary
     from jaxgpt.init_from import begun
     from jaxgpt.plan import plan, table
-    from jaxgpt.run import vocabulary
 
     experiment, _ = begun(options.experiment)
     found = plan(experiment, vocabulary(experiment), topology=options.topology, say=say)
