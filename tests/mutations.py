@@ -761,6 +761,35 @@ MUTATIONS = (
         "pass",
         "test_log.py::test_a_clock_goes_on_from_the_sittings_before_and_leaves_out_pauses",
     ),
+    # Memory and settings
+    Mutation(
+        "state-divided-by-the-devices",
+        "parallel/device.py",
+        "bytes_held(state) + activations",
+        "bytes_held(state) // len(devices) + activations",
+        "test_device.py::test_a_state_is_counted_as_it_is_placed",
+    ),
+    Mutation(
+        "result-of-xla-attention-not-kept",
+        "layers/attention.py",
+        'out_BTNH if kernel == "cudnn" else checkpoint_name(out_BTNH, KEPT)',
+        "out_BTNH",
+        "test_model.py::test_remat_of_all_but_dots_keeps_what_attention_made",
+    ),
+    Mutation(
+        "result-of-cudnn-attention-not-kept",
+        "model.py",
+        "primitive.name.startswith(CUDNN_FORWARD)",
+        "False",
+        "test_model.py::test_remat_of_all_but_dots_keeps_what_cudnn_made",
+    ),
+    Mutation(
+        "numbers-that-float32-cannot-hold",
+        "checks.py",
+        "not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT",
+        "False",
+        "test_config.py::test_every_number_and_products_of_two_are_float32s",
+    ),
     # Several devices; each runs the strategies of eight, a minute or two
     Mutation(
         "pmap-mean-of-means",
