@@ -68,15 +68,46 @@ def real_text():
     return Path(directory)
 
 
-# Minutes each. Two processes share the files in this order, so that neither is left alone with one of these at the end.
+# What takes longest comes first, so that no process is left alone with one of these at the end.
 LONGEST = (
     "parallel/test_strategies.py",
-    "test_readme.py",
-    "parallel/test_multihost.py",
+    "test_encoder.py",
+    "test_loop.py",
     "test_model.py",
     "test_init_from.py",
+    "parallel/test_multihost.py",
+    "test_bad_input.py",
+    "test_slices.py",
+    "test_lessons.py",
+    "test_readme.py",
 )
+# The laws of the core, within a minute.
+QUICK = (
+    "layers/",
+    "sample/test_filters.py",
+    "data/test_packing.py",
+    "data/test_pipeline.py",
+    "test_config.py",
+    "test_loss.py",
+    "test_model.py",
+    "test_optim.py",
+    "test_segments.py",
+    "test_train.py",
+)
+MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(tests).as_posix().startswith(QUICK) and not item.get_closest_marker("slow"):
+            item.add_marker("quick")
     items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
+
+
+def pytest_xdist_auto_num_workers():
+    """A process for each core, as far as the memory goes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cores, memory // MEMORY))

@@ -96,7 +96,14 @@ def name_of(row):
     return " ".join([*(f"{k}={v}" for k, v in env.items()), *(ascii(w)[1:-1][:40] for w in words)])[:120]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=f"{n}-{name_of(row)}") for n, row in enumerate(ROWS)])
+# A third of the rows, from every part of the table; the others by `-m slow`.
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{n}-{name_of(row)}", marks=pytest.mark.slow if n % 3 else ())
+        for n, row in enumerate(ROWS)
+    ],
+)
 def test_bad_input(zygote, place, untouched, row):
     argv, env, said = row
     assert_refused(zygote.run(argv, place, **env), said)

@@ -121,8 +121,13 @@ def counts(cpu, tmp_path_factory):
     return of
 
 
+every_kind_of_device = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "tpu" else ()) for n in SEEN]
+)
+
+
 @pytest.mark.parametrize("kind", [k for k in SEEN["cpu"] if k != "donated"])
-@pytest.mark.parametrize("name", SEEN)
+@every_kind_of_device
 def test_a_step_costs_no_more(counts, name, kind):
     got, seen = counts(name)[kind], SEEN[name][kind]
     headroom = HEADROOM_OF.get(kind, HEADROOM)
@@ -132,7 +137,7 @@ def test_a_step_costs_no_more(counts, name, kind):
     )
 
 
-@pytest.mark.parametrize("name", SEEN)
+@every_kind_of_device
 def test_the_whole_state_is_donated(counts, cpu, name):
     trainer = cpu if name == "cpu" else None
     leaves = len(jax.tree.leaves(trainer.strategy.state)) if trainer else SEEN[name]["donated"]

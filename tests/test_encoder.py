@@ -413,6 +413,7 @@ def test_a_run_reads_and_writes(trained):
         run.sample("abcdabcda")
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_too_long_to_read_is_no_failure(trained, tmp_path):
     """After training, and in a report."""
     experiment, run = trained
@@ -426,6 +427,7 @@ def test_a_sample_that_is_too_long_to_read_is_no_failure(trained, tmp_path):
     assert "pairs" in summary["why_no_memorisation"] and "empty" in summary["samples"][0]["text"]
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(trained, tmp_path):
     experiment, whole = trained
     half = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, checkpoint_every=4))

@@ -225,6 +225,7 @@ def test_a_studys_variants_can_be_compared(path):
         assert sizes == {449_472}
 
 
+@pytest.mark.slow
 def test_running_the_file_is_training_it(text_file, tmp_path):
     options = """
         --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1

@@ -109,7 +109,7 @@ def first_state(experiment, directory):
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all", "adapters"])
 @pytest.mark.parametrize("scan", [False, True], ids=["apart", "scan"])
-@pytest.mark.parametrize("kind", ["run", "scanned run", "directory"])
+@pytest.mark.parametrize("kind", ["run", "directory", pytest.param("scanned run", marks=pytest.mark.slow)])
 def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp_path, kind, scan, lora):
     """Bit for bit, whatever the layout of either; adapters change nothing at the start."""
     place = {"run": source.directory, "scanned run": scanned, "directory": exported}[kind]
@@ -190,7 +190,11 @@ def test_what_is_exported_and_loaded_is_merged(tuned, tmp_path):
     assert str(tuned.experiment.train.init_from) in card and "adapters of rank 2" in card
 
 
-@pytest.mark.parametrize("kept", [None, "2"], ids=["all, from the start", "adapters, from step 2"])
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(None, marks=pytest.mark.slow), "2"],
+    ids=["all, from the start", "adapters, from step 2"],
+)
 def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_file, tmp_path, kept):
     """And its weights may lie in another place by then. A step is replayed to the same bits."""
     whole = retrained if kept is None else tuned
@@ -217,6 +221,7 @@ def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
     assert_same(params_here(trainer, state), trainer.whole(state))
 
 
+@pytest.mark.slow
 def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):
     experiment = tuning(text_file, tuned.directory, lora=LoraConfig(rank=1, targets=("v",)), steps=2)
     run = fit(experiment, tmp_path / "run", progress=False)
@@ -224,6 +229,7 @@ def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):
     assert moved == {f"h_{i}/attn/v/kernel" for i in range(2)}
 
 
+@pytest.mark.slow
 def test_conversations_keep_the_template_of_the_model(exported, tmp_path):
     """A run of chats from a model with a template of its own is written in it, and exported with it."""
     model = tmp_path / "model"

@@ -51,6 +51,7 @@ def run(experiment, tmp_path_factory):
     return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_last_checkpoints(run):
     """The run keeps its last two, at steps 4 and 6, and the best."""
     steps = Checkpoints(run.directory / "checkpoints").steps()
@@ -259,6 +260,7 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
     assert Checkpoints(tmp_path / "r/checkpoints").steps() == [2, 6]  # the best, and the last
 
 
+@pytest.mark.slow
 def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
     """And replay, evaluate, and are asked as they were learnt."""
     e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)

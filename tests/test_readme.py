@@ -44,6 +44,7 @@ def place(tmp_path_factory, text_file):
     return directory
 
 
+@pytest.mark.slow
 def test_every_command_in_order(place):
     """In forks of one process that has imported everything; programs of their own in processes of their own."""
     ran, zygote = 0, Zygote()
@@ -70,6 +71,7 @@ def test_every_command_in_order(place):
     assert ran >= 5
 
 
+@pytest.mark.slow
 def test_the_python_runs(place):
     for code in blocks("python"):
         done = run_command("-c", code, cwd=place)

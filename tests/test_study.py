@@ -88,6 +88,7 @@ def studied(variants, tmp_path_factory):
     return directory, study(variants, directory, seeds=2, say=told.append), told
 
 
+@pytest.mark.slow
 def test_a_study_is_its_runs(variants, studied, tmp_path):
     directory, found, told = studied
     by_hand = dataclasses.replace(
@@ -116,6 +117,7 @@ def test_seconds_are_those_of_the_steps(variants, tmp_path):
     assert found == Curve(tokens=[96, 128], seconds=[2 + 2, 2 + 4], losses=[2.0, 1.0])
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
     directory, found, _ = studied
     monkeypatch.setattr("jaxgpt.study.fit", lambda *args, **how: pytest.fail("it was all done"))
@@ -149,6 +151,7 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, mon
     assert study(variants, tmp_path, seeds=1) == found
 
 
+@pytest.mark.slow
 def test_another_configuration_in_the_same_place_is_refused(variants, studied):
     changed = {
         name: dataclasses.replace(e, train=dataclasses.replace(e.train, steps=6)) for name, e in variants.items()
@@ -191,6 +194,7 @@ def from_weights(variants, studied):
     return dataclasses.replace(first, train=train, model=dataclasses.replace(first.model, block_size=32))
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_by_the_context_that_a_run_has(variants, studied, from_weights):
     """Of one that begins with weights, it is theirs at most."""
     given = {"as it is": variants["as it is"], "from weights": from_weights}
@@ -202,6 +206,7 @@ def test_tokens_are_counted_by_the_context_that_a_run_has(variants, studied, fro
     assert study(given, studied[0], seeds=1, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
 
 
+@pytest.mark.slow
 def test_weights_bring_their_tokenizer_to_a_comparison(variants, from_weights, tmp_path):
     """Whatever is named beside them: losses per token of another one are not compared with theirs."""
     byte = dataclasses.replace(variants["as it is"].data, tokenizer="byte")
@@ -247,6 +252,7 @@ variants = {name: make(name) for name in ("relu", "gelu")}
 """
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, text_file):
     (tmp_path / "t.txt").write_text(text_file.read_text())
     (tmp_path / "s.py").write_text(STUDY)

@@ -79,7 +79,7 @@ def exported(trained):
     return trained("bpe")
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("tokenizer", [pytest.param("byte", marks=pytest.mark.slow), "bpe"])
 def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     run, out = trained(tokenizer)
     import_hf(str(out), tmp_path / "back")
@@ -91,6 +91,7 @@ def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     assert back.sample(prompt, **how) == run.sample(prompt, **how)
 
 
+@pytest.mark.slow
 @live
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
 def test_transformers_opens_what_is_exported(trained, kind):

@@ -81,7 +81,15 @@ def test_logits_and_greedy_text_are_transformers(golden, imported, name):
     np.testing.assert_array_equal(found[len(PROMPT) - 1 : -1].argmax(-1), tokens[len(PROMPT) :])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3", "mistral", "qwen2", "gemma3", "neox", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "llama-3",
+        "gemma3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "qwen2", "neox", "olmo2")),
+    ],
+)
 def test_generate_writes_the_same(golden, imported, name):
     _, config, _, params = imported(name)
     out = jaxgpt.generate(

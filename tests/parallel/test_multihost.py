@@ -105,6 +105,7 @@ def alone(tmp_path_factory, text_file):
     return directory / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -148,7 +149,7 @@ def named(process, processes):
 CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_that_is_killed_is_named(start, tmp_path, lost):
     """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
     processes = start(2, 1, *FOREVER)
@@ -190,6 +191,7 @@ def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     assert "hanging_beat" in said[lost]  # its stack
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
     planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
     processes = start(2, 1, *FOREVER, planted=planted)
@@ -206,6 +208,7 @@ def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
 
 
+@pytest.mark.slow
 def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
     """The one that has it shows where; the other says who it was, and does not wait for it."""
     planted = HANGS.format(process=1, what='raise ValueError("planted")')
@@ -245,6 +248,7 @@ def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
     processes = start(2, 1, *FOREVER)
