@@ -65,8 +65,8 @@ def tiny(**kwargs) -> GPTConfig:
 def test_logits_are_float32_of_the_right_shape(kind):
     config = tiny(**kind)
     model, params = make_model(config, dtype=jnp.bfloat16)
-    logits_BTV = apply(model, params, tokens_BT(config, batch=3))
-    chex.assert_shape(logits_BTV, (3, config.block_size, config.vocab_size))
+    logits_BTV = jax.eval_shape(model.apply, {"params": params}, tokens_BT(config, batch=3))
+    assert logits_BTV.shape == (3, config.block_size, config.vocab_size)
     assert logits_BTV.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
