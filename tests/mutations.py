@@ -368,7 +368,7 @@ MUTATIONS = (
         "sample/texts.py",
         "columns_T[None] - t.start_B[:, None]",
         "columns_T[None] - t.start_B[:, None].min()",
-        "sample/test_cached.py::test_cached_equals_uncached",
+        "sample/test_cached.py::test_cached_equals_uncached[learned-pre-layernorm]",
     ),
     # The cache
     Mutation(
@@ -383,21 +383,21 @@ MUTATIONS = (
         "layers/cache.py",
         "(self.behind_BTS < window)",
         "(self.behind_BTS <= window)",
-        "sample/test_cached.py::test_cached_equals_uncached",
+        "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
     Mutation(
         "cached-scores-uncapped",
         "layers/attention.py",
         "    scores = _capped(scores, softcap)\n",
         "",
-        "sample/test_cached.py::test_cached_equals_uncached",
+        "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
     Mutation(
         "cached-scale-forgotten",
         "layers/attention.py",
         "scale = H**-0.5 if scale is None else scale\n    scores",
         "scale = H**-0.5\n    scores",
-        "sample/test_cached.py::test_cached_equals_uncached",
+        "sample/test_cached.py::test_cached_equals_uncached[rope-output-4-True-heads-3.0]",
     ),
     Mutation(
         "cached-heads-in-another-order",
@@ -418,7 +418,7 @@ MUTATIONS = (
         "layers/attention.py",
         "memory_segments_BS > 0",
         "memory_segments_BS >= 0",
-        "test_encoder.py::test_greedy_writes_the_likeliest",
+        "test_encoder.py::test_greedy_writes_the_likeliest[2017]",
     ),
     Mutation(
         "ring-one-slot-too-short",
@@ -796,14 +796,14 @@ MUTATIONS = (
         "parallel/pmap.py",
         "jax.lax.pmean(sums, AXIS)",
         "jax.lax.pmean(jax.tree.map(lambda x: x / sums[1], sums), AXIS)",
-        "parallel/test_strategies.py::test_twenty_steps_are_the_same_everywhere[pmap-adamw]",
+        "parallel/test_strategies.py::test_twenty_steps_are_the_same[pmap, adamw]",
     ),
     Mutation(
         "pmap-validation-averaged",
         "parallel/pmap.py",
         "jax.lax.psum(eval_step(params, batch), AXIS)",
         "jax.lax.pmean(eval_step(params, batch), AXIS)",
-        "parallel/test_strategies.py::test_twenty_steps_are_the_same_everywhere[pmap-adamw]",
+        "parallel/test_strategies.py::test_twenty_steps_are_the_same[pmap, adamw]",
     ),
     Mutation(
         "pmap-devices-drop-alike",
@@ -854,7 +854,7 @@ def run(tests: Iterable[str], broken: Mutation | None = None) -> tuple[int, floa
             path.write_text(path.read_text().replace(broken.old, broken.new))
         began = time.monotonic()
         pytest = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+            [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "-p", "no:cacheprovider"]
             + [f"tests/{test}" for test in tests],
             cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
