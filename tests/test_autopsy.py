@@ -246,6 +246,8 @@ def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(whole):
     assert {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")} == before
     with pytest.raises(UserError, match=r"--step 31: needs one of the steps of .*, 1 to 30"):
         replay(run.directory, 31)
+    with pytest.raises(UserError, match="step=1.5: needs a whole number"):
+        replay(run.directory, 1.5)
 
 
 def test_spikes_need_more_than_the_median():

@@ -87,6 +87,16 @@ def test_a_stride_that_would_leave_tokens_out_is_refused(run, stride):
         evaluate_run(run, stride=stride)
 
 
+def test_counts_that_no_evaluation_takes(run):
+    for how, said in (
+        ({"stride": 2.5}, "stride=2.5: needs a whole number"),
+        ({"batch_size": 0}, "batch_size=0: needs at least 1"),
+        ({"batch_size": True}, "batch_size=True: needs a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            evaluate_run(run, **how)
+
+
 @pytest.mark.parametrize("prefix", [(3,), (7, 3)])
 def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run, prefix, tmp_path):
     """Then its first token is foreseen as well, and the prefix itself is not; each text alone tells what is due."""

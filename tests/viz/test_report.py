@@ -38,6 +38,12 @@ def found(run):
     return report(run, samples=2, tokens=30)
 
 
+def test_counts_that_no_report_takes(run):
+    for how, said in (({"samples": 0}, "samples=0: needs at least 1"), ({"tokens": 2.5}, "tokens=2.5: needs a whole")):
+        with pytest.raises(UserError, match=said):
+            report(run, **how)
+
+
 def test_the_summary_is_what_was_logged(run, found):
     summary, _ = found
     lines = read_metrics(run.directory / "metrics.jsonl")
