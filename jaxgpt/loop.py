@@ -15,7 +15,7 @@ from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import Dataset, prepare, resolve_vocab
 from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.errors import UserError
+from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.evaluate import mean_loss
 from jaxgpt.init_from import Weights, begun, origin_of, state_at
 from jaxgpt.interop.source import keep_companions
@@ -314,6 +314,8 @@ def _train(
                     watchdog.beat(step, slow=True)
                     if strategy.checksums and checked < step:
                         compare(step, strategy.checksums(state))
+                    if leader and not is_run(directory):
+                        raise SaveFailed(f"{directory} was deleted or moved, so step {step} is not saved")
                     with log.clock.paused():
                         checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
                     best = val_loss if is_best else best

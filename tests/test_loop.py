@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ import jaxgpt
 from jaxgpt import loop
 from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import differences
-from jaxgpt.errors import UserError
+from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.evaluate import evaluate_run
 from jaxgpt.log import Log
 from jaxgpt.loop import Diverged, Interrupted, fit
@@ -296,6 +297,21 @@ def _raise_at(write, step):
         write(self, **values)
 
     return guarded
+
+
+def test_a_run_whose_directory_is_deleted_ends(experiment, tmp_path, monkeypatch):
+    """Else it would go on for days, and leave checkpoints that nothing can read without experiment.json."""
+    write = MetricsFile.write
+
+    def then_deleted(self, **values):
+        write(self, **values)
+        if values["step"] == 1:
+            shutil.rmtree(tmp_path / "r")
+
+    monkeypatch.setattr(MetricsFile, "write", then_deleted)
+    with pytest.raises(SaveFailed, match="r was deleted or moved, so step 2 is not saved"):
+        fit(experiment, tmp_path / "r", progress=False)
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
