@@ -109,14 +109,15 @@ def _digest(parts: Iterable[str]) -> str:
 def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, Callable[[], Weights] | None]:
     """(the experiment with the architecture and tokenizer of the weights that it starts from; how to open these).
 
-    The context is at most as long as theirs. run: where it goes on, which knows them, and has its own tokenizer; None: it
-    is new. Without `train.init_from`: (the same experiment but for that, None).
+    The context is at most as long as theirs. run: where it goes on, which knows them, its tokenizer and its warm-up;
+    None: it is new. Without `train.init_from`: (the same experiment but for that, None).
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
     if run is not None:
         record = read_record(run)
         data = dataclasses.replace(experiment.data, tokenizer=record.experiment.data.tokenizer)
-        experiment = dataclasses.replace(experiment, data=data)
+        optim = dataclasses.replace(experiment.optim, warmup_steps=record.given.optim.warmup_steps)
+        experiment = dataclasses.replace(experiment, data=data, optim=optim)
         if name is None:
             return experiment, None
         model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware

@@ -18,11 +18,11 @@ MATRICES = (
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Learning rate over its peak at each step: linear warm-up, then as `config.schedule` says.
 
-    Step 0 already moves: the warm-up starts at 1 / (warmup_steps + 1). The minimum is reached at `steps`, by cosine and
+    Step 0 already moves: the warm-up starts at 1 / (its steps + 1). The minimum is reached at `steps`, by cosine and
     wsd; inverse_sqrt falls as the square root of the step, without end (Vaswani et al. 2017, equation 3, whose peak
     is 1 / sqrt(n_embd warmup_steps)).
     """
-    warmup, low = config.warmup_steps, config.min_lr_ratio
+    warmup, low = config.warmup(steps), config.min_lr_ratio
     rest = max(1, steps - warmup)
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(1.0, rest, alpha=low)

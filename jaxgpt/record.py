@@ -235,6 +235,9 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
     if experiment.data.tokenizer_file is not None:
         _refuse_other_tokenizer(directory, record, experiment.data.tokenizer_file)
         changed.pop("data.tokenizer", None)
+    optim, steps = record.given.optim, record.given.train.steps
+    if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # not named, or the same in figures
+        changed.pop("optim.warmup_steps", None)
     if None not in changed.get("train.init_from", (None,)):
         del changed["train.init_from"]  # the same weights in another place, which their SHA-256 tells
     if changed:

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import OptimConfig
+from jaxgpt.config import Experiment, OptimConfig, TrainConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer, muon_labels
 from tests.helpers import TINY, make_model, stack_layers
@@ -26,6 +26,14 @@ def test_cosine():
     assert r[10] == pytest.approx(2.0)
     assert r[55] == pytest.approx(1.1)  # half way between 2.0 and 0.2
     assert r[100] == pytest.approx(0.2)
+
+
+def test_the_default_warm_up_is_a_tenth_of_a_short_run():
+    for steps, expected in ((1, 0), (50, 5), (999, 99), (1000, 100), (600_000, 100)):
+        assert OptimConfig().warmup(steps) == expected
+        assert Experiment(name="x", train=TrainConfig(steps=steps)).optim.warmup_steps is None
+    found, given = (learning_rate(OptimConfig(warmup_steps=n), 50) for n in (None, 5))
+    assert [float(found(step)) for step in range(50)] == [float(given(step)) for step in range(50)]
 
 
 def test_warmup_stable_decay():

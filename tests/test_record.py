@@ -109,6 +109,9 @@ def test_what_is_asked_for_now_is_taken_or_refused(moved):
         again(parallel={"strategy": "mesh", "fsdp": 2})
     with pytest.raises(UserError, match="another configuration: train.eval_tokens None -> 8"):
         again(train={"eval_tokens": 8})
+    with pytest.raises(UserError, match="another configuration: optim.warmup_steps 2 -> 3"):
+        again(optim={"warmup_steps": 3})
+    again(optim={"warmup_steps": None})  # not named: as it was begun
     again(train={"attention": "xla", "dtype": "bfloat16"}, optim={"max_skipped": 3}, parallel={"micro_batch_size": 2})
 
 

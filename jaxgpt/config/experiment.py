@@ -66,7 +66,7 @@ class OptimConfig:
     muon_learning_rate: float = 0.02  # peak, of Muon's matrices
     # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: 2017's, without one
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: int = 100  # linear from 0
+    warmup_steps: int | None = None  # linear from 0; None: 100, or a tenth of fewer than 1,000 steps
     decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
     min_lr_ratio: float = 0.1  # final learning rate over peak
     beta1: float = 0.9  # AdamW's first moment
@@ -103,6 +103,10 @@ class OptimConfig:
             raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
         if not 0.0 < self.decay_fraction <= 1.0:
             raise UserError(f"decay_fraction={self.decay_fraction} is outside (0, 1]: 0.2 decays over the last fifth")
+
+    def warmup(self, steps: int) -> int:
+        """Return the steps of warm-up in a run of so many steps."""
+        return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +243,7 @@ class Experiment:
             raise UserError(
                 f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {below} or {above}"
             )
-        if self.optim.warmup_steps > self.train.steps:
+        if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.train.steps:
             raise UserError(
                 f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"
             )
