@@ -25,7 +25,7 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.paths import is_run
-from jaxgpt.record import Origin, Record, read_record
+from jaxgpt.record import Origin, Record, read_record, refuse_other_tokenizer
 from jaxgpt.sample.weights import unrolled
 from jaxgpt.train import TrainState
 
@@ -125,6 +125,8 @@ def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, 
     if name is None:
         return experiment, None
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
+    if is_run(weights.directory) and named not in ("char", "byte", "bpe"):
+        refuse_other_tokenizer(weights.directory, read_record(weights.directory), named)
     own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
     model = dataclasses.replace(weights.config, **own)

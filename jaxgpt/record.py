@@ -19,7 +19,8 @@ import filelock
 from jaxgpt.checks import LARGEST_SIZE, check_types, short
 from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
+from jaxgpt.data.template import write_template
+from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, json_sha256, read_json
 from jaxgpt.parallel.device import device_kind
@@ -102,7 +103,8 @@ def write_record(
 ) -> None:
     """`experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
 
-    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone.
+    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone. tokenizer_config: of conversations,
+    see `Dataset`.
     """
     # Where the other processes were is nobody's business later: the run may go on alone.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
@@ -126,10 +128,8 @@ def write_record(
         "git_commit": _git_commit(),
     }
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
-    if tokenizer_config:  # what is there came with the model that training starts from
-        path = directory / "tokenizer_config.json"
-        there = read_json(path, LARGEST_RECORD) if path.exists() else {}
-        write_whole(path, json.dumps((there if isinstance(there, dict) else {}) | tokenizer_config, indent=1) + "\n")
+    if tokenizer_config is not None:
+        write_template(directory, tokenizer_config)
     # Second, so that a line can be deleted by hand.
     sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
@@ -233,7 +233,7 @@ def refuse_other_configuration(directory: Path, experiment: Experiment) -> None:
         if not name.startswith(CHANGEABLE)
     }
     if experiment.data.tokenizer_file is not None:
-        _refuse_other_tokenizer(directory, record, experiment.data.tokenizer_file)
+        refuse_other_tokenizer(directory, record, experiment.data.tokenizer_file)
         changed.pop("data.tokenizer", None)
     optim, steps = record.given.optim, record.given.train.steps
     if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # not named, or the same in figures
@@ -260,11 +260,16 @@ def own_tokenizer(directory: Path, record: Record) -> Tokenizer:
     return tokenizer
 
 
-def _refuse_other_tokenizer(directory: Path, record: Record, named: str) -> None:
-    """Raise `UserError` unless a file is the run's tokenizer, or was and is gone: its copy in the run directory stays."""
-    own_tokenizer(directory, record)
+def refuse_other_tokenizer(directory: Path, record: Record, named: str) -> None:
+    """Raise `UserError` unless a file is the run's tokenizer, or was and is gone: its copy in the run directory stays.
+
+    named: its path, or ids.
+    """
+    own = own_tokenizer(directory, record)
+    if named == "ids" and isinstance(own, IdTokenizer):
+        return
     gone = not is_there(Path(named), "Leave --data.tokenizer out.") and named == record.given.data.tokenizer
-    if not gone and fingerprint(load_tokenizer(named)) != record.data.get("tokenizer_sha256"):
+    if named == "ids" or (not gone and fingerprint(load_tokenizer(named)) != fingerprint(own)):
         raise UserError(
             f"{named} is not the tokenizer that {directory} was trained with, which is in its directory: take it by "
             f"--data.tokenizer {directory / 'tokenizer.json'}"

@@ -1,18 +1,22 @@
 """A run directory is enough: it is used and resumed on any hardware, and without the files it was trained from."""
 
 import dataclasses
+import json
 import shutil
 
 import chex
 import pytest
 
-from jaxgpt.config import DataConfig, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.data.template import find_template
+from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.evaluate import evaluate_run
+from jaxgpt.init_from import begun
 from jaxgpt.loop import fit
 from jaxgpt.metrics import read_metrics
-from jaxgpt.record import CHANGEABLE, read_record
+from jaxgpt.record import CHANGEABLE, read_record, write_record
 from jaxgpt.replay import replay
 from jaxgpt.run import load
 from tests.conftest import TEXT
@@ -146,6 +150,15 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     for tokenizer in (path, own, trained.experiment.data.tokenizer):  # gone, the copy, the file in another place
         assert fit(named(tokenizer), run, progress=False).step == trained.step
     assert evaluate_run(load(run))["loss"] == pytest.approx(trained.val_loss, rel=1e-6)
+    start = TrainConfig(init_from=str(run))
+    for tokenizer in ("char", own):
+        new = dataclasses.replace(named(tokenizer), train=start)
+        assert begun(new)[0].data.tokenizer == str(own)
+    other = tmp_path / "other.json"
+    other.write_text(CharTokenizer(TEXT + "ñ").to_json())
+    for tokenizer in (other, "ids"):
+        with pytest.raises(UserError, match=f"{tokenizer} is not the tokenizer that .* was trained with"):
+            begun(dataclasses.replace(named(tokenizer), train=start))
     with pytest.raises(UserError, match="no tokenizer at .*typo.json"):
         fit(named(tmp_path / "typo.json"), run, progress=False)
     with pytest.raises(UserError, match="another configuration: data.tokenizer .* -> byte"):
@@ -157,6 +170,24 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     with pytest.raises(UserError, match="tokenizer.json is not the tokenizer that the run was trained with"):
         fit(named(own), run, progress=False)
     assert load_tokenizer(own).vocab_size == trained.tokenizer.vocab_size + 1
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages[0]['content'] }}"], ids=["ours", "its tokenizer's"])
+@pytest.mark.parametrize("before", ["tokenizer_config.json", "chat_template.jinja"])
+def test_the_template_of_a_run_is_the_one_it_was_trained_with(tmp_path, own, before):
+    """Not that of the model it starts from, whose files are there already, where its tokenizer is another."""
+    tokenizer, model, run = CharTokenizer(TEXT), "{{ 'of the model' }}", tmp_path / "run"
+    run.mkdir()
+    config = {"bos_token": "<s>", "unk_token": "<unk>", "model_max_length": 9}
+    (run / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": model}))
+    if before == "chat_template.jinja":
+        (run / before).write_text(model)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own, "eos_token": "I"}))
+    template = find_template(tokenizer, tmp_path)
+    data = {"train_sha256": "", "template_sha256": template_fingerprint(template)}
+    write_record(run, Experiment(name="x"), tokenizer, data=data, vocab_size=9, tokenizer_config=template.config())
+    assert template_fingerprint(find_template(tokenizer, run)) == template_fingerprint(template)
+    assert json.loads((run / "tokenizer_config.json").read_text())["model_max_length"] == 9
 
 
 def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp_path, monkeypatch):

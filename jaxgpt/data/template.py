@@ -28,6 +28,7 @@ from jaxgpt.data.jinja import CLOSE, OPEN, renderer
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json
+from jaxgpt.paths import write_whole
 
 Message = dict[str, str]  # "role", one of ROLES, and "content"
 Span = tuple[int, int]  # of characters, from the first to before the last
@@ -239,6 +240,21 @@ def _written_prefix(tokenizer: Tokenizer) -> str:
                 "chat template can write it: make it one in tokenizer.json, under added_tokens"
             )
     return "".join(specials[token] for token in tokenizer.prefix)
+
+
+def write_template(directory: Path, config: dict[str, Any]) -> None:
+    """Write a template's `config` into a tokenizer_config.json, in place of another model's that is there."""
+    path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
+    others = {
+        name: value
+        for name, value in (there if isinstance(there, dict) else {}).items()
+        if name != "chat_template" and not (config and name.endswith("_token") and not name.startswith("add_"))
+    }
+    if others or config:
+        write_whole(path, json.dumps(others | config, indent=1) + "\n")
+    if jinja.exists() and jinja.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):
+        jinja.unlink()  # it would be preferred
 
 
 def fingerprint(template: ChatTemplate) -> str:
