@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -140,17 +141,25 @@ def origin_of(weights: Weights, model: GPTConfig) -> Origin:
 
 
 def base_of(record: Record, name: str | None = None) -> Weights:
-    """What a run began with. name: where it is, if not where it was. Raises `UserError` if it is not there, or is not
-    what it was."""
+    """Open what a run began with: where it was, at `name`, or beside the run, in a directory of the same name.
+
+    Raises `UserError` if it is not there, or is not what it was.
+    """
     name, origin = name or record.experiment.train.init_from, record.origin
     assert name is not None and origin is not None
     tokenizer = str(record.experiment.data.tokenizer)  # that of the model need not be there any more
-    there = is_there(Path(origin.directory), "Name another place with --train.init-from.")
-    place = origin.directory if there else name
+    beside = record.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
+    place = next((str(place) for place in (origin.directory, name, beside) if _can_be_seen(Path(place))), name)
     found = open_weights(place, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: put those back")
     return found
+
+
+def _can_be_seen(place: Path) -> bool:
+    with contextlib.suppress(UserError):  # another user's, on another machine
+        return is_there(place, "Name another place with --train.init-from.")
+    return False
 
 
 def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: dict) -> dict:
@@ -162,7 +171,9 @@ def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: d
     try:
         base = base_of(record)
     except UserError as e:
-        raise UserError(f"the run has adapters alone, for {record.experiment.train.init_from}: {e}") from None
+        raise UserError(
+            f"the run has adapters alone, for {record.experiment.train.init_from}: {e}. Put it back, or beside {record.directory}"
+        ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
     adapters = placed(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))

@@ -67,6 +67,7 @@ class Origin:
 class Record:
     """`experiment.json`, read."""
 
+    directory: Path  # of the run
     experiment: Experiment  # as it is trained: with the architecture of `origin`, and the run directory's tokenizer
     given: Experiment  # as it was asked for
     origin: Origin | None
@@ -173,6 +174,7 @@ def read_record(directory: Path) -> Record:
         raise UserError(f"{path} is damaged: imported={short(imported)}")
     command = record.get("command")
     return Record(
+        directory=directory,
         experiment=experiment,
         given=given,
         origin=origin,

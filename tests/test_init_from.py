@@ -290,6 +290,10 @@ def test_adapters_without_their_base_are_told(source, text_file, tmp_path):
     base.rename(tmp_path / "away")
     with pytest.raises(UserError, match="the run has adapters alone, for .*base: no directory at .*base"):
         jaxgpt.load(run)
+    there = tmp_path / "another machine"  # to which both were copied
+    shutil.copytree(run, there / "run")
+    shutil.copytree(tmp_path / "away", there / "base")
+    jaxgpt.load(there / "run")
     (tmp_path / "away").rename(base)
     jaxgpt.load(run)
     shutil.rmtree(base / f"checkpoints/{source.step}")
