@@ -56,7 +56,7 @@ def choose_layout(
     parallel = experiment.parallel
     choices = [parallel]
     if recorded is not None and _layout(parallel) == _layout(recorded.parallel):
-        choices += _alternatives(parallel, jax.device_count() if devices is None else len(devices))
+        choices += alternatives(parallel, jax.device_count() if devices is None else len(devices))
     errors: list[UserError] = []
     for choice in choices:
         try:
@@ -78,7 +78,7 @@ def _layout(config: ParallelConfig) -> tuple[str, int, int, int]:
     return config.strategy, config.data, config.fsdp, config.tensor
 
 
-def _alternatives(config: ParallelConfig, devices: int) -> list[ParallelConfig]:
+def alternatives(config: ParallelConfig, devices: int) -> list[ParallelConfig]:
     """Return what to try on other devices: sharded as before over those there are, then auto, then one device."""
     found = []
     if config.strategy == "mesh" and devices > 1:

@@ -12,7 +12,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.hlo import read_hlo
 from jaxgpt.model import GPT
 from jaxgpt.optim import make_optimizer
-from jaxgpt.parallel.choose import choose_strategy
+from jaxgpt.parallel.choose import alternatives, choose_strategy
 from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import share
@@ -309,3 +309,14 @@ def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micr
     found = share(batch, shards, ParallelConfig(micro_batch_size=micro))
     assert (found.micro, found.accumulation) == expected
     assert found.rows * found.accumulation == batch
+
+
+def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():
+    """Without a pass by pmap, where each device would hold the whole state; on one device nothing is sharded."""
+    kept = ParallelConfig(strategy="mesh", data=2, fsdp=4, tensor=2, micro_batch_size=3)
+    sizes = [(c.strategy, c.data, c.fsdp, c.tensor, c.micro_batch_size) for c in alternatives(kept, 4)]
+    last = [("auto", -1, 1, 1, 3), ("single", -1, 1, 1, 3)]
+    assert sizes == [("mesh", 1, -1, 2, 3), ("mesh", 1, -1, 1, 3), *last]
+    copies = alternatives(ParallelConfig(strategy="mesh", data=8), 4)
+    assert (copies[0].data, copies[0].fsdp) == (-1, 1)
+    assert [c.strategy for c in alternatives(kept, 1)] == [c.strategy for c in alternatives(ParallelConfig(), 8)]
