@@ -61,9 +61,9 @@ def test_the_distribution_is_exact():
     The table of positions ends after four: then the text begins anew from its last two, and a guess past the end has
     not failed.
     """
-    V, C, draws, new, sampling = 3, 4, 10_000, 5, Sampling(temperature=1.3, top_p=0.9)
+    V, C, draws, new, sampling = 3, 4, 10_000, 5, Sampling(temperature=8.0, top_p=0.9)
     small = dataclasses.replace(TINY, vocab_size=V, block_size=C, n_layer=1)
-    (model, params), (draft, draft_params) = (make_model(small, seed=seed) for seed in (1, 5))
+    (model, params), (draft, draft_params) = (make_model(small, seed=seed) for seed in (2, 7))
     params, draft_params = (jax.tree.map(lambda x: 5.0 * x, p) for p in (params, draft_params))
     prompt = (1, 2)
 
@@ -107,6 +107,7 @@ def test_the_distribution_is_exact():
     observed = np.append(counts[likely], counts[~likely].sum())
     expected, observed = expected[expected > 0], observed[expected > 0]
     freedom = len(expected) - 1
+    assert freedom > 100  # else hardly anything is drawn, and nothing tested
     assert ((observed - expected) ** 2 / expected).sum() < freedom + 3.3 * np.sqrt(2 * freedom) + 7  # 99.9%
     beginning = (*prompt, 0, 0)
     difference = each(draft, draft_params)[beginning][1] - after[beginning][1]
