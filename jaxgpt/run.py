@@ -125,7 +125,7 @@ class Run:
         return [
             Score(
                 logprobs=logprobs.tolist(),
-                bits=-float(np.nansum(logprobs.astype(np.float64))) / math.log(2),
+                bits=-float(np.sum(logprobs[unseen:], dtype=np.float64)) / math.log(2),
                 tokens=max(len(row) - unseen, 0),
                 characters=max(len(text) - len(self.tokenizer.decode(row[:unseen])), 0),
             )

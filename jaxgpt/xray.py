@@ -69,6 +69,10 @@ def xray(run: Trained, prompt: str, *, data: str | None = None, corpus_tokens: i
             f"{longest} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
         )
     found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size, source)
+    if np.isnan(found.logits_V).any():
+        raise UserError(
+            f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
+        )
     maps = [Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)]
     if source is not None:
         across = [Map(f"layer {i + 1}, to the source", "text", "source", w) for i, w in enumerate(found.cross_LNTS)]

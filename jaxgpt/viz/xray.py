@@ -120,6 +120,7 @@ def shares(weights_NTS: np.ndarray) -> list[list[float] | None]:
 
 def in_the_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(xy_N2, share of the variance in each): the two principal components of vectors, in [-1, 1]."""
+    vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # whose squares float32 can hold
     centred_ND = vectors_ND - vectors_ND.mean(axis=0)
     variance_D, axes_DD = np.linalg.eigh(centred_ND.T @ centred_ND)
     xy_N2 = centred_ND @ axes_DD[:, [-1, -2]] if vectors_ND.shape[1] > 1 else np.repeat(centred_ND, 2, axis=1)

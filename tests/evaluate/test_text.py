@@ -79,6 +79,10 @@ def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
     read = parse_json(render_json(found), "what is printed")
     assert read["perplexity"] is None and (read["loss"] is None) == (said is not None)
     assert "nan" in text_table(found) or "inf" in text_table(found)
+    assert math.isnan(blown.score(["lance"])[0].bits) == (said is not None)
+    if said is not None:
+        with pytest.raises(UserError, match="logits that are not finite"):
+            blown.xray("lance", corpus_tokens=0)
 
 
 @pytest.mark.parametrize("stride", [0, -1, C + 1])

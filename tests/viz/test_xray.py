@@ -118,6 +118,13 @@ def test_the_plane_is_that_of_the_singular_values():
     np.testing.assert_allclose(share, s[:2] ** 2 / (s**2).sum())
 
 
+def test_the_plane_of_large_vectors_is_that_of_small_ones():
+    vectors_ND = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    (xy_N2, share), (xy_large_N2, share_large) = in_the_plane(vectors_ND), in_the_plane(vectors_ND * np.float32(1e30))
+    np.testing.assert_allclose(np.abs(xy_N2), np.abs(xy_large_N2), atol=1e-4)
+    np.testing.assert_allclose(share, share_large, rtol=1e-4)
+
+
 def test_size_of_six_layers_and_256_tokens():
     """Attention that nothing compresses well, units that all differ: below 5 MB all the same."""
     rng = np.random.default_rng(0)
