@@ -638,7 +638,7 @@ MUTATIONS = (
         "sample/beam.py",
         "over_length(stopping_BW, tokens)",
         "over_length(stopping_BW, tokens - 1)",
-        "test_encoder.py::test_a_wide_search_finds_the_best_of_all_texts[False-2.0]",
+        "test_encoder.py::test_a_search_waits_for_a_longer_text_that_may_yet_win",
     ),
     Mutation(
         "beam-caches-stay",

@@ -347,7 +347,10 @@ def test_a_search_waits_for_a_longer_text_that_may_yet_win():
     params["ln_f"]["scale"] += 1.0
     after_0, after_1 = np.log([0.02, 0.45, 0.03, 0.5]), np.log([0.01, 0.97, 0.01, 0.01])
     params["lm_head"][:2] += np.float32([after_0, after_1]) / 8**0.5
-    found = beam_search(model, params, [[0]], beams=1, max_new_tokens=6, stop_tokens=[STOP], length_penalty=2.0)
+    search = functools.partial(beam_search, model, params, [[0]], beams=1, stop_tokens=[STOP], length_penalty=2.0)
+    one = search(max_new_tokens=1)
+    assert (one.tokens, one.scores[0][0]) == ([[[]]], pytest.approx(np.log(0.5), rel=1e-4))  # the stop is a token
+    found = search(max_new_tokens=6)
     assert found.tokens == [[[1] * 6]]
     assert found.scores[0][0] == pytest.approx((np.log(0.45) + 5 * np.log(0.97)) / (11 / 6) ** 2, rel=1e-4)
 

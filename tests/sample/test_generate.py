@@ -11,7 +11,7 @@ from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
-from jaxgpt.sample.texts import row_keys
+from jaxgpt.sample.texts import begin, row_keys
 from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)
@@ -133,6 +133,8 @@ def test_log_probabilities_are_the_models(position):
 
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
+    texts = begin(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=1, seen=True, bucket=1)
+    assert [set(np.flatnonzero(seen_V)) for seen_V in texts.seen_BV] == [set(prompt) for prompt in PROMPTS]
     for prompt in PROMPTS[:2]:
         new = C - len(prompt)
         (tokens,) = run(model, params, [prompt], new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
