@@ -22,7 +22,7 @@ BROKEN = {
     "vocabulary": "vocab_size=1152921504606846976",
     "vocabulary_true": "vocab_size=True",
     "width": "n_embd=1152921504606846976",
-    "layers": "n_layer=1000",
+    "layers": "n_layer=a number of 1,329 bits",
     "layers_text": "n_layer='xxx",
     "infinite": "dropout=inf",
     "unknown": "did you mean experiment.model.n_layer?",
@@ -418,7 +418,6 @@ OPTIONS = [
     (["replay", "runs/tiny", "--step", "1" + "0" * 30], "needs one of the steps"),
     (["replay", "runs/tiny", "--step", "half"], "half"),
     (["replay", "runs/tiny", "--stpe", "1"], "--step"),
-    (["replay", "runs/moved", "--step", "1"], "no file or folder at gone.txt"),
     (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
     (["import-hf"], "its directory, or its id on the Hub"),
     (["import-hf", "models/good"], "--run-dir"),
@@ -649,6 +648,10 @@ AT_IMPORT = [
 ]
 
 
+# Without the tokens of an earlier run, and without a place for compiled programs.
+NO_CACHE = {"JAXGPT_CACHE": "nowhere", "JAX_COMPILATION_CACHE_DIR": ""}
+
+
 def table() -> list[tuple[list[str], dict, str]]:
     rows: list[tuple[list[str], dict, str]] = [([verb], {}, said) for verb, said in VERBS]
     rows += [(argv, {}, said) for argv, said in OPTIONS]
@@ -710,6 +713,7 @@ def table() -> list[tuple[list[str], dict, str]]:
         ([*TRAIN, "--run-dir", "runs/tiny", "--train.seed", "7"], {}, "train.seed 0 -> 7"),
         ([*TRAIN[:-2], "--data.path", "t.txt", "--run-dir", "runs/tiny", "--optim.beta1", "0.5"], {}, "optim.beta1"),
         ([*TRAIN[:-2], "--run-dir", "runs/tiny", "--data.path", "medium.txt"], {}, "was trained on other data"),
-        (["evaluate", "runs/moved"], {}, "no file or folder at"),
+        (["evaluate", "runs/moved"], NO_CACHE, "was trained on gone.txt, which is not there"),
+        (["replay", "runs/moved", "--step", "1"], NO_CACHE, "to replay a step, put that text back"),
     ]
     return rows + [(argv, env, said) for argv, env, said in ENVIRONMENT]

@@ -1,6 +1,7 @@
 """The tree is the architecture diagram: imports point down, heavy packages stay where they belong."""
 
 import ast
+import functools
 import graphlib
 import sys
 from pathlib import Path
@@ -69,10 +70,14 @@ HOMES = {
 }
 
 
+@functools.cache
 def modules():
+    """(name, tree) of each."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        yield (name.removesuffix(".__init__") if name != "__init__" else name), ast.parse(path.read_text())
+        found.append(((name.removesuffix(".__init__") if name != "__init__" else name), ast.parse(path.read_text())))
+    return found
 
 
 NAMES = {f"jaxgpt.{name}" for name, _ in modules()}

@@ -131,7 +131,7 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
 
 def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     """And its first bad step is seen again, from the state in its autopsy, though no checkpoint was due there."""
-    optim = {"learning_rate": 1e6, "warmup_steps": 0, "grad_clip": None}
+    optim = {"learning_rate": 1e18, "warmup_steps": 0, "grad_clip": None, "weight_decay": 0.0}
     with pytest.raises(Diverged, match=r"lower --optim.learning-rate.*Autopsy in .*autopsy"):
         fit(changed(experiment, optim=optim), tmp_path / "r", progress=False)
     (place,) = (tmp_path / "r" / "autopsy").iterdir()
@@ -143,7 +143,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     found = replay(tmp_path / "r", step)
     assert found.origin == f"the state in the autopsy, after step {step - 1}"
     assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
-    assert found.loss == report["loss"]
+    assert str(found.loss) == str(report["loss"])  # JSON has no NaN
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
     assert found.findings.first in replay_table(found)
 
@@ -218,6 +218,7 @@ def test_one_bad_batch_and_spikes_do_not_stop_a_run(whole):
     assert report["batch"][0]["text"] is None and report["batch"][1]["text"]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_skips_the_same_steps_bit_for_bit(whole, bumpy, tmp_path, monkeypatch):
     run, _ = whole
     monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=28))

@@ -114,6 +114,7 @@ def test_bad_input(zygote, place, untouched, row):
 FRESH = [*itertools.islice(ROWS, 7, None, len(ROWS) // 8), *AT_IMPORT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", FRESH, ids=name_of)
 def test_the_same_in_a_fresh_process(place, untouched, row):
     argv, env, said = row

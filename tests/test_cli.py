@@ -55,6 +55,7 @@ def test_train_shows_progress_a_sample_and_the_next_line(trained):
     assert again.returncode == 0 and again.stdout.startswith("lance")
 
 
+@pytest.mark.slow
 def test_xray_writes_a_page_and_never_over_one(trained):
     directory, _ = trained
     argv = ["xray", "runs/quickstart", "--prompt", "lance", "--out", "seen.html"]
@@ -69,6 +70,7 @@ def test_xray_writes_a_page_and_never_over_one(trained):
     assert (directory / "seen.html").read_text() != page
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_file):
     """The quickstart's own prompt, on a text without a capital T."""
     small = SMALL.replace("--train.sample-prompt lance", "").split()
@@ -88,6 +90,7 @@ def test_sample_json_and_options(trained):
     assert one.stdout == two.stdout
 
 
+@pytest.mark.slow
 def test_every_sampling_option(trained):
     directory, _ = trained
     options = "--prompt lance --max-new-tokens 6 --min-p 0.05 --repetition-penalty 1.2 --stop xyz --stop qq --json"
@@ -98,6 +101,7 @@ def test_every_sampling_option(trained):
         assert len(json.loads(done.stdout)[0]["text"]) == 6
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_from_its_end_and_it_is_said(trained):
     directory, _ = trained
     done = jaxgpt("sample", "--prompt", "keep a lance", "--max-new-tokens", 3, cwd=directory)
@@ -133,6 +137,7 @@ def test_a_terminal_sees_the_text_as_it_is_written(trained):
     assert len(pieces) >= 3 and pieces[0] == b"lance"
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_says_where_it_starts(trained):
     directory, _ = trained
     done = jaxgpt("sample", "--max-new-tokens", 3, cwd=directory)
@@ -145,6 +150,7 @@ def test_evaluate(trained):
     assert set(found) == {"loss", "perplexity", "tokens", "stride", "bits_per_byte", "bits_per_character"}
 
 
+@pytest.mark.slow
 def test_evaluate_a_task(trained):
     directory, _ = trained
     (directory / "q.jsonl").write_text('{"ctx": "a lean", "endings": ["hack", "lance"], "label": 0}\n')
@@ -154,6 +160,7 @@ def test_evaluate_a_task(trained):
     assert set(found) == {"task", "n", "truncated", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
 
 
+@pytest.mark.slow
 def test_training_again_goes_on_without_being_told_the_options(trained):
     directory, _ = trained
     done = jaxgpt("train", "--run-dir", "runs/quickstart", cwd=directory)

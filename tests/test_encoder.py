@@ -52,10 +52,10 @@ SEGMENTS = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 TARGET = jnp.array([[7, 8, 2, 1], [7, 1, 8, 3]])
 
 
-# Half of the architectures by `-m slow`: each of their laws compiles a program or two.
+# But for one, the architectures by `-m slow`: each of their laws compiles a program or two.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in ("sandwich", "parallel") else ()) for name in EVERY],
+    params=[pytest.param(name, marks=() if name == "modern" else pytest.mark.slow) for name in EVERY],
 )
 def model(request):
     return make_model(dataclasses.replace(CONFIG, **EVERY[request.param]))
@@ -477,7 +477,7 @@ def test_exact_matches_are_counted(trained):
     assert wide["loss"] == found["loss"] and wide["pairs"] == 6
 
 
-@pytest.mark.parametrize("encoder", [True, False])
+@pytest.mark.parametrize("encoder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_text_that_a_run_writes_is_exact(trained, encoder, tmp_path):
     """Pairs made of what the run itself writes, greedily: all are exact but the one that is spoilt."""
     experiment, run = trained

@@ -38,7 +38,7 @@ def lines(directory):
     return [{k: x.get(k) for k in ("step", "loss", "val_loss")} for x in read_metrics(directory / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
     directory, plain, seen = tmp_path / "r", loop.mean_loss, []
 
@@ -101,7 +101,10 @@ def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, m
     assert load(tmp_path / "r").step == 4
 
 
-@pytest.mark.parametrize("garbled, third, kept", [(0.3, 2.0, "1 2 3 4"), (9.3, 4.0, "1 2 4")])
+@pytest.mark.parametrize(
+    "garbled, third, kept", [(0.3, 2.0, "1 2 3 4"), pytest.param(9.3, 4.0, "1 2 4", marks=pytest.mark.slow)]
+)
+@pytest.mark.filterwarnings("ignore:.*lines are damaged and left out")
 def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch, garbled, third, kept):
     """Whatever metrics.jsonl says, whose lines may be older than their checksums."""
     values = iter([3.0, None, 5.0, third, 4.5])

@@ -145,6 +145,7 @@ def test_the_search_splits_the_state_over_more_and_more_devices():
     assert len(list(jaxgpt.plan._variants(tensor, 8))) == 2  # how it is split is the user's choice already
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, text_file):
     shape = [
         "--model.n-layer",

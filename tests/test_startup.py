@@ -86,6 +86,7 @@ print(json.dumps(counts))
 """
 
 
+@pytest.mark.slow
 def test_each_program_is_compiled_once_and_never_again_in_a_second_process(tmp_path, text_file):
     argv = f"""train --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.block-size 8
         --train.batch-size 2 --train.steps 3 --optim.warmup-steps 1 --train.eval-every 2 --train.sample-tokens 0 --parallel.strategy single""".split()

@@ -210,6 +210,7 @@ def test_a_meta_file_that_is_no_object_is_no_crash(tmp_path):
         assert read_tokens(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_large_corpus_is_not_held_in_memory(tmp_path):
     path = tmp_path / "all.bin"

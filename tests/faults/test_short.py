@@ -15,11 +15,13 @@ def test_killed_anywhere_and_inside_a_save_nothing_is_lost(tmp_path, text_file):
     assert report.good and report.kills == 4 and report.inside, report
 
 
+@pytest.mark.slow
 def test_a_long_run_opens_nothing_and_compiles_nothing(tmp_path):
     found = soak(tmp_path / "run", 600)
     assert found.compiled == 0
     assert found.files[1] <= found.files[0] + SLACK and found.threads[1] <= found.threads[0] + SLACK, found
 
 
+@pytest.mark.slow
 def test_steps_take_no_memory_that_they_do_not_give_back(tmp_path):
     assert soak(tmp_path / "run", 1500, saves=False).slope < 200  # KB per 1,000 steps: a batch kept is 512 bytes

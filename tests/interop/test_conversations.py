@@ -35,6 +35,7 @@ def chat(tmp_path_factory):
     return jaxgpt.fit(experiment, place / "run", progress=False), export_hf(place / "run", place / "out")
 
 
+@pytest.mark.slow
 @live
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "chatml", "begun"])
 def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):

@@ -177,6 +177,7 @@ def test_a_key_of_config_json_that_is_unknown_is_told(exported, tmp_path):
         open_source(str(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     """Through the host's memory alone: here there is no such device."""
     _, out = exported
@@ -293,6 +294,7 @@ def hub(files):
         server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
 def test_an_id_is_downloaded_without_pickles(exported, tmp_path):
     _, out = exported

@@ -182,6 +182,7 @@ def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_pat
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
 
 
+@pytest.mark.slow
 @live
 @every_shape
 def test_transformers_still_says_so(golden, name):

@@ -175,7 +175,8 @@ Watchdog.beat = hanging_beat
 """
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
 def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
     planted = HANGS.format(process=lost, what="time.sleep(10000)")

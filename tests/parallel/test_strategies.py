@@ -139,14 +139,12 @@ def test_tensor_parallelism_gathers_no_parameter(programs):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return on_eight_devices(
-        "several", tmp_path_factory, "whole_arrays", "made", "dropped", "kept", "guarded", "adapters"
-    )
+    return on_eight_devices("several", tmp_path_factory, "whole_arrays", "dropped", "kept", "guarded")
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    return on_eight_devices("several", tmp_path_factory, "with_encoder", "imported", "drift")
+    return on_eight_devices("several", tmp_path_factory, "with_encoder", "imported", "drift", "made", "adapters")
 
 
 def test_nothing_stays_whole_that_is_to_be_split(found):
@@ -166,9 +164,10 @@ def test_an_encoder_learns_the_same_everywhere(more):
         np.testing.assert_allclose(losses, expected, **CURVES_EQUAL, err_msg=name)
 
 
-def test_a_state_is_made_in_parts(found):
+@pytest.mark.slow
+def test_a_state_is_made_in_parts(more):
     """What a device holds when it is made, and on the way there, is an eighth of the model."""
-    for whole, part in zip(found["made"]["single"], found["made"]["fsdp"], strict=True):
+    for whole, part in zip(more["made"]["single"], more["made"]["fsdp"], strict=True):
         assert part < whole / 8 * 1.1
 
 
@@ -208,10 +207,11 @@ def test_a_bad_step_is_skipped_by_all_devices_alike(found, name):
     assert here["skipped"] == [1] * (1 if name == "single" else 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "pmap", "all"])
-def test_adapters_are_the_same_everywhere(found, name):
+def test_adapters_are_the_same_everywhere(more, name):
     """They alone move, and on a mesh they lie as the matrices do that they are of."""
-    here, expected = found["adapters"][name], found["adapters"]["single"]
+    here, expected = more["adapters"][name], more["adapters"]["single"]
     for measured in ("losses", "validations"):
         np.testing.assert_allclose(here[measured], expected[measured], **CURVES_EQUAL)
     before, after = here["validations"]

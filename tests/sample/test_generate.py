@@ -252,6 +252,7 @@ def test_unknown_weights_are_told():
         for_decoding(*make_model(TINY), "int4")
 
 
+@pytest.mark.slow
 def test_parameters_sharded_over_a_mesh_write_the_same(tmp_path):
     """Two devices, each with half of every matrix."""
     code = """

@@ -188,6 +188,7 @@ def test_the_band_is_drawn(run, shipped, open_page, tmp_path, steps):
     page.close()
 
 
+@pytest.mark.slow
 def test_the_command(run, tmp_path):
     options = ["--samples", "1", "--tokens", "8", "--out", str(tmp_path)]
     done = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
@@ -200,6 +201,7 @@ def test_the_command(run, tmp_path):
     assert json.loads(forced.stdout) == kept
 
 
+@pytest.mark.slow
 def test_bands_are_made_of_runs(run, tmp_path, monkeypatch):
     bands = script("bands")
     monkeypatch.setattr(bands, "load_experiment", lambda named: run.experiment)
