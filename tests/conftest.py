@@ -42,6 +42,26 @@ def private_cache(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_trainers():
+    """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
+    from jaxgpt import loop
+
+    make, made = loop.make_trainer, {}
+
+    def shared(e, devices=None, *, recorded=None):
+        t = e.train
+        decides = (e.model, e.optim, e.lora, e.parallel, e.data.is_packed, t.steps, t.batch_size, t.dtype, t.attention)
+        key = (decides, devices and tuple(devices), recorded)
+        if key not in made:
+            made[key] = make(e, devices, recorded=recorded)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_trainer", shared)
+        yield
+
+
 def keep_compiled(directory: Path) -> None:
     """What the command line does for itself: tests train the same few models again and again.
 

@@ -85,7 +85,10 @@ def experiment(text_file):
             "h_1/mlp/c_fc/kernel",
             {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}},
         ),
-        (("wte", "embedding"), 1, np.inf, "wte (Embedding)", "wte/embedding", {"parallel": {"strategy": "pmap"}}),
+        pytest.param(
+            *(("wte", "embedding"), 1, np.inf, "wte (Embedding)", "wte/embedding", {"parallel": {"strategy": "pmap"}}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_corrupt_parameter_is_found(

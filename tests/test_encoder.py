@@ -282,7 +282,7 @@ def best_of_all(model, params, prompt, new, alpha, source=None):
     return max(scored)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("alpha", [0.6, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 2.0))])
 @pytest.mark.parametrize("encoder", [False, True])
 def test_a_wide_search_finds_the_best_of_all_texts(encoder, alpha):
     config = dataclasses.replace(CONFIG if encoder else TINY, vocab_size=5)

@@ -54,7 +54,15 @@ ARCHITECTURES = {
         out_bias=False,
     ),
 }
-every_architecture = pytest.mark.parametrize("kind", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+# The rest by `-m slow`.
+QUICK = ("gpt2", "llama", "gemma 2", "olmo 2", "neox")
+every_architecture = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, kind in ARCHITECTURES.items()
+    ],
+)
 
 
 def tiny(**kwargs) -> GPTConfig:

@@ -129,6 +129,7 @@ def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
     assert more["tokens"]["rows"][0]["losses"][:2] == found["tokens"]["rows"][0]["losses"]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, monkeypatch):
     def lost(experiment, place, **how):
         if experiment.model.n_embd == 16:

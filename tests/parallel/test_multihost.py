@@ -149,6 +149,7 @@ def named(process, processes):
 CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_that_is_killed_is_named(start, tmp_path, lost):
     """Process 0 holds the store that all read, and JAX aborts the others when it goes."""

@@ -39,7 +39,7 @@ def on_eight_devices(what, tmp_path_factory, *arguments):
 
 
 # The strategies that have most in common with the others; all of them by `-m slow`.
-QUICK_CURVES = ("single, adamw", "pmap, adamw", "all, in pieces, adamw", "single, muon", "all, in pieces, muon")
+QUICK_CURVES = ("single, adamw", "pmap, adamw", "all, in pieces, adamw")
 
 
 @pytest.fixture(scope="module")

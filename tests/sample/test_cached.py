@@ -64,7 +64,13 @@ def uncached_logits(model, params):
     return [logits[: len(row)] for logits, row in zip(apply(model, params, padded_BT), rows, strict=True)]
 
 
-@pytest.mark.parametrize("kind", GRID, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id="-".join(map(str, kind.values())), marks=pytest.mark.slow if n % 2 else ())
+        for n, kind in enumerate(GRID)
+    ],
+)
 def test_cached_equals_uncached(kind):
     model, params = make_model(dataclasses.replace(TINY, **{"block_size": 10, "n_head": 4, "n_embd": 16} | kind))
     for got, wanted in zip(cached_logits(model, params), uncached_logits(model, params), strict=True):

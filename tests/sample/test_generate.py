@@ -52,7 +52,7 @@ def banded_logits(model, params, tokens_BT):
     return model.apply({"params": params}, x_BTD, method="unembed")
 
 
-@pytest.mark.parametrize("position", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("position", ["learned", pytest.param("sinusoidal", marks=pytest.mark.slow)])
 def test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context(position):
     model, params = lively(position)
     out = run(model, params, PROMPTS, new=4 * C, sampling=GREEDY)
@@ -60,7 +60,7 @@ def test_greedy_equals_recomputation_of_ragged_prompts_far_past_the_context(posi
     assert max(len(set(tokens)) for tokens in out.tokens) > 2
 
 
-@pytest.mark.parametrize("position", ["rope", "none"])
+@pytest.mark.parametrize("position", ["rope", pytest.param("none", marks=pytest.mark.slow)])
 def test_greedy_equals_recomputation_with_a_sliding_window(position):
     """For each token: its greedy choice given all before it, in one uncached pass over four contexts of text."""
     model, params = lively(position)

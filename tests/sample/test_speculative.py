@@ -32,7 +32,7 @@ def run(big, small, prompt, new=4 * C, seed=0, **kwargs):
 
 
 @pytest.mark.parametrize("position", ["learned", "rope"])
-@pytest.mark.parametrize("draft", ["another", "itself"])
+@pytest.mark.parametrize("draft", ["another", pytest.param("itself", marks=pytest.mark.slow)])
 def test_greedy_text_is_the_same_far_past_the_context(position, draft):
     big = lively(position)
     # A draft with another kind of positions and a longer context, so that the two begin anew at other times.
@@ -44,6 +44,7 @@ def test_greedy_text_is_the_same_far_past_the_context(position, draft):
         assert run(big, small, prompt, sampling=Sampling(greedy=True)) == expected
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_the_penalty_are_kept():
     big, small = lively("rope"), lively("rope", 3)
     for sampling in (Sampling(greedy=True), Sampling(greedy=True, repetition_penalty=2.0)):
