@@ -132,6 +132,7 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
     assert found.first is None and found.bad_parameters == found.bad_gradients == ()
 
 
+@pytest.mark.slow
 def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     """And its first bad step is seen again, from the state in its autopsy, though no checkpoint was due there."""
     optim = {"learning_rate": 1e18, "warmup_steps": 0, "grad_clip": None, "weight_decay": 0.0}

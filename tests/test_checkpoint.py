@@ -369,6 +369,7 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
 def test_a_disk_that_fails_ends_the_run_in_words_and_the_run_stays_good(small_disk, text_file, how):
     """The real command: exit status 1, a line or two, and the run can be read and goes on."""

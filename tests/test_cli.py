@@ -79,6 +79,7 @@ def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_
     assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
 
 
+@pytest.mark.slow
 def test_sample_json_and_options(trained):
     directory, _ = trained
     options = (
@@ -109,6 +110,7 @@ def test_a_long_prompt_is_read_from_its_end_and_it_is_said(trained):
     assert done.stderr.strip() == "jaxgpt: prompt 0 has 12 tokens, block_size=8: only its last 8 are read"
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_the_text_as_it_is_written(trained):
     """The same text as into a file, and in more than one piece."""
     directory, _ = trained

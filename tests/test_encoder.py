@@ -306,6 +306,7 @@ def test_a_wide_search_finds_the_best_of_all_texts(encoder, alpha):
     assert len({tuple(text) for text in found.tokens[0]}) == len(found.tokens[0])  # no text twice
 
 
+@pytest.mark.slow
 def test_a_search_of_one_is_greedy():
     model, params = make_model(CONFIG, seed=1)
     params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
@@ -398,6 +399,7 @@ def trained(tmp_path_factory):
     return experiment, fit(experiment, directory / "run", progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_reads_and_writes(trained):
     _, run = trained
     one, two = run.sample(["abc", "d"], seed=3)
@@ -467,6 +469,7 @@ def _stop_after(steps):
     return signals
 
 
+@pytest.mark.slow
 def test_exact_matches_are_counted(trained):
     _, run = trained
     found = evaluate_run(run)
@@ -477,6 +480,7 @@ def test_exact_matches_are_counted(trained):
     assert wide["loss"] == found["loss"] and wide["pairs"] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_text_that_a_run_writes_is_exact(trained, encoder, tmp_path):
     """Pairs made of what the run itself writes, greedily: all are exact but the one that is spoilt."""
@@ -499,6 +503,7 @@ def test_a_text_that_a_run_writes_is_exact(trained, encoder, tmp_path):
     assert found["exact_error"] == pytest.approx((n - 1) ** 0.5 / n**1.5)  # sqrt(p (1 - p) / n)
 
 
+@pytest.mark.slow
 def test_the_xray_shows_who_reads_what(trained):
     _, run = trained
     html = run.xray("abcd")
@@ -523,6 +528,7 @@ def test_the_xray_shows_who_reads_what(trained):
     assert [b.name for b in found.branches][:3] == ["h_0/attn", "h_0/cross", "h_0/mlp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -536,6 +542,7 @@ def test_training_without_pairs(trained, tmp_path, change, said):
         fit(dataclasses.replace(trained[0], **change), tmp_path / "run", progress=False)
 
 
+@pytest.mark.slow
 def test_no_family_has_it(trained, tmp_path):
     with pytest.raises(UserError, match="n_encoder_layer"):
         export_hf(str(trained[1].directory), str(tmp_path / "out"))

@@ -164,7 +164,7 @@ def pretrained(text_file, tmp_path_factory):
 
 
 # The same steps with other values: by `-m slow`.
-QUICK = {"quickstart", "transformer_2017.py:experiment"}
+QUICK = {"quickstart"}
 some_experiments = pytest.mark.parametrize(
     "name",
     [

@@ -190,6 +190,7 @@ def test_what_is_exported_and_loaded_is_merged(tuned, tmp_path):
     assert str(tuned.experiment.train.init_from) in card and "adapters of rank 2" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kept",
     [pytest.param(None, marks=pytest.mark.slow), "2"],
@@ -283,6 +284,7 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
         fit(tuning(text_file, source.directory), tmp_path / "imported")
 
 
+@pytest.mark.slow
 def test_adapters_without_their_base_are_told(source, text_file, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(source.directory, base)

@@ -139,9 +139,14 @@ __main__.main(sys.argv[1:])
     ("how", "sent", "status", "last"),
     [
         ("usual", [signal.SIGTERM], 1, "SIGTERM: saved step "),
-        ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
-        ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: left at once"),
-        ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: left at once"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
+                ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: left at once"),
+                ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: left at once"),
+            )
+        ),
     ],
 )
 def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, last):

@@ -79,6 +79,7 @@ def exported(trained):
     return trained("bpe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [pytest.param("byte", marks=pytest.mark.slow), "bpe"])
 def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     run, out = trained(tokenizer)

@@ -195,6 +195,7 @@ def test_transformers_still_says_so(golden, name):
     assert {k: list(x.shape) for k, x in named_parameters(model)} == json.loads(str(golden[f"{name}/shapes"]))
 
 
+@pytest.mark.slow
 @live
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "neox", "olmo2"]

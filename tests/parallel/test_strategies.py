@@ -139,12 +139,14 @@ def test_tensor_parallelism_gathers_no_parameter(programs):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return on_eight_devices("several", tmp_path_factory, "whole_arrays", "dropped", "kept", "guarded")
+    return on_eight_devices("several", tmp_path_factory, "whole_arrays", "kept")
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    return on_eight_devices("several", tmp_path_factory, "with_encoder", "imported", "drift", "made", "adapters")
+    return on_eight_devices(
+        "several", tmp_path_factory, "with_encoder", "imported", "drift", "made", "adapters", "dropped", "guarded"
+    )
 
 
 def test_nothing_stays_whole_that_is_to_be_split(found):
@@ -182,9 +184,10 @@ def test_weights_are_read_straight_into_their_parts(more):
         assert found["whole"] / parts[case.split(", ")[1]] <= found["parts"] < found["whole"] * 0.6, case
 
 
-def test_each_device_drops_its_own(found):
+@pytest.mark.slow
+def test_each_device_drops_its_own(more):
     """All rows are the same text: with one key for all devices, 8 of them would lose what one does."""
-    losses = found["dropped"]
+    losses = more["dropped"]
     assert abs(losses["pmap on 8"] - losses["pmap on 1"]) > 1e-3
     assert abs(losses["all on 8"] - losses["pmap on 1"]) > 1e-3  # and a mesh with dropout runs
 
@@ -195,13 +198,14 @@ def test_each_device_of_a_mesh_drops_its_own_attention_weights(found):
         assert 0.4 < alike < 0.6, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "pmap", "all, in pieces"])
-def test_a_bad_step_is_skipped_by_all_devices_alike(found, name):
+def test_a_bad_step_is_skipped_by_all_devices_alike(more, name):
     """One row of one device is bad: no device moves, and all of them go on. Rows hold two documents each."""
-    here = found["guarded"][name]
+    here = more["guarded"][name]
     assert here["same"] == [True, False]
     skipped, rates, losses = zip(*here["told"], strict=True)
-    np.testing.assert_allclose(losses, [told[2] for told in found["guarded"]["single"]["told"]], **CURVES_EQUAL)
+    np.testing.assert_allclose(losses, [told[2] for told in more["guarded"]["single"]["told"]], **CURVES_EQUAL)
     assert skipped == (TAKEN, NOT_FINITE, TAKEN)
     assert rates[0] < rates[1] == rates[2]  # warm-up; the rate that was not used is used next
     assert here["skipped"] == [1] * (1 if name == "single" else 8)

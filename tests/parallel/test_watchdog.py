@@ -53,6 +53,7 @@ with watchdog.watch({LIMIT}) as dog:
 """
 
 
+@pytest.mark.slow
 def test_only_a_run_that_stands_still_is_ended(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     argv = [sys.executable, "-c", PROGRAM]

@@ -31,7 +31,7 @@ def run(big, small, prompt, new=4 * C, seed=0, **kwargs):
     return [token for piece in pieces for token in piece]
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
+@pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rope"])
 @pytest.mark.parametrize("draft", ["another", pytest.param("itself", marks=pytest.mark.slow)])
 def test_greedy_text_is_the_same_far_past_the_context(position, draft):
     big = lively(position)

@@ -125,6 +125,7 @@ def test_the_plane_of_large_vectors_is_that_of_small_ones():
     np.testing.assert_allclose(share, share_large, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_size_of_six_layers_and_256_tokens():
     """Attention that nothing compresses well, units that all differ: below 5 MB all the same."""
     rng = np.random.default_rng(0)
