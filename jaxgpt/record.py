@@ -274,7 +274,7 @@ def refuse_other_tokenizer(directory: Path, record: Record, named: str) -> None:
     if named == "ids" or (not gone and fingerprint(load_tokenizer(named)) != fingerprint(own)):
         raise UserError(
             f"{named} is not the tokenizer that {directory} was trained with, which is in its directory: take it by "
-            f"--data.tokenizer {directory / 'tokenizer.json'}"
+            + shell_line("--data.tokenizer", directory / "tokenizer.json")
         )
 
 
