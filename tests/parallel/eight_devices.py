@@ -230,7 +230,8 @@ def with_encoder() -> dict:
 def imported() -> dict:
     """Of each family and mesh, when weights are read straight into their parts: see the test."""
     gpt2 = dataclasses.replace(CONFIG, position="learned", qk_norm=False, scan_layers=False, n_layer=1)
-    neox = GPT_NEOX.read(GPT_NEOX.write(gpt2) | {"rotary_pct": 0.5, "use_parallel_residual": True})
+    rotated = dataclasses.replace(gpt2, position="rope", rope_fraction=0.5, parallel_residual=True)
+    neox = GPT_NEOX.read(GPT_NEOX.write(rotated))
     llama = dataclasses.replace(gpt2, n_kv_head=2, bias=False, norm="rmsnorm", activation="swiglu", position="rope")
     found = {}
     for family, config in ((GPT2, gpt2), (GPT_NEOX, neox), (LLAMA, llama)):
