@@ -90,6 +90,9 @@ def real_text():
 
 # What takes longest comes first, so that no process is left alone with one of these at the end.
 LONGEST = (
+    "test_lessons.py",
+    "test_slices.py",
+    "test_readme.py",
     "parallel/test_strategies.py",
     "test_encoder.py",
     "test_loop.py",
@@ -97,9 +100,6 @@ LONGEST = (
     "test_init_from.py",
     "parallel/test_multihost.py",
     "test_bad_input.py",
-    "test_slices.py",
-    "test_lessons.py",
-    "test_readme.py",
 )
 # The laws of the core, within a minute.
 QUICK = (
