@@ -101,17 +101,10 @@ LONGEST = (
     "parallel/test_multihost.py",
     "test_bad_input.py",
 )
-# The laws of the core, within a minute.
+# The laws of the core, within a minute; rematerialised models take the longest to compile.
 QUICK = (
     *(f"layers/test_{name}.py" for name in ("attention", "cache", "linear", "mlp", "norm", "position")),
-    "sample/test_filters.py",
-    "data/test_pipeline.py",
-    "test_config.py",
-    "test_loss.py",
-    "test_model.py",
-    "test_optim.py",
-    "test_segments.py",
-    "test_train.py",
+    *(f"test_{name}.py" for name in ("config", "loss", "model", "optim", "train")),
 )
 MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3
 
@@ -120,7 +113,8 @@ MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests).as_posix().startswith(QUICK) and not item.get_closest_marker("slow"):
+        of_core = item.path.relative_to(tests).as_posix().startswith(QUICK) and "remat" not in item.name
+        if of_core and not item.get_closest_marker("slow"):
             item.add_marker("quick")
     items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
