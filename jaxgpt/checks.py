@@ -22,7 +22,7 @@ class _Short(reprlib.Repr):
         return super().repr_int(x, level) if abs(x) < 10**99 else f"a number of {x.bit_length():,} bits"
 
 
-short = _Short().repr  # of values that nobody has looked at yet, in some dozens of characters
+short = _Short().repr  # the repr of an unchecked value, shortened for a message
 
 
 def to_python(value: Any) -> Any:

@@ -108,10 +108,10 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, Callable[[], Weights] | None]:
-    """(the experiment with the architecture and tokenizer of the weights that it starts from; how to open these).
+    """Return (the experiment with the architecture and tokenizer of its weights, a function that opens the weights).
 
-    The context is at most as long as theirs. run: where it goes on, which knows them, its tokenizer and its warm-up;
-    None: it is new. Without `train.init_from`: (the same experiment but for that, None).
+    The context is at most as long as that of the weights. run: the directory of a run to resume, whose recorded
+    architecture, tokenizer and warm-up are taken; None: a new run. Without `train.init_from` the second is None.
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
     if run is not None:

@@ -105,7 +105,7 @@ class OptimConfig:
             raise UserError(f"decay_fraction={self.decay_fraction} is outside (0, 1]: 0.2 decays over the last fifth")
 
     def warmup(self, steps: int) -> int:
-        """Return the steps of warm-up in a run of so many steps."""
+        """Return the number of warm-up steps in a run of `steps` steps."""
         return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 

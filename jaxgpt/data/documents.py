@@ -47,7 +47,9 @@ def from_documents(
                 f"tokens: raise --model.block-size, or give shorter {what}s"
             )
     if prefixed and tokenizer.prefix:
-        fingerprint = fingerprint | {"prefix": list(tokenizer.prefix)}  # by which it is told from earlier ones
+        fingerprint = fingerprint | {
+            "prefix": list(tokenizer.prefix)
+        }  # earlier versions wrote none: see `Record.prefixed`
     dataset = Dataset(
         train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
     )
@@ -83,7 +85,7 @@ def _tokenised(config: DataConfig, beside: Path | None, prefixed: bool) -> Cache
     cached = read_tokens(directory, OF_DOCUMENTS)
     if cached is None:
         alphabet, count = set[str](), 0
-        for texts in _texts(config, path):  # so that a bad line is told before much is done with the good ones
+        for texts in _texts(config, path):  # a bad line raises here, before the good ones are encoded
             count += 1
             if named == "char":
                 alphabet.update(*texts)
@@ -118,7 +120,7 @@ def _unless_changed(
 
 
 def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
-    """Of each document."""
+    """Yield the texts of each document."""
     if config.is_chat:
         return ([m["content"] for m in messages] for _, messages in read_messages(path))
     return (texts for _, *texts in read_pairs(path))

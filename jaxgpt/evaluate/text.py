@@ -61,9 +61,9 @@ def evaluate_run(
     A text of the user's stands after the tokens that its tokenizer begins texts with, if it does, as when sampling.
     batch_size: windows that are read together; None: the run's, in training.
     Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
-    None where only token ids are known. Of conversations and pairs also left_out, how many are longer than the context
-    and count for nothing, and of conversations shortened, how many end after the last answer that fits. Of pairs also
-    what `exact_matches` says of those that fit; beams: see there.
+    None where only token ids are known. For conversations and pairs also left_out, the number that do not fit into the
+    context and are not scored; for conversations shortened, the number cut after the last answer that fits. For pairs
+    also the results of `exact_matches` for those that fit. beams: see `exact_matches`.
     """
     config, data = run.model.config, run.experiment.data
     stride = config.block_size if stride is None else check_whole("stride", stride)

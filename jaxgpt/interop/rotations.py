@@ -1,4 +1,4 @@
-"""What `config.json` says of rotary positions, in the spellings of transformers 4 and 5."""
+"""Rotary positions in `config.json`, as transformers 4 and 5 spell them."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def rope_by_layer() -> Aspect:
 
 
 def _rotation(hf: Json, five: Any, name: str, older: Json) -> Json:
-    """Return the rotation of some layers, in the words of transformers 5. Raises `UserError` where two places differ.
+    """Return the rotation of some layers, with the keys of transformers 5. Raises `UserError` where two places differ.
 
-    five: its object there, which is called `name`. older: what 4 says of it outside of `rope_scaling`.
+    five: the object `name` of transformers 5. older: the keys of transformers 4 outside `rope_scaling`.
     """
     places = {
         name: _typed(five, name),
