@@ -20,8 +20,10 @@ from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, CURVES
 
-# Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 1.02e-5.
-CURVES_EQUAL = dict(rtol=3e-5, atol=3e-5)
+# Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
+CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
+# After six steps of Muon on adapters, whose small singular values it makes large. Seen: 1.02e-5.
+ADAPTERS_EQUAL = dict(rtol=3e-5)
 
 
 def on_eight_devices(what, tmp_path_factory, *arguments):
@@ -216,8 +218,8 @@ def test_a_bad_step_is_skipped_by_all_devices_alike(more, name):
 def test_adapters_are_the_same_everywhere(more, name):
     """They alone move, and on a mesh they lie as the matrices do that they are of."""
     here, expected = more["adapters"][name], more["adapters"]["single"]
-    for measured in ("losses", "validations"):
-        np.testing.assert_allclose(here[measured], expected[measured], **CURVES_EQUAL)
+    np.testing.assert_allclose(here["losses"], expected["losses"], **CURVES_EQUAL)
+    np.testing.assert_allclose(here["validations"], expected["validations"], **ADAPTERS_EQUAL)
     before, after = here["validations"]
     assert here["same"] and after < before
     if name == "all":
