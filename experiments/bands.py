@@ -16,14 +16,15 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from jaxgpt.experiment_file import load_experiment
-from jaxgpt.loop import fit
-from jaxgpt.metrics import read_metrics, validations
+from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.files import write_whole
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.paths import is_run, write_whole
-from jaxgpt.record import read_record
-from jaxgpt.report import band_file
-from jaxgpt.verdict import band_of
+from jaxgpt.runs.find import is_run
+from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metrics import read_metrics, validations
+from jaxgpt.session import fit
+from jaxgpt.tools.report.report import band_file
+from jaxgpt.tools.study.curve_check import band_of
 
 BANDS = Path(__file__).parent.parent / "jaxgpt" / "bands"
 

@@ -32,12 +32,12 @@ import time
 import jax
 import numpy as np
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.data.pipeline import Batch
-from jaxgpt.hlo import read_hlo
 from jaxgpt.parallel.device import keep_freed_memory, return_freed_memory
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.plan import memory_of_program
+from jaxgpt.tools.plan.hlo import read_hlo
+from jaxgpt.tools.plan.plan import memory_of_program
 
 DIMENSIONS = ("depth", "width", "context", "batch")
 BASE = {"depth": 4, "width": 128, "context": 128, "batch": 8}

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxgpt.cli.train import run_experiment as run_experiment
     from jaxgpt.config import DataConfig as DataConfig
     from jaxgpt.config import Experiment as Experiment
     from jaxgpt.config import GPTConfig as GPTConfig
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from jaxgpt.config import ParallelConfig as ParallelConfig
     from jaxgpt.config import TrainConfig as TrainConfig
     from jaxgpt.errors import UserError as UserError
-    from jaxgpt.loop import fit as fit
     from jaxgpt.model import GPT as GPT
     from jaxgpt.run import Run as Run
     from jaxgpt.run import Score as Score
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from jaxgpt.sample.generate import Generated as Generated
     from jaxgpt.sample.generate import generate as generate
     from jaxgpt.sample.generate import stream as stream
+    from jaxgpt.sample.quantize import for_decoding as for_decoding
     from jaxgpt.sample.score import score as score
     from jaxgpt.sample.speculative import speculate as speculate
-    from jaxgpt.sample.weights import for_decoding as for_decoding
-    from jaxgpt.verbs.training import run_experiment as run_experiment
+    from jaxgpt.session import fit as fit
+    from jaxgpt.tools.xray.xray import xray as xray
 
 _HOME = {
     "DataConfig": "config",
@@ -43,14 +44,15 @@ _HOME = {
     "Score": "run",
     "TrainConfig": "config",
     "UserError": "errors",
-    "fit": "loop",
-    "for_decoding": "sample.weights",
+    "fit": "session",
+    "for_decoding": "sample.quantize",
     "generate": "sample.generate",
     "load": "run",
-    "run_experiment": "verbs.training",
+    "run_experiment": "cli.train",
     "score": "sample.score",
     "speculate": "sample.speculative",
     "stream": "sample.generate",
+    "xray": "tools.xray.xray",
 }
 
 __all__ = list(_HOME)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from jaxgpt.cli import train as training
+from jaxgpt.cli import use as using
+from jaxgpt.cli.console import told_in_words
+from jaxgpt.cli.experiment_file import close
+from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import UserError
-from jaxgpt.experiment_file import close
-from jaxgpt.presets import EXPERIMENTS
-from jaxgpt.tell import told_in_words
-from jaxgpt.verbs import training, using
 
 USAGE = """\
 usage: jaxgpt VERB [OPTIONS]

@@ -1,5 +1,8 @@
 """What jaxgpt raises when the input or the disk, not the code, is at fault."""
 
+import shlex
+from pathlib import Path
+
 
 class UserError(ValueError):
     """A mistake the user can repair: what was got, what is needed, what to do, in one or two lines.
@@ -19,3 +22,8 @@ def reason_of(e: Exception) -> str:
         if known.lower() in said.lower():
             return known
     return (said.strip().splitlines() or [type(e).__name__])[0][:200]
+
+
+def shell_line(*words: str | Path | int) -> str:
+    """Return a command line, or a part of one, that a shell reads as these words, whatever they hold."""
+    return shlex.join(map(str, words))

@@ -14,9 +14,9 @@ from jaxgpt.layers.attention import CUDNN_FORWARD
 from jaxgpt.layers.axes import named
 from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
+from jaxgpt.layers.kernels.splash import KEPT
 from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import positions_in, sinusoidal
-from jaxgpt.layers.splash import KEPT
 
 
 class GPT(nn.Module):

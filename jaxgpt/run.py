@@ -13,31 +13,30 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgpt.checkpoint import open_checkpoints
-from jaxgpt.checks import check_count, short, to_python
+from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.config import Experiment, Precision
+from jaxgpt.config.validate import check_count, short, to_python
+from jaxgpt.data.chat.template import ChatTemplate, end_of_turn, find_template, prompt_ids
+from jaxgpt.data.chat.template import fingerprint as template_fingerprint
 from jaxgpt.data.pairs import END, pair_prompt
-from jaxgpt.data.template import ChatTemplate, end_of_turn, find_template, prompt_ids
-from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, start_token
 from jaxgpt.errors import UserError
-from jaxgpt.init_from import restored_params
-from jaxgpt.interop.source import end_tokens
-from jaxgpt.manifest import Removed
+from jaxgpt.hf.source import end_tokens
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
-from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import placed
-from jaxgpt.paths import find_run
-from jaxgpt.record import own_tokenizer, read_record
+from jaxgpt.runs.checkpoint import open_checkpoints
+from jaxgpt.runs.find import find_run
+from jaxgpt.runs.manifest import Removed
+from jaxgpt.runs.metadata import own_tokenizer, read_record
+from jaxgpt.runs.pretrained import restored_params
 from jaxgpt.sample.beam import beam_search
+from jaxgpt.sample.detokenize import TextStream, pieces
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
+from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import Likelihood, likelihoods, score
 from jaxgpt.sample.speculative import speculate
-from jaxgpt.sample.text import TextStream, pieces
-from jaxgpt.sample.weights import for_decoding
-from jaxgpt.xray import CORPUS_TOKENS, xray
 
 STOP_STRINGS_EVERY = 32  # tokens between looks for stop strings
 
@@ -141,16 +140,6 @@ class Run:
         """
         together = self.experiment.train.batch_size if batch_size is None else batch_size
         return likelihoods(*self.decoder, pairs, batch_size=together)
-
-    def xray(self, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
-        """A self-contained HTML page that shows what the model does with a text: surprise, attention, norms, the
-        residual stream, the MLPs' units, the logit lens, embeddings, and sampling.
-
-        data: a UTF-8 file in which to look for what excites each unit; None: the run's own training text, where it
-        is to be had. corpus_tokens: how many of its tokens are read for that, spread evenly; 0: none.
-        Raises `UserError` for a prompt that is empty, or longer than block_size.
-        """
-        return xray(self, prompt, data=data, corpus_tokens=corpus_tokens)
 
     def packed(self, weights: Precision | None = None) -> Run:
         """The same run with parameters as decoding reads them, in "float32", "bfloat16" or "int8".

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import NO_LORA, LoraConfig
-from jaxgpt.data.pipeline import Batch
 from jaxgpt.lora import init_adapters, merged
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
@@ -221,3 +222,21 @@ def batch_loss(
 def eval_step(params: Any, batch: Batch, *, model: GPT, loss_chunk: int | None = None) -> tuple[jax.Array, jax.Array]:
     """(summed nats, number of targets) of one batch, without dropout."""
     return batch_loss(params, batch, None, model=model, loss_chunk=loss_chunk)
+
+
+def mean_loss(eval_step: Callable, params: dict, batches: Iterable[Batch]) -> tuple[float, int]:
+    """(nats per target, number of targets) over all batches; eval_step as `train.eval_step`, compiled.
+
+    Sums are added in float64 on the host, so that a million windows lose nothing.
+    """
+    nats, count = 0.0, 0.0
+    pending: deque = deque()
+    for batch in batches:
+        pending.append(eval_step(params, batch))
+        if len(pending) > 2:  # at most two in flight, see loop.fit
+            batch_nats, batch_count = pending.popleft()
+            nats, count = nats + float(batch_nats), count + float(batch_count)
+    for batch_nats, batch_count in pending:
+        nats, count = nats + float(batch_nats), count + float(batch_count)
+    assert count, "no targets to evaluate on"
+    return nats / count, int(count)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.interop.families import GPT2
-from jaxgpt.interop.params import shapes_of
-from jaxgpt.interop.tensors import their_shape
-from jaxgpt.interop.weights import Made, write
+from jaxgpt.hf.families import GPT2
+from jaxgpt.hf.params import shapes_of
+from jaxgpt.hf.safetensors_files import Made, write
+from jaxgpt.hf.weight_rules import their_shape
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 

@@ -45,7 +45,7 @@ def private_cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def shared_trainers():
     """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
-    from jaxgpt import loop
+    from jaxgpt import session as loop
 
     make, made = loop.make_trainer, {}
 
@@ -91,20 +91,21 @@ def real_text():
 # What takes longest comes first, so that no process is left alone with one of these at the end.
 LONGEST = (
     "test_lessons.py",
-    "test_slices.py",
+    "tools/plan/test_slices.py",
     "test_readme.py",
     "parallel/test_strategies.py",
-    "test_encoder.py",
-    "test_loop.py",
+    "encdec/test_encoder.py",
+    "test_session.py",
     "test_model.py",
-    "test_init_from.py",
-    "parallel/test_multihost.py",
+    "runs/test_pretrained.py",
+    "cluster/test_multihost.py",
     "test_bad_input.py",
 )
 # The laws of the core, within a minute; rematerialised models take the longest to compile.
 QUICK = (
     *(f"layers/test_{name}.py" for name in ("attention", "cache", "linear", "mlp", "norm", "position")),
-    *(f"test_{name}.py" for name in ("config", "loss", "model", "optim", "train")),
+    "config/test_config.py",
+    *(f"test_{name}.py" for name in ("loss", "model", "optim", "train")),
 )
 MEMORY = 4 * 2**30  # bytes for each process of the tests; the largest seen took 3
 

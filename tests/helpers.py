@@ -19,8 +19,8 @@ from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainC
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.model import GPT
-from jaxgpt.record import write_record
 from jaxgpt.run import Run
+from jaxgpt.runs.metadata import write_record
 from tests.conftest import REPOSITORY, SIZES
 
 DIMS = chex.Dimensions(**SIZES)

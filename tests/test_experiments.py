@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment, from_dict
-from jaxgpt.experiment_file import load_experiment, load_variants
-from jaxgpt.flops import count_parameters
-from jaxgpt.loop import fit
+from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.model import GPT
-from jaxgpt.presets import EXPERIMENTS
-from jaxgpt.report import differing_fields
-from jaxgpt.study import comparable
-from jaxgpt.verdict import as_band
+from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.session import fit
+from jaxgpt.tools.report.report import differing_fields
+from jaxgpt.tools.study.curve_check import as_band
+from jaxgpt.tools.study.study import comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
@@ -91,7 +91,7 @@ def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
     benchmark = script("benchmarks/sampling")
-    monkeypatch.setattr("jaxgpt.presets.gpt2", lambda: dataclasses.replace(TINY, vocab_size=50257))
+    monkeypatch.setattr("jaxgpt.config.presets.gpt2", lambda: dataclasses.replace(TINY, vocab_size=50257))
     for name, value in (("PROMPT", 4), ("NEW", 3), ("BATCHES", (1, 2))):
         monkeypatch.setattr(benchmark, name, value)
     found = benchmark.measure(weights)
@@ -206,7 +206,7 @@ def test_a_page_of_a_notebook(path):
     assert any(isinstance(n, ast.Assign) and n.targets[0].id == "experiment" for n in tree.body)
     imported = {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
     imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert imported <= {"jaxgpt", "jaxgpt.presets", "dataclasses"}
+    assert imported <= {"jaxgpt", "jaxgpt.config.presets", "dataclasses"}
     assert not [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
 
 

@@ -108,7 +108,7 @@ def test_it_runs(language, name, place, request):
         corpora = Path(os.environ["JAXGPT_CACHE"]) / "corpora"
         corpora.mkdir(parents=True)
         shutil.copy(request.getfixturevalue("real_text") / "sancho.txt", corpora / "sancho.txt")
-    pages = [cell for cell in notebook.cells if "run.xray(" in cell.source]
+    pages = [cell for cell in notebook.cells if "jaxgpt.xray(" in cell.source]
     if not hasattr(Run, "xray"):
         notebook.cells = [cell for cell in notebook.cells if cell not in pages]
 

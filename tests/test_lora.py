@@ -1,4 +1,4 @@
-"""How adapters begin; what is trained of them is in test_init_from.py."""
+"""How adapters begin; what is trained of them is in runs/test_pretrained.py."""
 
 import jax
 import numpy as np

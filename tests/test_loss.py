@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.pipeline import Batch
+from jaxgpt.batch import Batch
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.train import batch_loss
 from tests.helpers import TINY, make_model, tokens_BT

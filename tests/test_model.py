@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.config.presets import gpt2
 from jaxgpt.errors import UserError
-from jaxgpt.flops import count_parameters, train_flops_per_token
 from jaxgpt.layers.block import ON_ONE_DEVICE
 from jaxgpt.model import GPT
 from jaxgpt.parallel import mesh
+from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
 from jaxgpt.parallel.sharding import make_mesh
-from jaxgpt.presets import gpt2
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
 ARCHITECTURES = {

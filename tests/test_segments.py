@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.pipeline import Batch
+from jaxgpt.batch import Batch
 from jaxgpt.layers.attention import attend
 from jaxgpt.layers.position import positions_in
 from jaxgpt.train import batch_loss

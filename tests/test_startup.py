@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxgpt.cli import train as training
+from jaxgpt.config.presets import quickstart
 from jaxgpt.parallel import device
 from jaxgpt.parallel.device import enable_compilation_cache
-from jaxgpt.presets import quickstart
-from jaxgpt.verbs import training
 from tests.conftest import keep_compiled
 from tests.helpers import run_command
 
@@ -44,7 +44,7 @@ except SystemExit as e:
 
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
-    assert imported("import jaxgpt.loop", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
+    assert imported("import jaxgpt.session", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
 
 
 class Left(Exception):
@@ -62,7 +62,7 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
 
     monkeypatch.setattr(device, "_tune_malloc", lambda **options: events.append(sorted(options)))
     monkeypatch.setattr(device, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr("jaxgpt.loop.first_device", first_device)
+    monkeypatch.setattr("jaxgpt.session.first_device", first_device)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     with pytest.raises(Left):
         training.train([]) if command == "train" else training.run_experiment(quickstart())

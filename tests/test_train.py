@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import OptimConfig
-from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.single import single

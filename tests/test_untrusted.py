@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.checkpoint import Checkpoints
 from jaxgpt.config import Experiment, from_dict, to_dict
 from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
-from jaxgpt.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.record import claim, read_record, write_record
-from jaxgpt.viz.curves import plot_losses
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.curves import plot_losses
+from jaxgpt.runs.metadata import claim, read_record, write_record
+from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from tests.faults import fuzz
 from tests.helpers import flip, tiny_experiment
 from tests.test_architecture import imports, modules

@@ -26,12 +26,11 @@ began = time.monotonic()
 print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
 
-OURS = "from jaxgpt.start import start_jax; start_jax(computes=False); import jax; jax.devices()\n"
+OURS = "from jaxgpt.parallel.jax_setup import start_jax; start_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
-    "import": OURS + "from jaxgpt.import_hf import import_hf",
-    "its reading": OURS
-    + "from jaxgpt.interop.params import read_params; from jaxgpt.interop.source import open_source",
-    "export": OURS + "from jaxgpt.export_hf import export_hf",
+    "import": OURS + "from jaxgpt.tools.convert.import_hf import import_hf",
+    "its reading": OURS + "from jaxgpt.hf.params import read_params; from jaxgpt.hf.source import open_source",
+    "export": OURS + "from jaxgpt.tools.convert.export_hf import export_hf",
     "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
 }
 WORK = {
@@ -48,11 +47,11 @@ def make(directory: Path, size: str) -> int:
     import ml_dtypes
     import numpy as np
 
-    from jaxgpt.interop.families import GPT2
-    from jaxgpt.interop.params import shapes_of
-    from jaxgpt.interop.tensors import their_shape
-    from jaxgpt.interop.weights import Made, write
-    from jaxgpt.presets import gpt2
+    from jaxgpt.config.presets import gpt2
+    from jaxgpt.hf.families import GPT2
+    from jaxgpt.hf.params import shapes_of
+    from jaxgpt.hf.safetensors_files import Made, write
+    from jaxgpt.hf.weight_rules import their_shape
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)

@@ -20,11 +20,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 import jax
 import numpy as np
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.data.pipeline import Batch
+from jaxgpt.config.presets import gpt2
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.plan import plan
-from jaxgpt.presets import gpt2
+from jaxgpt.tools.plan.plan import plan
 
 GPT2 = dataclasses.replace(gpt2(), vocab_size=50_304, dropout=0.0, bias=False)
 ROUNDS, STEPS = 5, 200

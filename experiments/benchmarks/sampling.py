@@ -43,8 +43,8 @@ def jaxgpt_generate(weights: str):
     import numpy as np
 
     import jaxgpt
+    from jaxgpt.config.presets import gpt2
     from jaxgpt.parallel.device import keep_freed_memory
-    from jaxgpt.presets import gpt2
 
     keep_freed_memory()
     model = jaxgpt.GPT(gpt2())

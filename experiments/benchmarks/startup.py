@@ -27,7 +27,7 @@ at, sums = {}, {}
 def reached(what):
     at.setdefault(what, time.time() - began)
 from jaxgpt import __main__
-from jaxgpt.verbs import training
+from jaxgpt.cli import training
 reached("the command line is imported")
 start_jax = training.start_jax
 def started():

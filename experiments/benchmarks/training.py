@@ -31,7 +31,7 @@ Steps = Callable[[int], float]  # how many -> the last loss, when all are done
 
 
 def jaxgpt_steps(shape: dict, options) -> Steps:
-    from jaxgpt.start import start_jax
+    from jaxgpt.parallel.jax_setup import start_jax
 
     start_jax()
     import jax
@@ -40,8 +40,8 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
     from jaxgpt.data.dataset import Tokens
     from jaxgpt.data.pipeline import training_batches
-    from jaxgpt.loop import IN_FLIGHT
     from jaxgpt.parallel.trainer import make_trainer
+    from jaxgpt.session import IN_FLIGHT
 
     sizes = {name: value for name, value in shape.items() if name != "batch_size"}
     trainer = make_trainer(

@@ -6,7 +6,6 @@ its help text on the command line.
 
 from typing import Literal
 
-from jaxgpt.config.dicts import differences, from_dict, to_dict
 from jaxgpt.config.experiment import (
     NO_LORA,
     DataConfig,
@@ -17,6 +16,7 @@ from jaxgpt.config.experiment import (
     TrainConfig,
 )
 from jaxgpt.config.model import GPTConfig
+from jaxgpt.config.serialize import differences, from_dict, to_dict
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 Task = Literal["hellaswag", "arc", "lambada"]  # whose shapes of files with questions can be read

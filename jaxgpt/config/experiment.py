@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxgpt.checks import LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range, short
 from jaxgpt.config.model import GPTConfig
+from jaxgpt.config.validate import LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range, short
 from jaxgpt.errors import UserError
 
 BELOW_ONE = 0.999999  # a decay that float32 rounds to 1 would have the optimiser divide by 0

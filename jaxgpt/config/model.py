@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxgpt.checks import LARGEST_COUNT, LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range
+from jaxgpt.config.validate import LARGEST_COUNT, LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range
 from jaxgpt.errors import UserError
 
 

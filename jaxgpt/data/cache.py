@@ -17,8 +17,7 @@ import numpy as np
 
 from jaxgpt.data import tokenizer as tok
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json, sha256
-from jaxgpt.paths import cache_directory, make_cache
+from jaxgpt.files import cache_directory, make_cache, read_json, sha256
 
 SPLITS = ("train", "val")
 # arrays by name, tokenizer, fingerprint, what else was counted

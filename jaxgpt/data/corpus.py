@@ -16,8 +16,7 @@ from pathlib import Path
 
 from jaxgpt.data import numbers
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, open_file, sha256
-from jaxgpt.paths import cache_directory, make_cache, write_whole
+from jaxgpt.files import cache_directory, is_there, make_cache, open_file, sha256, write_whole
 
 CHUNK = 8 * 1024**2  # bytes read at a time, so that a text larger than memory streams
 ATTEMPTS = 3  # at a download

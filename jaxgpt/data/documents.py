@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import template as chat_template
 from jaxgpt.data import tokenizer as tok
 from jaxgpt.data.cache import SPLITS, Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
-from jaxgpt.data.chat import Conversations, encode_all, read_messages
+from jaxgpt.data.chat import template as chat_template
+from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files
 from jaxgpt.data.pairs import END, START, Pairs, encode_pairs, read_pairs
 from jaxgpt.data.tokens import Dataset

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.checks import short
-from jaxgpt.data.chat import LONGEST_LINE, Conversations
+from jaxgpt.config.validate import short
+from jaxgpt.data.chat.conversations import LONGEST_LINE, Conversations
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxgpt.data.chat import Conversations
+from jaxgpt.batch import Batch
+from jaxgpt.data.chat.conversations import Conversations
 from jaxgpt.data.dataset import Tokens
 
 MOST_STEPS = 2**40  # what an endless run takes
-
-
-class Batch(NamedTuple):
-    """Windows of text and what follows each of their tokens: arrays of NumPy on the host, of JAX in a program."""
-
-    inputs_BT: Any  # int32
-    targets_BT: Any  # int32: inputs shifted by one
-    mask_BT: Any = None  # bool: the targets that count; None: all
-    segments_BT: Any = None  # int32: the document that each input belongs to, 0 for padding; None: one in each row
-    # int32, for a model with an encoder: the texts that the documents are made of, and the number of each token's document
-    source_BS: Any = None
-    source_segments_BS: Any = None
 
 
 def training_batches(

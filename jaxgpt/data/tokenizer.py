@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxgpt.checks import LARGEST_SIZE, short
+from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 

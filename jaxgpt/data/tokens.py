@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data.chat import Conversations
+from jaxgpt.data.chat.conversations import Conversations
 from jaxgpt.data.tokenizer import Tokenizer
 
 

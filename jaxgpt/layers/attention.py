@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxgpt.layers.cache import LayerCache, Place
+from jaxgpt.layers.kernels.splash import KEPT, splash
 from jaxgpt.layers.linear import dense
 from jaxgpt.layers.position import Rope, rope
-from jaxgpt.layers.splash import KEPT, splash
 
 # The plain kernel cuts the queries of a context of at least LONG into so many blocks: more save less each, and cost
 # compilation; in a shorter one, cutting costs what it saves.

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.splash import why_not_splash
+from jaxgpt.files import cache_directory
+from jaxgpt.layers.kernels.splash import why_not_splash
 from jaxgpt.parallel.peaks import peaks
-from jaxgpt.paths import cache_directory
 
 CAPPED = "it cannot cap scores (model.attention_softcap)"
 MALLOC = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4, "M_ARENA_MAX": -8}  # from malloc.h

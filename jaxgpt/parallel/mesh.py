@@ -14,10 +14,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import NO_LORA, LoraConfig, ParallelConfig
 from jaxgpt.layers.block import Spread
 from jaxgpt.model import GPT
-from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import BATCH, MESH_AXES, check_divisible, make_mesh, mesh_shape, state_shardings
 from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 from jaxgpt.train import TrainState

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jaxgpt.batch import Batch
+from jaxgpt.cluster.multihost import one_copy, whole_everywhere
+from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import NO_LORA, LoraConfig
-from jaxgpt.data.pipeline import Batch
 from jaxgpt.model import GPT
-from jaxgpt.parallel.multihost import one_copy, whole_everywhere
-from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
 
 AXIS = "devices"

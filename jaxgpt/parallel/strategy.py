@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import LoraConfig, ParallelConfig
-from jaxgpt.data.pipeline import Batch
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import ON_ONE_DEVICE, Spread
 from jaxgpt.model import GPT

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment
-from jaxgpt.data.pipeline import Batch
-from jaxgpt.flops import count_parameters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.choose import choose_layout
 from jaxgpt.parallel.device import ComputeOptions, compute_options
+from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.parallel.strategy import Share, Strategy
 from jaxgpt.train import eval_step, train_step, whole
 

@@ -2,8 +2,8 @@
 
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import Generated, generate, stream
+from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from jaxgpt.sample.speculative import speculate
-from jaxgpt.sample.weights import for_decoding
 
 __all__ = ["Generated", "Sampling", "for_decoding", "generate", "score", "speculate", "stream"]

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.checks import check_count
+from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.generate import padded_stops
+from jaxgpt.sample.quantize import unrolled
 from jaxgpt.sample.score import token_ids
-from jaxgpt.sample.texts import BUCKET, Texts, begin, known_vocabulary, read, read_all
-from jaxgpt.sample.weights import unrolled
+from jaxgpt.sample.state import BUCKET, Texts, begin, known_vocabulary, read, read_all
 
 NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
 

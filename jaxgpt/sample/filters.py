@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.checks import check_count, short, to_python
+from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.errors import UserError
 
 COLDEST = 1e-6  # temperature: below it logits apart by float32's rounding decide, and soon they overflow

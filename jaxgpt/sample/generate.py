@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.checks import LARGEST_SIZE, check_count
 from jaxgpt.config import Precision
+from jaxgpt.config.validate import LARGEST_SIZE, check_count
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.quantize import unrolled
 from jaxgpt.sample.score import score
-from jaxgpt.sample.texts import (
+from jaxgpt.sample.state import (
     BUCKET,
     Texts,
     begin,
@@ -32,7 +33,6 @@ from jaxgpt.sample.texts import (
     restarted,
     slides,
 )
-from jaxgpt.sample.weights import unrolled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

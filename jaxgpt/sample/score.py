@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.checks import check_count, short
+from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.pipeline import window_starts
 from jaxgpt.data.tokenizer import Tokenizer, start_token
 from jaxgpt.errors import UserError

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.checks import check_count, check_whole
 from jaxgpt.config import Precision
+from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import BUCKET, Texts, begin, full_B, known_vocabulary, read, read_all, restarted, slides
-from jaxgpt.sample.weights import unrolled
+from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.state import BUCKET, Texts, begin, full_B, known_vocabulary, read, read_all, restarted, slides
 
 
 def speculate(

@@ -6,14 +6,14 @@ import json
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat import read_messages
+from jaxgpt.data.chat.conversations import read_messages
+from jaxgpt.data.chat.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import Pairs, read_pairs
-from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.record import read_record, refuse_other_data
-from tests.data.test_template import GOLDEN
+from jaxgpt.runs.metadata import read_record, refuse_other_data
+from tests.data.chat.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
 T = 256

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat import Conversations
+from jaxgpt.data.chat.conversations import Conversations
 from jaxgpt.data.corpus import corpus_files
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.numbers import COUNT, in_words, number_pairs

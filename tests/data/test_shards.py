@@ -12,7 +12,7 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data import shards
 from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import UserError
-from jaxgpt.record import changed_data, read_record, refuse_other_data, write_record
+from jaxgpt.runs.metadata import changed_data, read_record, refuse_other_data, write_record
 from tests.helpers import run_command, script, tiny_experiment
 
 

@@ -20,22 +20,22 @@ from unittest import mock
 import numpy as np
 
 from jaxgpt.config import Experiment, from_dict, to_dict
-from jaxgpt.data.chat import read_messages
-from jaxgpt.data.jinja import compile_template
+from jaxgpt.data.chat.conversations import read_messages
+from jaxgpt.data.chat.jinja import compile_template
+from jaxgpt.data.chat.template import find_template
 from jaxgpt.data.shards import open_shard, scan
-from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.evaluate import read_questions
 from jaxgpt.files import read_json
-from jaxgpt.interop.aspects import meaning
-from jaxgpt.interop.families import family_of
-from jaxgpt.interop.weights import INDEX, Made, read, stored, write
-from jaxgpt.metrics import read_metrics, rewind_metrics
-from jaxgpt.record import FORMAT, changed_data, read_record
+from jaxgpt.hf.config_rules import meaning
+from jaxgpt.hf.families import family_of
+from jaxgpt.hf.safetensors_files import INDEX, Made, read, stored, write
+from jaxgpt.runs.metadata import FORMAT, changed_data, read_record
+from jaxgpt.runs.metrics import read_metrics, rewind_metrics
+from jaxgpt.tools.evaluate import read_questions
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
-from tests.interop.peers import SHAPES
+from tests.hf.peers import SHAPES
 
 SWAPS = [
     b"null",
@@ -168,7 +168,7 @@ def _read_messages(path: Path) -> None:
 
 def _read_template(path: Path) -> None:
     with mock.patch(
-        "jaxgpt.data.template.renderer", compile_template
+        "jaxgpt.data.chat.template.renderer", compile_template
     ):  # else each takes a process, and ten times as long
         template = find_template(train_bpe([TEXT], 270), path.parent)
         template.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])

@@ -23,10 +23,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxgpt import manifest
-from jaxgpt.checkpoint import Checkpoints
-from jaxgpt.metrics import read_metrics
 from jaxgpt.run import load
+from jaxgpt.runs import manifest
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 
 OPTIONS = """

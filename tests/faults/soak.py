@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.loop import fit
-from jaxgpt.metrics import MetricsFile
 from jaxgpt.parallel.device import keep_freed_memory
+from jaxgpt.runs.metrics import MetricsFile
+from jaxgpt.session import fit
 
 WARM_UP = 0.25  # the first share of the steps, in which memory may grow and programs are compiled
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.interop.peers import NEW_TOKENS, PROMPT, SHAPES, make_peer, named_parameters
+from tests.hf.peers import NEW_TOKENS, PROMPT, SHAPES, make_peer, named_parameters
 
 
 def main() -> None:

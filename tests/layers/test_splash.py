@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.layers.attention import attend
-from jaxgpt.layers.splash import _block_sizes, computed_scores, splash, why_not_splash
+from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash, why_not_splash
 from tests.helpers import FLOAT32_REORDERED, run_command
 
 # Numbers of 8 bits, as large as 4, rounded at other places (q once scaled, weights before the division by their sum).
@@ -100,7 +100,7 @@ COMPILE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxgpt.layers.splash import splash
+from jaxgpt.layers.kernels.splash import splash
 
 def both_ways(q, k, v, dout, segments=None):
     out, pull_back = jax.vjp(lambda q, k, v: splash(q, k, v, segments), q, k, v)

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxgpt.checkpoint import Checkpoints
+from jaxgpt.batch import Batch
+from jaxgpt.cluster.replicas import ReplicasDiffer, check
 from jaxgpt.config import (
     NO_LORA,
     DataConfig,
@@ -23,14 +24,13 @@ from jaxgpt.config import (
     ParallelConfig,
     TrainConfig,
 )
-from jaxgpt.data.pipeline import Batch
-from jaxgpt.interop.families import GPT2, GPT_NEOX, LLAMA
-from jaxgpt.interop.params import read_params, shapes_of, to_tensors
-from jaxgpt.interop.weights import stored, write
+from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
+from jaxgpt.hf.params import read_params, shapes_of, to_tensors
+from jaxgpt.hf.safetensors_files import stored, write
 from jaxgpt.layers.attention import attend
 from jaxgpt.parallel.device import bytes_held
-from jaxgpt.parallel.replicas import ReplicasDiffer, check
 from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.train import batch_loss
 
 STEPS, BATCH, T = 20, 16, 16

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jaxgpt.config import ParallelConfig
-from jaxgpt.loop import fit
-from jaxgpt.metrics import MetricsFile, read_metrics
 from jaxgpt.parallel.device import enable_compilation_cache
 from jaxgpt.run import load
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
+from jaxgpt.session import fit
 from tests.helpers import tiny_experiment
 
 STRATEGIES = {

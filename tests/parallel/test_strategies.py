@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig
 from jaxgpt.errors import UserError
-from jaxgpt.hlo import read_hlo
 from jaxgpt.model import GPT
 from jaxgpt.optim import make_optimizer
 from jaxgpt.parallel.choose import alternatives, choose_strategy
-from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import share
+from jaxgpt.tools.plan.hlo import read_hlo
 from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, CURVES

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.texts import begin, read
-from jaxgpt.sample.weights import for_decoding
+from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.sample.state import begin, read
 from tests.helpers import TINY, apply, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.

@@ -11,7 +11,7 @@ from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
-from jaxgpt.sample.texts import begin, row_keys
+from jaxgpt.sample.state import begin, row_keys
 from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)

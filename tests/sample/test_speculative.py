@@ -13,7 +13,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling, generate, speculate
 from jaxgpt.sample.generate import padded_stops
-from jaxgpt.sample.texts import begin
+from jaxgpt.sample.state import begin
 from tests.helpers import TINY, apply, make_model
 
 speculative = importlib.import_module("jaxgpt.sample.speculative")

@@ -1,0 +1,160 @@
+"""How the command line speaks: results on stdout, everything else on stderr, mistakes in a line or two."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from jaxgpt.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a place that cannot be written, named or not
+
+
+@contextlib.contextmanager
+def told_in_words() -> Iterator[None]:
+    """End the process as the command line does: by `SystemExit`, with the reason in words on stderr."""
+    with _standard_streams() as stdout:
+        try:
+            with _warnings_in_words(), _no_news_of_threads():
+                try:
+                    yield
+                except SystemExit as e:  # --help, and the commands' own ends
+                    if not e.code:
+                        stdout.flush()
+                    raise
+                stdout.flush()  # here, where what goes wrong can be told
+        except UserError as e:
+            say(one_line(f"jaxgpt: {e}"))
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:  # before or after the loop, which saves: there is nothing to save
+            say("interrupted")
+            raise SystemExit(1) from None
+        except OSError as e:  # a full disk, a directory without permission: the place, not the program
+            if stdout.is_broken and isinstance(e, BrokenPipeError):  # `jaxgpt sample | head`
+                raise SystemExit(1) from None
+            place = "stdout" if stdout.is_broken else e.filename
+            if place is None and e.errno not in FULL:
+                raise
+            say(one_line(f"jaxgpt: {'' if place is None else f'{place}: '}{e.strerror}"))
+            raise SystemExit(2) from None
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[_Stream]:
+    """Give the process streams that a command can rely on, and return its stdout.
+
+    What is closed is /dev/null: else the next file that is opened would be stdout or stderr to everybody else, and
+    print() without a stderr writes to stdout. A stderr that cannot be written loses what is said, not the run. stdout
+    writes what its encoding does not have as an escape.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+    stdout, stderr = sys.stdout, sys.stderr
+    strict = stdout if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict" else None
+    if strict is not None:
+        strict.reconfigure(errors="backslashreplace")
+    watched = _Stream(stdout, is_fatal=True), _Stream(stderr, is_fatal=False)
+    sys.stdout, sys.stderr = watched
+    try:
+        yield watched[0]
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+        for stream in watched:
+            stream.release()
+        if strict is not None:
+            strict.reconfigure(errors="strict")
+
+
+class _Stream:
+    """A text stream that knows when it could not be written: a full disk, a terminal or a reader that is gone."""
+
+    def __init__(self, stream: TextIO, *, is_fatal: bool):
+        """is_fatal: raise the error as well; else what is written is lost."""
+        self._stream, self._is_fatal = stream, is_fatal
+        self.is_broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._noticed():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._noticed():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _noticed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.is_broken = True
+            if self._is_fatal:
+                raise
+
+    def release(self) -> None:
+        """Make it /dev/null if it is still broken: Python flushes it as the process ends, and would complain."""
+        try:
+            self._stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self._stream.fileno())
+
+
+@contextlib.contextmanager
+def _warnings_in_words() -> Iterator[None]:
+    def showwarning(message, category, *where, **kwargs):
+        if category is UserWarning:  # ours, for the user
+            say(f"jaxgpt: {message}")
+        else:
+            usual(message, category, *where, **kwargs)
+
+    usual = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.showwarning = showwarning
+        yield
+
+
+@contextlib.contextmanager
+def _no_news_of_threads() -> Iterator[None]:
+    """Leave out what TensorStore's threads print, dozens of times, after a write has failed and was told.
+
+    Some of it comes while the process ends, so after a failure, which ends it, the hook stays.
+    """
+
+    def unraisablehook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            usual(unraisable)
+
+    usual = sys.unraisablehook
+    sys.unraisablehook = unraisablehook
+    yield
+    sys.unraisablehook = usual
+
+
+def one_line(text: str, most: int = 1000) -> str:
+    """What came from files and arguments may hold anything: line ends, control codes, megabytes."""
+    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def stdout_is_unicode() -> bool:
+    """Return whether stdout has all characters; JSON is to be written with escapes where it has not."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""A built-in experiment by its name, or the `experiment` of a Python file, which is run."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import sys
+import traceback
+import types
+from collections.abc import Iterable, Iterator
+from importlib.util import decode_source
+from pathlib import Path
+
+from jaxgpt.config import Experiment
+from jaxgpt.config.presets import EXPERIMENTS
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_bytes
+
+LARGEST_FILE = 2**22  # bytes
+MODULE = "__experiment__"  # the name of a file's module while it runs: like `__main__`, of no other module
+
+
+def load_experiment(named: str) -> Experiment:
+    """named: a built-in one, FILE.py, or FILE.py:NAME for another than `experiment`. What goes wrong is `UserError`."""
+    if named in EXPERIMENTS:
+        return EXPERIMENTS[named]()
+    file, _, attribute = named.partition(".py:")
+    path = Path(file + ".py") if attribute else Path(named)
+    attribute = attribute or "experiment"
+    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
+        why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
+        raise UserError(
+            f"no experiment {named!r}: {why}{close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}"
+        )
+    found = vars(_run(path))
+    experiment = found.get(attribute)
+    if not isinstance(experiment, Experiment):
+        others = [name for name, value in found.items() if isinstance(value, Experiment)]
+        raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
+    return experiment
+
+
+def load_variants(named: str) -> dict[str, Experiment]:
+    """The `variants` of a Python file, experiments by name: what a study compares. What goes wrong is `UserError`."""
+    path = Path(named)
+    if path.suffix != ".py" or not is_there(path, "Give a .py file."):
+        raise UserError(f"no study {named!r}: give a .py file with `variants = {{name: Experiment(...), ...}}` in it")
+    variants = vars(_run(path)).get("variants")
+    if not isinstance(variants, dict) or not variants:
+        raise UserError(f"{path} has no `variants = {{name: Experiment(...), ...}}`, which a study needs")
+    for name, experiment in variants.items():
+        if not isinstance(name, str) or not isinstance(experiment, Experiment):
+            raise UserError(
+                f"{path}: variants has {name!r}: {type(experiment).__name__}, needs a name and an Experiment"
+            )
+    return variants
+
+
+def _run(path: Path) -> types.ModuleType:
+    """The file as a module. The user named it, as one names a program: it is trusted, and may yet be wrong."""
+    try:
+        source = decode_source(read_bytes(path, LARGEST_FILE))
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: {e}: save the experiment file as UTF-8") from None
+    except SyntaxError as e:  # no encoding of that name
+        raise UserError(f"{path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    module = types.ModuleType(MODULE)
+    module.__file__ = str(path)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _as_a_program(module, path):  # stdout is for results
+            exec(compile(source, str(path), "exec"), vars(module))
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    except (Exception, SystemExit) as e:
+        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
+        said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
+        raise UserError(f"{path}:{lines[-1] if lines else 1}: {said}") from None
+    return module
+
+
+@contextlib.contextmanager
+def _as_a_program(module: types.ModuleType, path: Path) -> Iterator[None]:
+    """Let a file import what `python FILE` does, its neighbours first, and be found in `sys.modules`, as dataclasses ask.
+
+    Afterwards its neighbours are forgotten: the next file may have others of the same names.
+    """
+    folder = str(path.resolve().parent)
+    search_path, modules = list(sys.path), set(sys.modules)
+    sys.path.insert(0, folder)
+    sys.modules[MODULE] = module
+    importlib.invalidate_caches()  # a neighbour may have been written since the folder was last looked into
+    try:
+        yield
+    finally:
+        folders = {folder, *sys.path} - set(search_path) | {folder}
+        new = {name.partition(".")[0] for name in sys.modules.keys() - modules} - modules
+        neighbours = {name for name in new if _folder_of(sys.modules.get(name)) in folders} | {MODULE}
+        for name in [name for name in sys.modules if name.partition(".")[0] in neighbours]:
+            del sys.modules[name]
+        sys.path[:] = search_path
+
+
+def _folder_of(module: types.ModuleType | None) -> str | None:
+    """Return the folder in which a module, or a package, was found; None for one that is of no file."""
+    folders = list(getattr(module, "__path__", []))
+    file = folders[0] if folders else getattr(module, "__file__", None)
+    return None if file is None else str(Path(file).parent)
+
+
+def close(word: str, known: Iterable[str]) -> str:
+    """A question, where something known is spelt nearly so."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -1,0 +1,1 @@
+"""Several processes, one run: rendezvous, signals, watchdog, comparison of replicas."""

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: told to the loop between two steps, and the second one at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+from jaxgpt.cluster import multihost
+
+STOP = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[signal.Signals]]:
+    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course."""
+    caught: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
+        yield caught
+        return
+    several = multihost.several()
+    # With several processes JAX handles SIGTERM and tells all of them, as long as nobody else does.
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, frame: object) -> None:
+        restore()
+        if several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            caught.append(signal.Signals(number))
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield caught
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
+    """For a command: acknowledge the first signal, and end the process on the second.
+
+    A thread does both, because Python's own handlers wait as long as the main thread is in a compilation or a step.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        seen = 0
+        while number := os.read(read, 1):
+            if number[0] not in STOP:
+                continue
+            seen += 1
+            name = signal.Signals(number[0]).name
+            if seen == 1:
+                say(f"{name}: leaving as soon as what is done is saved; a second one leaves at once")
+                continue
+            say(f"{name}: left at once, nothing more was saved. The checkpoints that were finished stand.")
+            os._exit(128 + number[0])
+
+    threading.Thread(target=watch, daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write)  # which ends the thread

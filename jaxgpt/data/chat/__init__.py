@@ -1,0 +1,1 @@
+"""Conversations: read, rendered by a chat template, packed into rows."""

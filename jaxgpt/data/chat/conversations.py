@@ -1,0 +1,124 @@
+"""Conversations: files of them, read and checked line by line, and their tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config.validate import short
+from jaxgpt.data.chat.packing import Packing
+from jaxgpt.data.chat.template import MARKS, ROLES, ChatTemplate, Message, tokenise
+from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.files import parse_json, read_lines
+
+LONGEST_LINE = 2**24  # bytes
+SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message]]]:
+    """("FILE:LINE", messages) of every line of a .jsonl file; empty lines are none.
+
+    Raises `UserError`, which names file and line, for what is no conversation or has nothing to learn from.
+    """
+    for where, raw in read_lines(path, LONGEST_LINE, "cut the conversation"):
+        yield where, _messages(parse_json(raw, f"{where}: the line"), where)
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not messages:
+        got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)
+        raise UserError(f"{where}: got {got}, {SHAPE}")
+    for number, message in enumerate(messages, 1):
+        here = f"{where}: message {number}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"{here} is {short(message)}: needs a role, {_listed(ROLES)}, and a content")
+        if message["role"] not in ROLES:
+            raise UserError(f"{here} has the role {short(message['role'])}: needs one of {_listed(ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise UserError(f"{here} has the content {short(content)}: needs a text")
+        # What would change what is learnt, and is not heeded: tool_calls, weight, name.
+        other = [key for key, held in message.items() if key not in ("role", "content") and held is not None]
+        if other:
+            raise UserError(f"{here} has {short(other[0])}, which is not understood: leave only role and content")
+        if bad := next((c for c in content if c in MARKS or "\ud800" <= c <= "\udfff"), None):
+            raise UserError(f"{here} has U+{ord(bad):04X} in its content, which is no character: take it out")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{where}: none of its {len(messages)} messages is the assistant's: needs one to learn from")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def encode_all(
+    path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, which of them the assistant is to write) of every conversation, up to the end of its last answer.
+
+    What comes after it nobody is to write, or to read. What a template refuses is `UserError`.
+    """
+    for where, messages in read_messages(path):
+        try:
+            ids, answers = tokenise(template.write(messages), tokenizer)
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+        if not answers.any():
+            raise UserError(f"{where}: the chat template writes nothing of the assistant's: give another one")
+        end = np.flatnonzero(answers)[-1] + 1
+        yield ids[:end], answers[:end]
+
+
+class Conversations:
+    """Conversations as token ids, memory-mapped or in memory, of which each fits into a row of `block_size` inputs.
+
+    What is longer ends after the last of its answers that fits whole; where not even one does, it is left out.
+    """
+
+    def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
+        self._ids, self._answers, self.block_size = ids, answers, block_size
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        lengths = ends - starts
+        long = np.flatnonzero(lengths > block_size + 1)
+        for n in long:  # the one after the last is seen too, to know whether an answer ends there
+            ahead = np.asarray(answers[starts[n] : starts[n] + block_size + 2], bool)
+            last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
+            lengths[n] = last[-1] + 1 if len(last) else 0
+        kept = lengths > 1  # a token with none before it has nothing to be foreseen from
+        self.left_out = int((~kept).sum())
+        self.shortened = int(kept[long].sum())
+        self.starts, self.lengths = starts[kept], lengths[kept]
+        # Room that each takes in a row: n tokens have n - 1 inputs, each with its target, none from another one.
+        self.sizes = self.lengths - 1
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """Which of them share a row: the same in each epoch and at each validation, so it is done once."""
+        return Packing(self.sizes, self.block_size)
+
+    def __len__(self) -> int:
+        """Tokens, of all of them together."""
+        return int(self.lengths.sum())
+
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, which of them the assistant is to write) of one conversation."""
+        here = slice(self.starts[number], self.starts[number] + self.lengths[number])
+        return self._ids[here], self._answers[here].astype(bool)
+
+    def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(inputs_T, targets_T, mask_T, segments_T): these, one after the other, numbered from 1, then padding."""
+        inputs, targets, segments = (np.zeros(self.block_size, np.int32) for _ in range(3))
+        mask, at = np.zeros(self.block_size, bool), 0
+        for number, member in enumerate(members, 1):
+            ids, answers = self.read(member)
+            here = slice(at, at + len(ids) - 1)
+            inputs[here], targets[here], mask[here], segments[here] = ids[:-1], ids[1:], answers[1:], number
+            at += len(ids) - 1
+        return inputs, targets, mask, segments

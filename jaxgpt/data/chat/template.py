@@ -1,0 +1,329 @@
+"""Chat templates: how messages become one text, which of it the assistant is to write, and its tokens.
+
+The tokenizer's own, in Jinja, where the files beside it have one. Else ChatML, where it has ChatML's special tokens:
+
+    <|im_start|>user\\nWhat is 2 + 2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
+
+Else plain, which any tokenizer can write; END is its end-of-text token, or, without one, the character U+0003:
+
+    User:\\nWhat is 2 + 2?END\\nAssistant:\\n4END\\n
+
+The assistant is to write its content and the end of its turn, not what leads up to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxgpt.data.chat.jinja import CLOSE, OPEN, renderer
+from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+
+Message = dict[str, str]  # "role", one of ROLES, and "content"
+Span = tuple[int, int]  # of characters, from the first to before the last
+
+ROLES = ("system", "user", "assistant")
+HOLE = "\ufdd2"  # around the number that stands for a content
+MARKS = (OPEN, CLOSE, HOLE)  # noncharacters, which contents must not have
+LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's has one of them, for its 6,000 added tokens
+END = "\x03"  # "end of text" among ASCII's control codes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """A conversation as text."""
+
+    text: str
+    answers: tuple[Span, ...]  # what the assistant is to write
+    contents: tuple[Span, ...]  # what the messages said, in which special tokens written out are text
+
+
+class ChatTemplate(Protocol):
+    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+        """prompt: go on up to where the assistant begins to write. What cannot be written is `UserError`."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """As a tokenizer_config.json has it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A template in which all turns are alike: before, content, end, a newline."""
+
+    before: str  # with {role} or {Role} in it
+    end: str
+    special: bool  # whether `end` is a special token; else no content may have it
+    begin: str = ""  # the tokens that the tokenizer begins texts with, written out
+
+    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+        text, answers, contents = self.begin, [], []
+        for number, message in enumerate(messages, 1):
+            role, content = message["role"], message["content"]
+            if not self.special and self.end in content:
+                raise UserError(f"message {number} has {self.end!r}, which ends a turn: take it out")
+            text += self._before(role)
+            contents.append((len(text), len(text) + len(content)))
+            text += content + self.end
+            if role == "assistant":
+                answers.append((contents[-1][0], len(text)))
+            text += "\n"
+        text += self._before("assistant") if prompt else ""
+        return Written(text=text, answers=tuple(answers), contents=tuple(contents))
+
+    def _before(self, role: str) -> str:
+        return self.before.format(role=role, Role=role.capitalize())
+
+    def config(self) -> dict[str, Any]:
+        return {}  # it follows from the tokenizer
+
+    def jinja(self) -> str:
+        """The same in Jinja, for others to read conversations by. It takes contents with `end` in them."""
+        before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
+        said = "{{ message['content'] }}" + self.end
+        # No newline follows a block: some leave it out, and some do not.
+        begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
+        return (
+            f"{begin}{{% for message in messages %}}{before}"
+            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
+            f"{{% else %}}{said}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
+        )
+
+
+PLAIN = Turns(before="{Role}:\n", end=END, special=False)
+CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jinja:
+    """A tokenizer's own template."""
+
+    source: str
+    tokens: dict[str, str]  # bos_token, eos_token, ...: how they are written
+    specials: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raise `UserError` unless it is a template at all."""
+        renderer(self.source)
+
+    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
+        """(what the template writes, the parts in its {% generation %} tags)."""
+        text, spans = "", []
+        for part in re.split(
+            f"([{OPEN}{CLOSE}])",
+            renderer(self.source)(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=prompt,
+                tools=None,
+                documents=None,
+                **self.tokens,
+            ),
+        ):
+            if part == OPEN:
+                spans.append((len(text), len(text)))
+            elif part == CLOSE:
+                spans[-1] = (spans[-1][0], len(text))
+            else:
+                text += part
+        return text, spans
+
+    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+        text, answers = self._text(messages, prompt=prompt)
+        if not answers and not prompt:
+            answers = [self._answer(messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
+        return Written(text=text, answers=tuple(answers), contents=self._contents(messages, text, prompt))
+
+    def _answer(self, messages: Sequence[Message], number: int, text: str) -> Span:
+        """What a message adds to the prompt before it, up to the last special token if only whitespace follows."""
+        before, _ = self._text(messages[:number], prompt=True)
+        after, _ = self._text(messages[: number + 1])
+        end = len(after.rstrip())
+        if not after[:end].endswith(self.specials):
+            end = len(after)
+        if not (after.startswith(before) and text.startswith(after[:end])):
+            raise UserError(
+                f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, so "
+                "what the assistant is to write cannot be told: mark it with {% generation %} in chat_template.jinja, or "
+                "give conversations with one answer each"
+            )
+        return len(before), end
+
+    def _contents(self, messages: Sequence[Message], text: str, prompt: bool) -> tuple[Span, ...]:
+        """Where the contents are in the text: by a second one, with holes for them."""
+        contents = [m["content"] for m in messages]
+        holes = [m | {"content": m["content"] and f"{HOLE}{n}{HOLE}"} for n, m in enumerate(messages)]
+        try:
+            parts = re.split(f"{HOLE}([0-9]+){HOLE}", self._text(holes, prompt=prompt)[0])
+        except UserError:  # it looks into contents
+            parts = []
+        for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
+            filled, spans = "", []
+            for n, part in enumerate(parts):
+                piece = trimmed(contents[int(part)]) if n % 2 else part
+                spans += [(len(filled), len(filled) + len(piece))] if n % 2 else []
+                filled += piece
+            if filled == text:
+                return tuple(spans)
+        for number, content in enumerate(contents, 1):
+            if token := next((s for s in self.specials if s in content), None):
+                raise UserError(
+                    f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
+                    "be told from the template's own: take it out"
+                )
+        return ()
+
+    def config(self) -> dict[str, Any]:
+        return {"chat_template": self.source, **self.tokens}
+
+
+def find_template(tokenizer: Tokenizer, directory: Path | None, *, prefixed: bool = True) -> ChatTemplate:
+    """The template that a tokenizer has. directory: where its tokenizer.json lies; None: it was made here.
+
+    Read are chat_template.jinja, and tokenizer_config.json, in which a template may be one of several with names.
+    prefixed: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
+    Raises `UserError` for files that are damaged.
+    """
+    values: Any = {}
+    if directory is not None and is_there(directory / "tokenizer_config.json", "Name another tokenizer."):
+        path = directory / "tokenizer_config.json"
+        values = read_json(path, LARGEST_CONFIG)
+        if not isinstance(values, dict):
+            raise UserError(f"{path} is damaged: it holds {type(values).__name__}, needs an object")
+    source = values.get("chat_template")
+    if isinstance(source, list):  # [{"name": "default", "template": "..."}, ...]
+        named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
+        source = named.get("default") or named
+    if directory is not None and is_there(directory / "chat_template.jinja", "Name another tokenizer."):
+        source = read_bytes(directory / "chat_template.jinja", LARGEST_CONFIG).decode("utf-8", errors="replace")
+    if source is not None:
+        if not isinstance(source, str) or any(mark in source for mark in MARKS):
+            raise UserError(
+                f"the chat_template in {directory} is damaged: needs a text, or a list with one named default"
+            )
+        # Written out, or with how they are to be found in a text.
+        tokens = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in values.items()
+            if name.endswith("_token") and not name.startswith("add_")
+        }
+        tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        found = Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
+        found.check()
+        return found
+    ours = CHATML
+    if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
+        end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
+        ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
+    return dataclasses.replace(ours, begin=_written_prefix(tokenizer)) if prefixed and tokenizer.prefix else ours
+
+
+def _written_prefix(tokenizer: Tokenizer) -> str:
+    """Return the text that is read as the tokens with which a tokenizer begins texts."""
+    specials = _by_id(tokenizer)
+    for token in tokenizer.prefix:
+        if token not in specials:
+            raise UserError(
+                f"the tokenizer begins texts with {tokenizer.decode([token])!r}, which is no special token of it, so that no "
+                "chat template can write it: make it one in tokenizer.json, under added_tokens"
+            )
+    return "".join(specials[token] for token in tokenizer.prefix)
+
+
+def write_template(directory: Path, config: dict[str, Any]) -> None:
+    """Write a template's `config` into a tokenizer_config.json, in place of another model's that is there."""
+    path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
+    others = {
+        name: value
+        for name, value in (there if isinstance(there, dict) else {}).items()
+        if name != "chat_template" and not (config and name.endswith("_token") and not name.startswith("add_"))
+    }
+    if others or config:
+        write_whole(path, json.dumps(others | config, indent=1) + "\n")
+    if jinja.exists() and jinja.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):
+        jinja.unlink()  # it would be preferred
+
+
+def fingerprint(template: ChatTemplate) -> str:
+    """SHA-256 of what it is."""
+    held = dataclasses.asdict(template)  # type: ignore[bad-argument-type]
+    if not held.get("begin"):  # as before there was such a field
+        held.pop("begin", None)
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def plain_characters() -> str:
+    """What the plain template may write beside the contents."""
+    return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
+
+
+def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, which of them are the assistant's to write: bool). Special tokens are the template's own alone.
+
+    The whole is read at once, as transformers does. Only where a content spells a special token out, which would be
+    read as one there, the text is read between the template's own.
+    """
+    ids, at = tokenizer.locate(written.text, specials=True)
+    specials = _by_id(tokenizer)
+    own, forged = [], False
+    for n in np.flatnonzero(np.isin(ids, list(specials))):
+        start, end = at[n]
+        start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # after spaces that it may take in
+        end = start + len(specials[int(ids[n])])
+        if any(a < end and start < b for a, b in written.contents):
+            forged = True
+        else:
+            own.append(n)
+    if forged:
+        ids, at = _between(written.text, ids[own], at[own], tokenizer)
+    answers = np.zeros(len(ids), bool)
+    for a, b in written.answers:
+        touching = np.flatnonzero((at[:, 0] < b) & (at[:, 1] > a))
+        if len(touching):
+            answers[touching[0] : touching[-1] + 1] = True
+    return ids, answers
+
+
+def prompt_ids(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
+    """Of a user's message, up to where the assistant begins to write."""
+    return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
+    """The token with which the assistant ends: the last special one that it is to write, or, without any, the last."""
+    # One character, that every tokenizer of conversations knows: it is in the templates themselves.
+    written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
+    ids, answers = tokenise(written, tokenizer)
+    known = [i for i in ids[answers].tolist() if i in _by_id(tokenizer)]
+    return known[-1] if known else int(ids[answers][-1])
+
+
+@functools.lru_cache(maxsize=4)  # some have thousands
+def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.specials.items()}
+
+
+def _between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The same text with these special tokens where they are, and none elsewhere."""
+    all_ids, all_at, begin = [], [], 0
+    for special, (start, end) in zip([*ids, None], [*at, (len(text), len(text))], strict=True):
+        between, where = tokenizer.locate(text[begin:start], specials=False)
+        all_ids.append(between)
+        all_at.append(where + begin)
+        if special is not None:
+            all_ids.append(np.array([special], np.int32))
+            all_at.append(np.array([[start, end]]))
+        begin = end
+    return np.concatenate(all_ids), np.concatenate(all_at)

@@ -1,0 +1,1 @@
+"""Hugging Face's formats: configurations, weights, tokenizers, the Hub."""

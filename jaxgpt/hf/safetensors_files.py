@@ -1,0 +1,238 @@
+"""safetensors files of a directory: what is in them, one tensor at a time, and written the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxgpt.config.validate import short
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 2**26  # bytes: a million tensors
+SHARD = 5 * 10**9  # bytes of a file, as on the Hub
+BLOCK = 2**22  # numbers of two tensors that are compared at a time
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One that is stored."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str  # of its numbers, as the format names it: F32
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kind]
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by name: of its one file, or of the files that its index names.
+
+    Of a tensor that several files have, the index chooses one, with a warning: other programs may read the other.
+    Raises `UserError` for what is missing, cut short, damaged or pickled; nothing is read but the files' heads.
+    """
+    found: dict[str, Tensor] = {}
+    files = _files(directory)
+    chosen = {name: file for file, names in files.items() for name in names}
+    for file, expected in files.items():
+        inside = dict(_head(file))
+        for name in expected - inside.keys():
+            raise UserError(f"{directory / INDEX} says that {name} is in {file.name}, which has no such tensor")
+        if more := [name for name in inside if chosen.get(name, file) != file]:
+            warnings.warn(
+                f"{file} has {in_words(more)} as well, which {INDEX} takes from elsewhere: what is here is not read",
+                UserWarning,
+                stacklevel=2,
+            )
+        for name, tensor in inside.items():
+            if name in found and name not in chosen:
+                raise UserError(
+                    f"{name} is in {found[name].file.name} and in {file.name}, and {directory / INDEX} does not say which "
+                    "to read: download it again"
+                )
+            if name not in more:
+                found[name] = tensor
+    return found
+
+
+def _files(directory: Path) -> dict[Path, set[str]]:
+    """The files, and the tensors that each should have at least."""
+    if (directory / INDEX).exists():
+        index = read_json(directory / INDEX, LARGEST_INDEX)
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+            raise UserError(f"{directory / INDEX} needs a weight_map of tensors to files: download it again")
+        files: dict[Path, set[str]] = {}
+        for name, file in names.items():
+            if file != os.path.basename(file) or not file.endswith(".safetensors"):
+                raise UserError(
+                    f"{directory / INDEX} names {short(file)}: needs the name of a .safetensors file beside it"
+                )
+            files.setdefault(directory / file, set()).add(name)
+        for file in files:
+            if not is_there(file, f"{INDEX} names it: download it again."):
+                raise UserError(f"{file} is missing, which {INDEX} names: download it again")
+        return files
+    found = sorted(directory.glob("*.safetensors"))
+    if (directory / ONE) in found:
+        return {directory / ONE: set()}
+    if len(found) == 1:
+        return {found[0]: set()}
+    if found:
+        raise UserError(
+            f"{directory} has {len(found)} .safetensors files and no {INDEX} that says which to read: download it, or leave one"
+        )
+    if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
+        raise UserError(
+            f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read. To convert "
+            f'them, where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}')\""
+        )
+    raise UserError(f"{directory} has no .safetensors files: there are no weights to import")
+
+
+def _head(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with _opened(file) as f:
+        for name in list(f.keys()):
+            part = f.get_slice(name)
+            yield name, Tensor(file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
+
+
+def read(name: str, tensor: Tensor) -> np.ndarray:
+    """One tensor. The file is opened for it alone, since the pages of a mapped file count as memory until it is closed."""
+    with _opened(tensor.file) as f:
+        return f.get_tensor(name)
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite."""
+    if tensor.dtype == DTYPES["BF16"]:  # by their bits, without the sign: a third of the time, which is 5 s a billion
+        return bool((tensor.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
+    return bool(np.isfinite(tensor).all())
+
+
+def equal(one: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
+    """Whether two tensors have the same numbers; a part of them is in memory at a time."""
+    (a, first), (b, second) = one, other
+    if first.shape != second.shape or not {first.kind, second.kind} <= DTYPES.keys():
+        return False
+    N, rows = first.shape[0], max(1, BLOCK // max(1, math.prod(first.shape[1:])))
+    with _opened(first.file) as f, _opened(second.file) as g:
+        x, y = f.get_slice(a), g.get_slice(b)
+        parts = (slice(i, min(i + rows, N)) for i in range(0, N, rows))
+        return all(
+            np.array_equal(x[part].astype(np.float32), y[part].astype(np.float32), equal_nan=True) for part in parts
+        )
+
+
+def _opened(file: Path) -> Any:
+    open_file(file).close()  # regular and readable: else the library waits for a pipe
+    safetensors = _library()
+    try:
+        return safetensors.safe_open(str(file), framework="numpy")
+    except (safetensors.SafetensorError, OSError, ValueError) as e:
+        raise UserError(f"{file} is not a whole safetensors file ({e}): download it again") from None
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError:
+        raise UserError("weights need the safetensors package: python -m pip install 'jaxgpt[hf]'") from None
+    return safetensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """A tensor to write, made when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write(directory: Path, tensors: dict[str, Made], shard: int = SHARD) -> None:
+    """One file, or several of at most `shard` bytes (or one tensor) with an index; one tensor in memory at a time."""
+    files: list[dict[str, Made]] = [{}]
+    for name, tensor in tensors.items():
+        if files[-1] and sum(t.bytes for t in files[-1].values()) + tensor.bytes > shard:
+            files.append({})
+        files[-1][name] = tensor
+    if len(files) == 1:
+        return _write_one(directory / ONE, files[0])
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for name, inside in zip(names, files, strict=True):
+        _write_one(directory / name, inside)
+    index = {
+        "metadata": {"total_size": sum(t.bytes for t in tensors.values())},
+        "weight_map": {tensor: name for name, inside in zip(names, files, strict=True) for tensor in inside},
+    }
+    write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_one(file: Path, tensors: dict[str, Made]) -> None:
+    """The format (https://huggingface.co/docs/safetensors): the head's length, the head in JSON, the numbers.
+
+    By hand, because the library wants all tensors in memory at once.
+    """
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers does not take the file
+    at = 0
+    for name, tensor in tensors.items():
+        head[name] = {
+            "dtype": spelled[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.bytes],
+        }
+        at += tensor.bytes
+    raw = json.dumps(head).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open_whole(file) as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        for name, tensor in tensors.items():
+            array = np.ascontiguousarray(tensor.make())
+            assert array.shape == tensor.shape and array.dtype == tensor.dtype, (name, array.shape, array.dtype)
+            array.tofile(f)
+
+
+def in_words(names: Iterable[str]) -> str:
+    """Names of tensors, those of several layers as one: "h.0-11.attn.bias"."""
+    patterns: dict[str, list[int]] = {}
+    for name in sorted(names):
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        pattern = name if number is None else f"{name[: number.start()]}{{}}{name[number.end() :]}"
+        patterns.setdefault(pattern, []).extend([] if number is None else [int(number[0])])
+    return ", ".join(pattern.format(_ranges(sorted(layers))) for pattern, layers in patterns.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

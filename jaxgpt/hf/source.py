@@ -1,0 +1,113 @@
+"""A model in Hugging Face's format, opened and checked, its numbers not yet read."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import short
+from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.files import read_bytes, read_json, write_whole
+from jaxgpt.hf.families import family_of
+from jaxgpt.hf.family import Family
+from jaxgpt.hf.hub import local_directory
+from jaxgpt.hf.keys import unknown_keys
+from jaxgpt.hf.params import check
+from jaxgpt.hf.safetensors_files import Tensor, stored
+
+LARGEST_CONFIG = 2**24  # bytes of a config.json
+# What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
+# where a chat looks for its template, and the others in a folder.
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+KEPT = "hf"
+IN_KEPT = ("config.json", "generation_config.json")
+PADDING = 1024  # ids that a model may have beyond its tokenizer's without a word: vocabularies are rounded up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    directory: Path
+    hf: dict[str, Any]  # its config.json
+    family: Family
+    config: GPTConfig
+    tokenizer: Tokenizer
+    tensors: dict[str, Tensor]
+
+
+def open_source(name: str, tokenizer: str | None = None) -> Source:
+    """name: a directory, or an id on the Hub. tokenizer: the path of another tokenizer.json, or "ids" for none.
+
+    Raises `UserError` for whatever is missing, damaged or unknown, before any tensor is read.
+    """
+    directory = local_directory(name)
+    path = directory / "config.json"
+    if not path.exists():
+        raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download has made")
+    hf = read_json(path, LARGEST_CONFIG)
+    if not isinstance(hf, dict):
+        raise UserError(f"{path} holds {type(hf).__name__}, needs an object: download it again")
+    try:
+        family = family_of(hf)
+        config = family.read(hf)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+    if unknown := unknown_keys(family, hf):
+        warnings.warn(
+            f"{path} has keys that jaxgpt does not know, {short(unknown)}: where one of them changes what the model "
+            "computes, what is imported computes something else",
+            UserWarning,
+            stacklevel=2,
+        )
+    found = _tokenizer(directory, config, tokenizer)
+    tensors = stored(directory)
+    try:
+        check(tensors, family, config)
+    except UserError as e:
+        raise UserError(f"{directory}: {e}") from None
+    return Source(directory=directory, hf=hf, family=family, config=config, tokenizer=found, tensors=tensors)
+
+
+def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:
+    assert config.vocab_size is not None
+    if named == "ids":
+        return IdTokenizer(config.vocab_size)
+    path = directory / "tokenizer.json" if named is None else Path(named)
+    if named is None and not path.exists():
+        raise UserError(
+            f"{directory} has no tokenizer.json. Where other tokenizer files are there, transformers makes it: "
+            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'); or give another one with "
+            "--tokenizer FILE (where it is to be trained, --data.tokenizer FILE), or do without (ids for FILE)"
+        )
+    tokenizer = load_tokenizer(path)
+    over = config.vocab_size - tokenizer.vocab_size
+    both = f"{path} has ids up to {tokenizer.vocab_size - 1:,}, config.json a vocab_size of {config.vocab_size:,}"
+    if over < 0:
+        raise UserError(f"{both}: it is not this model's tokenizer. Give the right one with --tokenizer FILE")
+    if over > PADDING:
+        warnings.warn(f"{both}: is it this model's tokenizer?", UserWarning, stacklevel=3)
+    return tokenizer
+
+
+def end_tokens(run: Path) -> list[int]:
+    """Return the tokens that end a text by the files with which an imported model came; none of other runs."""
+    for name in reversed(IN_KEPT):  # generation_config.json counts before config.json
+        path = run / KEPT / name
+        values = read_json(path, LARGEST_CONFIG) if path.exists() else None
+        ends = values.get("eos_token_id") if isinstance(values, dict) else None
+        if ends is not None:
+            return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+    return []
+
+
+def keep_companions(source: Path, run: Path) -> None:
+    """Copy them into a run directory. source: a model's directory, or that of another run."""
+    kept = source / KEPT if (source / "experiment.json").exists() else source
+    for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / KEPT, IN_KEPT)):
+        for name in names:
+            if (here / name).is_file():
+                there.mkdir(exist_ok=True)
+                write_whole(there / name, read_bytes(here / name, LARGEST_CONFIG))

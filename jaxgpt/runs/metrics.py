@@ -1,0 +1,99 @@
+"""`metrics.jsonl`: one JSON object a line, written as it happens, readable while the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.files import is_there, open_file, parse_json, render_json
+from jaxgpt.files import write_whole
+
+CHECKSUM = "crc32"  # of the rest of a line
+
+
+class MetricsFile:
+    """Appends lines; what is not a finite number is null, because JSON has no NaN. path: None: writes nothing."""
+
+    def __init__(self, path: Path | None):
+        self._path = path or Path(os.devnull)
+        # Unbuffered, for tail -f, and so that nothing is lost to a kill.
+        self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
+
+    def write(self, **values: Any) -> None:
+        """Raises `SaveFailed`."""
+        line = _sealed(values)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            raise SaveFailed(f"{self._path} cannot be written: {e.strerror}") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines in order. Damaged ones are left out, with a warning.
+
+    A last one without an end is left out too, without a word: it is being written, or was when the run was killed.
+    """
+    if not is_there(path, "It holds the run's losses."):
+        return []
+    lines, damaged = [], 0
+    with open_file(path) as f:
+        for raw in f:
+            if (line := _line(raw)) is not None:
+                lines.append(line)
+            else:
+                damaged += raw.endswith(b"\n")
+    if damaged:
+        said = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
+        warnings.warn(said, UserWarning, stacklevel=2)
+    return lines
+
+
+def validations(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(step, validation loss) of those that were finite."""
+    return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+
+
+def _sealed(values: dict[str, Any]) -> bytes:
+    """Return a line with a checksum of what is in it, which a flipped bit in a number does not pass."""
+    text = render_json(values)
+    return f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(text.encode())}}}\n'.encode()
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = parse_json(raw, "the line")
+    except UserError:
+        return None
+    if not isinstance(line, dict) or not all(_is_plain(name, value) for name, value in line.items()):
+        return None
+    checksum = line.pop(CHECKSUM, None)  # older versions wrote none
+    if checksum is not None and checksum != zlib.crc32(render_json(line).encode()):
+        return None
+    return line if type(line.get("step")) is int and line["step"] >= 0 else None
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    if name == "skipped":  # why
+        return type(value) is str
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
+
+
+def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+    """Forget the lines after `step`, which a resumed run will write again. Returns those that stay."""
+    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    write_whole(path, b"".join(map(_sealed, kept)))
+    return kept

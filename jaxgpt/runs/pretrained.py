@@ -1,0 +1,234 @@
+"""Weights that are there already: what training starts from, and what adapters are of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
+from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, sha256
+from jaxgpt.hf.params import read_params
+from jaxgpt.hf.source import open_source
+from jaxgpt.lora import init_adapters, merged
+from jaxgpt.model import GPT
+from jaxgpt.parallel.strategy import placed
+from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.runs.find import is_run
+from jaxgpt.runs.metadata import Origin, Record, read_record, refuse_other_tokenizer
+from jaxgpt.sample.quantize import unrolled
+from jaxgpt.train import TrainState
+
+OWN = ("dropout", "scan_layers", "remat")  # what an experiment decides, whatever model it starts from
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Of a run or of a model in Hugging Face's format, found and checked, and not yet read."""
+
+    directory: Path
+    config: GPTConfig
+    tokenizer: str  # the path of its tokenizer.json, or ids
+    step: int | None  # of a run
+    sha256: Callable[[], str]  # of all its numbers' files
+    # shapes and places of parameters, whose layers may be stacked otherwise and whose context shorter -> these, float32
+    read: Callable[[dict], dict]
+
+
+def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
+    """name: a run directory, a model's directory, or its id on the Hub. step: of a run; None: its best. tokenizer: of
+    a model, see `open_source`.
+
+    Raises `UserError` for what is not there, or is not whole.
+    """
+    directory = Path(name)
+    if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
+        return _of_run(directory, step)
+    source = open_source(name, tokenizer)
+
+    def read(like: dict) -> dict:
+        places = {"/".join(path): place for path, place in _places(like, source.config).items()}
+        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=places)
+        return _fitted(params, like)
+
+    files = {tensor.file for tensor in source.tensors.values()}
+    return Weights(
+        directory=source.directory,
+        config=source.config,
+        tokenizer=tokenizer or str(source.directory / "tokenizer.json"),
+        step=None,
+        sha256=lambda: _digest(sha256(str(file)) for file in sorted(files)),
+        read=read,
+    )
+
+
+def _of_run(directory: Path, step: int | None) -> Weights:
+    record, checkpoints = read_record(directory), open_checkpoints(directory)
+    good = checkpoints.good("best") if step is None else checkpoints.good(before=step + 1)
+    assert good is not None
+    if step not in (None, good):
+        raise UserError(f"{directory} has no checkpoint of step {step} any more, or a damaged one")
+    config = dataclasses.replace(record.model, scan_layers=False)
+
+    def read(like: dict) -> dict:
+        places = _places(like, config)
+        model = GPT(record.model)
+
+        def at(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            names = tuple(entry.key for entry in path)
+            place = _stacked_place(places["h_0", *names[2:]]) if names[0] == "h" else places[names]
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        params = restored_params(record, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
+        return _fitted(unrolled(model, params)[1], like)
+
+    return Weights(
+        directory=directory,
+        config=config,
+        tokenizer=str(directory / "tokenizer.json"),
+        step=good,
+        sha256=lambda: _digest([json.dumps(checkpoints.files(good), sort_keys=True)]),
+        read=read,
+    )
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, Callable[[], Weights] | None]:
+    """Return (the experiment with the architecture and tokenizer of its weights, a function that opens the weights).
+
+    The context is at most as long as that of the weights. run: the directory of a run to resume, whose recorded
+    architecture, tokenizer and warm-up are taken; None: a new run. Without `train.init_from` the second is None.
+    """
+    name, named = experiment.train.init_from, experiment.data.tokenizer
+    if run is not None:
+        record = read_record(run)
+        data = dataclasses.replace(experiment.data, tokenizer=record.experiment.data.tokenizer)
+        optim = dataclasses.replace(experiment.optim, warmup_steps=record.given.optim.warmup_steps)
+        experiment = dataclasses.replace(experiment, data=data, optim=optim)
+        if name is None:
+            return experiment, None
+        model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware
+        return dataclasses.replace(experiment, model=model), lambda: base_of(record, name)
+    if name is None:
+        return experiment, None
+    weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
+    if is_run(weights.directory) and named not in ("char", "byte", "bpe"):
+        refuse_other_tokenizer(weights.directory, read_record(weights.directory), named)
+    own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
+    own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
+    model = dataclasses.replace(weights.config, **own)
+    data = dataclasses.replace(experiment.data, tokenizer=weights.tokenizer)
+    return dataclasses.replace(experiment, model=model, data=data), lambda: weights
+
+
+def origin_of(weights: Weights, model: GPTConfig) -> Origin:
+    """For the record of a run that begins with these weights. model: the run's."""
+    return Origin(directory=str(weights.directory.resolve()), step=weights.step, sha256=weights.sha256(), model=model)
+
+
+def base_of(record: Record, name: str | None = None) -> Weights:
+    """Open what a run began with: where it was, at `name`, or beside the run, in a directory of the same name.
+
+    Raises `UserError` if it is not there, or is not what it was.
+    """
+    name, origin = name or record.experiment.train.init_from, record.origin
+    assert name is not None and origin is not None
+    tokenizer = str(record.experiment.data.tokenizer)  # that of the model need not be there any more
+    beside = record.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
+    place = next((str(place) for place in (origin.directory, name, beside) if _can_be_seen(Path(place))), name)
+    found = open_weights(place, step=origin.step, tokenizer=tokenizer)
+    if found.sha256() != origin.sha256:
+        raise UserError(f"{found.directory} holds other weights than the run began from: put those back")
+    return found
+
+
+def _can_be_seen(place: Path) -> bool:
+    with contextlib.suppress(UserError):  # another user's, on another machine
+        return is_there(place, "Name another place with --train.init-from.")
+    return False
+
+
+def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: dict) -> dict:
+    """The parameters of a run as its model takes them: of one that trained adapters, those of its base with these
+    merged in. like: shapes and places."""
+    lora = record.experiment.lora
+    if lora.rank is None:
+        return checkpoints.restore_params(step, like)
+    try:
+        base = base_of(record)
+    except UserError as e:
+        raise UserError(
+            f"the run has adapters alone, for {record.experiment.train.init_from}: {e}. Put it back, or beside {record.directory}"
+        ) from None
+    params = base.read(like)
+    shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
+    adapters = placed(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
+    return jax.jit(merged, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
+        lora, params, checkpoints.restore_params(step, adapters)
+    )
+
+
+def state_at(
+    trainer: Trainer, weights: Callable[[], Weights] | None, key: jax.Array, checkpoints: Checkpoints, step: int
+) -> TrainState:
+    """The state of a run after `step` steps, of which there is a checkpoint; at 0, the one that it begins with.
+
+    weights: what it starts from; None: nothing. key: of random parameters, and of adapters.
+    """
+    strategy = trainer.strategy
+    base = strategy.state.base
+    read = None
+    if weights is not None and (base is not None or not step):
+        read = weights().read(strategy.state.params if base is None else base)
+    if step:
+        return strategy.from_checkpoint(dataclasses.replace(checkpoints.restore(step, strategy.state), base=read))
+    return strategy.init(key, None if read is None else strategy.from_checkpoint(read))
+
+
+def _places(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
+    """Where each parameter of a model with its layers apart lies, to be or to become these: by path."""
+    places: dict[tuple[str, ...], Sharding] = {}
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(like)  # type: ignore[assignment]
+    for path, x in flat.items():
+        if path[0] == "h":
+            place = x.sharding
+            if isinstance(place, NamedSharding):
+                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+            places |= {(f"h_{layer}", *path[2:]): place for layer in range(config.n_layer)}
+        else:
+            places[path] = x.sharding
+    return places
+
+
+def _stacked_place(place: Sharding) -> Sharding:
+    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec)) if isinstance(place, NamedSharding) else place
+
+
+def _whole_place(place: Sharding) -> Sharding:
+    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+
+
+def _fitted(params: dict, like: dict) -> dict:
+    """Parameters with layers apart, as `like` has them: in float32, stacked, of a context that may be shorter."""
+    if "wpe" in params:
+        T = like["wpe"]["embedding"].shape[0]
+        params["wpe"] = {"embedding": params["wpe"]["embedding"][:T]}
+    if "h" in like:
+        n_layer = jax.tree.leaves(like["h"])[0].shape[0]
+        layers = [params.pop(f"h_{layer}") for layer in range(n_layer)]
+        params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
+    return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)

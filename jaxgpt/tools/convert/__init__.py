@@ -1,0 +1,1 @@
+"""Convert models from and to Hugging Face's format."""

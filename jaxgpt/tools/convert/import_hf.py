@@ -1,0 +1,64 @@
+"""Weights in: a model in Hugging Face's format becomes a run directory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from jaxgpt.config import Experiment
+from jaxgpt.data.tokenizer import fingerprint
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
+from jaxgpt.hf.params import read_params
+from jaxgpt.hf.source import Source, keep_companions, open_source
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metadata import claim, write_record
+
+
+def import_hf(
+    name: str, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
+) -> Source:
+    """Write the model of a directory, or of an id on the Hub, into a new run directory: to sample, to evaluate, to export again.
+
+    dtype: of the parameters; None: as stored. tokenizer: see `open_source`.
+    In memory is the model and one tensor more. Raises `UserError` before anything is written.
+    """
+    source = open_source(name, tokenizer)
+    directory = Path(run_dir)
+    if is_there(directory, "Name another place with --run-dir.") and (
+        not directory.is_dir() or any(directory.iterdir())
+    ):
+        raise UserError(f"{directory} is there and not empty: name another place with --run-dir")
+    with claim(directory, fresh=False):
+        try:
+            _write(source, directory, name, dtype)
+        except BaseException:  # it was empty: so that it can be tried again there
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+    return source
+
+
+def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) -> None:
+    params = read_params(source.tensors, source.family, source.config, dtype=dtype)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    try:
+        checkpoints.save_params(params, 0)
+    finally:
+        checkpoints.close()
+    keep_companions(source.directory, directory)
+    write_record(
+        directory,
+        Experiment(name=_name(name), model=source.config),
+        source.tokenizer,
+        data={"tokenizer_sha256": fingerprint(source.tokenizer)},
+        vocab_size=source.config.vocab_size,
+        imported={"from": name, "model_type": source.family.model_type},
+    )
+
+
+def _name(name: str) -> str:
+    """Of the experiment: the last part of the path or id, in the letters that a name may have."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"

@@ -1,0 +1,1 @@
+"""Repeat a training step alone."""

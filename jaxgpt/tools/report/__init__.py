@@ -1,0 +1,1 @@
+"""Summarise a run as a page."""

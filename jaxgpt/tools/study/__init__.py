@@ -1,0 +1,1 @@
+"""Compare variants of an experiment, and curves with earlier ones."""

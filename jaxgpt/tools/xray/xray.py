@@ -1,0 +1,159 @@
+"""A run seen from inside: what its X-ray page shows is gathered here, and drawn in `viz`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import check_count
+from jaxgpt.data.corpus import user_files
+from jaxgpt.data.dataset import Tokens, encode_whole
+from jaxgpt.data.pairs import END, START
+from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.run import Run
+from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import generate
+from jaxgpt.tools.xray.activations import anatomy, excited
+from jaxgpt.tools.xray.views import Corpus, Map, Subject, xray_page
+
+CORPUS_TOKENS = 2**15  # of the corpus that are read for what excites a unit: seconds for a small model
+MOST_WEIGHTS = 2**25  # of attention on a page: a byte each, before they are packed
+
+
+def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+    """Return a self-contained HTML page that shows what the model does with a text.
+
+    It shows surprise, attention, norms, the residual stream, the MLPs' units, the logit lens, embeddings and sampling.
+
+    data: a UTF-8 file in which to look for what excites each unit; None: the run's own training text or its tokens in
+        the cache. corpus_tokens: how many of its tokens are read for that, spread evenly; 0: none.
+    Raises `UserError` for a prompt that is empty, or longer than block_size.
+    """
+    config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
+    source: list[int] | None = None
+    ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
+    if not prompt or not ids:
+        raise UserError("the prompt is empty: give a text to look at with --prompt TEXT")
+    if len(ids) > config.block_size:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
+        )
+    if config.n_encoder_layer:
+        source, ids = ids, _written(run, ids)
+    layers, longest = config.n_layer + config.n_encoder_layer, max(len(ids), len(source or ()))
+    if (weights := layers * config.n_head * longest**2) > MOST_WEIGHTS:
+        fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
+        raise UserError(
+            f"{longest} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
+        )
+    found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size, source)
+    if np.isnan(found.logits_V).any():
+        raise UserError(
+            f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
+        )
+    maps = [Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)]
+    if source is not None:
+        across = [Map(f"layer {i + 1}, to the source", "text", "source", w) for i, w in enumerate(found.cross_LNTS)]
+        maps = [m for pair in zip(maps, across, strict=True) for m in pair]
+        maps += [Map(f"encoder, layer {i + 1}", "source", "source", w) for i, w in enumerate(found.encoder_LNSS)]
+    windows_NT, why = _windows(run, data, corpus_tokens)
+    corpus = None if windows_NT is None else Corpus(windows_NT, *excited(run.model, run.params, windows_NT))
+    measured = "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"
+    return xray_page(
+        Subject(
+            title=f"X-ray of {run.experiment.name}",
+            facts=[
+                ("run", str(run.directory)),
+                ("step", f"{run.step:,}"),
+                ("validation loss", measured),
+                ("parameters", f"{count_parameters(run.model.shapes()):,}"),
+                ("layers, heads, width", f"{_layers(config)}, {config.n_head}, {config.n_embd}"),
+                ("norm", f"{config.norm}, {config.norm_position}"),
+                ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
+                ("positions", config.position),
+            ],
+            texts={"text": ids} | ({} if source is None else {"source": source}),
+            spell=speller(run.tokenizer),
+            found=found,
+            maps=maps,
+            activation=config.activation,
+            embedding_VD=read_embedding(run.params)[: run.tokenizer.vocab_size],
+            corpus=corpus,
+            why_no_corpus=why,
+            temperature=run.experiment.train.sample_temperature,
+        )
+    )
+
+
+def read_embedding(params: dict) -> np.ndarray:
+    """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
+    packed = params["wte"].get("packed")
+    rows_VD = params["wte"]["embedding"] if packed is None else packed.rows(np.arange(len(packed.values_FD)))
+    return np.asarray(rows_VD, np.float32)
+
+
+def _layers(config: GPTConfig) -> str:
+    return f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
+
+
+def speller(tokenizer: Tokenizer) -> Any:
+    """How one token is written: its text; where that is part of a character, its bytes in hexadecimal or U+FFFD."""
+
+    def spell(token: int) -> str:
+        if token >= tokenizer.vocab_size:  # padding of the vocabulary
+            return f"<{token}>"
+        if isinstance(tokenizer, ByteTokenizer) and token >= 0x80:
+            return f"\\x{token:02x}"
+        return tokenizer.decode([token]) + " " * isinstance(tokenizer, IdTokenizer)
+
+    return spell
+
+
+def _written(run: Run, source: list[int]) -> list[int]:
+    """What a run with an encoder makes of a source, greedily: the tokens that its decoder reads."""
+    start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
+    out = generate(
+        *run.decoder,
+        [[start]],
+        key=jax.random.key(0),
+        max_new_tokens=max(run.model.config.block_size - 1, 1),
+        sampling=Sampling(greedy=True),
+        stop_tokens=[end],
+        vocab_size=run.tokenizer.vocab_size,
+        sources=[source],
+    )
+    return [start, *out.tokens[0]][: run.model.config.block_size]
+
+
+def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
+    """Windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
+    T = run.model.config.block_size
+    if run.model.config.n_encoder_layer:
+        return None, "It was trained on pairs of texts, not on one."
+    if not tokens:
+        return None, "It was not asked for (--corpus-tokens 0)."
+    if data is not None:
+        held: Any = Tokens([encode_whole(user_files(data), run.tokenizer)[0]])
+        if len(held) < T:
+            raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
+    else:
+        record = read_record(run.directory)
+        if record.imported is not None:
+            return None, "The model was imported, without its corpus: name a text with --data FILE."
+        try:
+            dataset = reopen_dataset(run.directory, record, run.experiment.data, remedy="put that text back")
+        except UserError as e:  # a run that was copied to another machine
+            return None, f"Its training text could not be read ({e}): name a text with --data FILE."
+        held = dataset.train
+        if not isinstance(held, Tokens):
+            return None, "It was trained on conversations, or pairs: name a text with --data FILE."
+    count = min(max(tokens // T, 1), len(held) // T)
+    starts = np.linspace(0, len(held) - T, count).astype(np.int64)
+    return np.stack([held.read(int(start), T) for start in starts]), ""

@@ -1,1 +1,0 @@
-"""Pictures of runs: the only place that draws."""

@@ -1,0 +1,145 @@
+"""What the command line says, and where: streams that are closed, full or know ASCII alone, and what a shell reads."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from jaxgpt.cli import console as tell
+from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.errors import UserError
+from jaxgpt.runs import autopsy, checkpoint
+from jaxgpt.runs import metadata as record
+from tests.conftest import REPOSITORY
+
+# A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
+PROGRAM = """
+import json, os
+from jaxgpt.cli.console import say, stdout_is_unicode, told_in_words
+with told_in_words():
+    say("on the way")
+    with open(os.devnull) as f:
+        assert f.fileno() > 2, "a file has taken the place of a stream"
+    print(json.dumps({"text": "año"}, ensure_ascii=not stdout_is_unicode()))
+    print("año")
+"""
+RESULT = '{"text": "año"}\naño\n'
+ON_THE_WAY = "on the way\n"
+FULL = "jaxgpt: stdout: No space left on device\n"
+
+
+def in_a_shell(redirected: str, program: str = PROGRAM, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8", **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirected", "status", "out", "err"),
+    [
+        ("", 0, RESULT, ON_THE_WAY),
+        ("2>&-", 0, RESULT, ""),
+        ("2>/dev/full", 0, RESULT, ""),
+        ("<&- 2>&-", 0, RESULT, ""),
+        (">&-", 0, "", ON_THE_WAY),
+        (">/dev/full", 2, "", ON_THE_WAY + FULL),
+        (">/dev/full 2>&-", 2, "", ""),
+        ("| true", 0, "", ""),  # the shell's status is that of `true`
+    ],
+)
+def test_streams_that_cannot_be_written(redirected, status, out, err, unbuffered):
+    if "/dev/full" in redirected and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    done = in_a_shell(redirected, PYTHONUNBUFFERED=unbuffered)
+    if "|" in redirected:
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
+
+
+def test_a_stdout_of_ascii_alone():
+    """Characters that it has not are escapes, in JSON those of JSON."""
+    done = in_a_shell("", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert json.loads(first) == {"text": "año"} and second == r"a\xf1o"
+
+
+def test_what_is_changed_for_a_command_is_put_back():
+    """`run_experiment` is called by programs that go on."""
+    usual = (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors)
+    with tell.told_in_words():
+        assert sys.unraisablehook is not usual[0] and sys.stderr is not usual[2]
+    assert (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors) == usual
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (UserError("a\nb"), 2, "jaxgpt: a\\nb\n"),
+        (PermissionError(13, "Permission denied", "runs"), 2, "jaxgpt: runs: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "jaxgpt: No space left on device\n"),
+        (KeyboardInterrupt(), 1, "interrupted\n"),
+    ],
+)
+def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):
+    with pytest.raises(SystemExit) as left, tell.told_in_words():
+        raise error
+    assert left.value.code == status and capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("error", [OSError(9, "Bad file descriptor"), BrokenPipeError(32, "Broken pipe"), KeyError(1)])
+def test_a_mistake_of_ours_keeps_its_traceback(error):
+    with pytest.raises(type(error)), tell.told_in_words():
+        raise error
+
+
+AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'
+
+
+def test_a_shell_reads_what_was_written():
+    line = tell.shell_line("printf", "%s|", AWKWARD, 3, "", "-x")
+    assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60).stdout.decode() == f"{AWKWARD}|3||-x|"
+
+
+def commands_for(directory, monkeypatch):
+    """What is printed for a user to copy, by the modules that print it."""
+    with pytest.raises(UserError) as none:
+        checkpoint.open_checkpoints(directory)
+    yield str(none.value).split("`")[1:-1], ["jaxgpt", "train", "--run-dir", str(directory)]
+    dog = Watchdog(None)
+    dog.directory = directory
+    yield [dog.words("stuck").partition("To continue: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
+    monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
+    yield [record._command()], ["python", "x.py", "--run-dir", str(directory)]
+    place = autopsy._place(directory, 3)
+    place.mkdir(parents=True)
+    (place / "report.json").write_text("{}")
+    metrics = {"skipped": 1, "loss": 1.0, "grad_norm": 1.0}
+    said = autopsy.write_autopsy(
+        directory,
+        experiment=None,
+        trainer=None,
+        dataset=None,
+        state=None,
+        key=None,
+        step=3,
+        metrics=metrics,
+        later=(),
+    )
+    yield [said.partition("alone: ")[2]], ["jaxgpt", "replay", str(directory), "--step", "3"]
+
+
+def test_commands_for_the_user_survive_any_directory(tmp_path, monkeypatch):
+    for (line,), words in commands_for(tmp_path / "my run's $x", monkeypatch):
+        assert shlex.split(line) == words

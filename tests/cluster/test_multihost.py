@@ -1,0 +1,316 @@
+"""Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax._src import distributed
+from jaxlib import _jax
+
+from jaxgpt.cluster import multihost
+from jaxgpt.config import ParallelConfig
+from jaxgpt.errors import UserError
+from jaxgpt.run import load
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metrics import read_metrics
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+from tests.parallel.test_strategies import CURVES_EQUAL
+
+OPTIONS = [
+    "--model.n-layer",
+    "1",
+    "--model.n-head",
+    "4",
+    "--model.n-embd",
+    "16",
+    "--model.block-size",
+    "16",
+    "--model.vocab-size",
+    "48",
+    "--optim.warmup-steps",
+    "2",
+    "--train.batch-size",
+    "16",
+    "--train.log-every",
+    "1",
+    "--train.eval-every",
+    "10",
+    "--train.sample-tokens",
+    "5",
+]
+DEADLINE = 240  # seconds, after which a process is killed
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path, text_file):
+    """Starts the processes of one run; whatever is left of them at the end is killed."""
+    started = []
+
+    def start(processes, devices, *options, planted=""):
+        """planted: Python that each process runs first."""
+        port = free_port()
+        program = f"{planted}\nfrom jaxgpt.__main__ import main; main()"
+        for i in range(processes):
+            who = ["--parallel.coordinator", f"127.0.0.1:{port}", "--parallel.processes", str(processes)]
+            who += ["--parallel.process-id", str(i), "--run-dir", "run"]
+            env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(REPOSITORY)}
+            argv = [sys.executable, "-c", program, "train", "--data.path", str(text_file), *OPTIONS, *who, *options]
+            with (tmp_path / f"{i}.err").open("w") as err:
+                started.append(
+                    subprocess.Popen(argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+                )
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait(processes, tmp_path):
+    """Exit codes and what each said."""
+    deadline = time.monotonic() + DEADLINE
+    codes = [p.wait(max(1, deadline - time.monotonic())) for p in processes]
+    return codes, [(tmp_path / f"{i}.err").read_text() for i in range(len(processes))]
+
+
+def curve(directory):
+    lines = read_metrics(directory / "metrics.jsonl")
+    return [x["loss"] for x in lines if "loss" in x], [x["val_loss"] for x in lines if "val_loss" in x]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, text_file):
+    directory = tmp_path_factory.mktemp("alone")
+    done = run_command(
+        *["-m", "jaxgpt", "train", "--data.path", str(text_file), *OPTIONS, "--train.steps", "20", "--run-dir", "run"],
+        cwd=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["--parallel.strategy", "pmap"],
+        pytest.param(
+            ["--parallel.strategy", "mesh", "--parallel.fsdp", "4", "--parallel.tensor", "2"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strategy):
+    codes, said = wait(start(2, 4, "--train.steps", "20", *strategy), tmp_path)
+    assert codes == [0, 0], said
+    for expected, found in zip(curve(alone), curve(tmp_path / "run"), strict=True):
+        np.testing.assert_allclose(found, expected, **CURVES_EQUAL)
+    assert "next: jaxgpt sample run" in said[0]
+    assert read_record(tmp_path / "run").experiment.parallel.coordinator is None  # it may go on alone
+    assert not any(word in said[1] for word in ("parameters", "val", "done in", "next:"))  # only the first one speaks
+    ours, theirs = (load(d).params["h_0"]["mlp"]["c_fc"]["kernel"] for d in (tmp_path / "run", alone))
+    np.testing.assert_allclose(ours, theirs, **CURVES_EQUAL)
+
+
+def steps_done(directory):
+    return len(read_metrics(directory / "metrics.jsonl"))
+
+
+FOREVER = ["--train.steps", "100000", "--train.eval-every", "100000", "--train.checkpoint-every", "5"]
+
+
+def until_step(number, processes, tmp_path):
+    """And until something is saved."""
+    deadline, saved = time.monotonic() + DEADLINE, Checkpoints(tmp_path / "run" / "checkpoints").steps
+    while steps_done(tmp_path / "run") < number or not saved():
+        assert time.monotonic() < deadline and processes[0].poll() is None, (tmp_path / "0.err").read_text()
+        time.sleep(0.2)
+
+
+def named(process, processes):
+    return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
+
+
+CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_that_is_killed_is_named(start, tmp_path, lost):
+    """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
+    processes = start(2, 1, *FOREVER)
+    until_step(7, processes, tmp_path)
+    began = time.monotonic()
+    processes[lost].kill()
+    codes, said = wait(processes, tmp_path)
+    assert time.monotonic() - began < multihost.HEARTBEAT
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
+    assert re.search(named(lost, processes) + r"is gone: .*" + CONTINUE, said[1 - lost])
+    assert "jaxgpt/session.py" not in said[1 - lost], said[1 - lost]  # no traceback of ours
+
+
+HANGS = """
+import sys, time
+from jaxgpt.cluster.watchdog import Watchdog
+beat = Watchdog.beat
+def hanging_beat(self, step, **how):
+    if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
+        {what}
+    beat(self, step, **how)
+Watchdog.beat = hanging_beat
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
+    """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
+    planted = HANGS.format(process=lost, what="time.sleep(10000)")
+    processes = start(2, 1, *FOREVER, "--parallel.watchdog", "4", planted=planted)
+    until_step(5, processes, tmp_path)
+    began = time.monotonic()
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1] and time.monotonic() - began < 60
+    for words in said:
+        assert re.search(
+            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words
+        )
+    assert "hanging_beat" in said[lost]  # its stack
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
+    planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
+    processes = start(2, 1, *FOREVER, planted=planted)
+    until_step(7, processes, tmp_path)
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(60) == 1
+    said = (tmp_path / "0.err").read_text()
+    assert re.search(named(1, processes) + r"is gone: nothing was heard from it for \d+ s, .*" + CONTINUE, said)
+    saved = Checkpoints(tmp_path / "run" / "checkpoints").steps()
+    processes[1].send_signal(signal.SIGCONT)
+    assert processes[1].wait(60) == 1
+    said = (tmp_path / "1.err").read_text()
+    assert re.search(named(1, processes) + r"stood still for \d+ s, and the others have ended without it", said)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
+
+
+@pytest.mark.slow
+def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
+    """The one that has it shows where; the other says who it was, and does not wait for it."""
+    planted = HANGS.format(process=1, what='raise ValueError("planted")')
+    processes = start(2, 1, *FOREVER, planted=planted)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2" not in said[1]
+    assert re.search(named(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
+
+
+REFUSES = """
+import sys
+import jaxgpt.session
+from jaxgpt.errors import UserError
+from jaxgpt.parallel import multihost
+
+def taken():
+    raise UserError("this run directory is taken")
+
+def refuses(*_):
+    assert multihost.by_leader(lambda: 7 if multihost.is_leader() else 0) == 7
+    if {agreed}:
+        multihost.by_leader(taken)
+    elif multihost.is_leader():
+        taken()
+
+jaxgpt.session.existing_run = refuses
+"""
+
+
+@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
+    codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
+    assert codes == [2, 2]
+    for words in said:
+        assert "this run directory is taken" in words and "Traceback" not in words
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
+    processes = start(2, 1, *FOREVER)
+    until_step(5, processes, tmp_path)
+    processes[1].send_signal(number)
+    codes, said = wait(processes, tmp_path)
+    assert codes == [1, 1]
+    assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
+
+
+@pytest.mark.parametrize(("who", "message"), [(0, "did not all meet at"), (1, "did not answer within 2 s")])
+def test_nobody_there(tmp_path, who, message):
+    address = f"127.0.0.1:{free_port()}"
+    told = f"--parallel.coordinator {address} --parallel.processes 2 --parallel.process-id {who}".split()
+    done = run_command("-m", "jaxgpt", "train", *told, "--parallel.connect-timeout", "2", cwd=tmp_path, deadline=60)
+    assert done.returncode == 2
+    assert message in done.stderr and address in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_the_store_of_jax_is_where_it_was():
+    """Private: seen with JAX 0.10.0 to 0.12.0.1. There is no public way to the store of `jax.distributed`."""
+    client = distributed.global_state.client
+    assert client is None, "one process has no store"
+    for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
+        assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
+
+
+def test_the_leader_tells_a_whole_number_or_what_is_wrong():
+    assert multihost.by_leader(lambda: 7) == 7
+    with pytest.raises(AssertionError):
+        multihost.by_leader(lambda: "7")
+
+    def refuses():
+        raise UserError("no: taken")
+
+    with pytest.raises(UserError, match="^no: taken$"):
+        multihost.by_leader(refuses)
+
+
+def test_an_address_without_a_port():
+    with pytest.raises(UserError, match="needs HOST:PORT"):
+        multihost.initialize(ParallelConfig(coordinator="nowhere", processes=2, process_id=1))
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, None),  # a job's shell, before srun
+        ({"SLURM_STEP_NODELIST": "a[0-7]", "SLURM_NTASKS": "8"}, "SLURM"),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1"}, None),
+        ({"OMPI_MCA_orte_hnp_uri": "1;tcp://", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "GKE"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ],
+)
+def test_what_started_us(monkeypatch, env, expected):
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert multihost.cluster() == expected

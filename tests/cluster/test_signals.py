@@ -1,0 +1,186 @@
+"""Ctrl-C and SIGTERM: the first saves, the second leaves, and what was left out is made up for."""
+
+import dataclasses
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import pytest
+
+from jaxgpt import session as loop
+from jaxgpt.run import load
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.session import Diverged, Interrupted, fit
+from tests.conftest import REPOSITORY
+from tests.helpers import tiny_experiment
+
+DEADLINE = 120  # seconds, after which a process is killed
+GRACE = 10  # seconds between a signal and the end, with a step and a save of milliseconds
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    e = tiny_experiment(text_file, steps=4, eval_every=2)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
+
+
+@pytest.fixture(scope="module")
+def whole(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
+
+
+def lines(directory):
+    return [{k: x.get(k) for k in ("step", "loss", "val_loss")} for x in read_metrics(directory / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
+    directory, plain, seen = tmp_path / "r", loop.mean_loss, []
+
+    def interrupted(*arguments):
+        seen.append(at)
+        if 2 * len(seen) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "mean_loss", interrupted)
+    with pytest.raises(Interrupted, match=f"SIGTERM: saved step {at} of 4"):
+        fit(experiment, directory, progress=False)
+    seen[:] = [at] * (at // 2 - 1)
+    with pytest.raises(Interrupted, match=f"SIGTERM: step {at} of 4 is saved"):  # and once more, on return
+        fit(experiment, directory, progress=False)
+    assert not any(x["step"] == at and x["val_loss"] for x in lines(directory))
+    monkeypatch.undo()
+    run = fit(experiment, directory, progress=False)
+    assert lines(directory) == lines(whole.directory)
+    assert (run.step, run.val_loss) == (whole.step, whole.val_loss)
+    assert load(directory, which="last").val_loss == load(whole.directory, which="last").val_loss
+    chex.assert_trees_all_equal(run.params, whole.params)
+
+
+def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
+    plain, steps = loop.mean_loss, iter(["stop", "nan"])
+
+    def scripted(*arguments):
+        match next(steps, None):
+            case "stop":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "nan":
+                return math.nan, 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    with pytest.raises(Interrupted, match="SIGTERM: saved step 2 of 4"):
+        fit(experiment, tmp_path / "r", progress=False)
+    fit(experiment, tmp_path / "r", progress=False)
+    assert [x["val_loss"] for x in lines(tmp_path / "r") if x["step"] == 2] == [None, None]
+    assert load(tmp_path / "r", which=2).val_loss is None
+
+
+def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, monkeypatch):
+    """As it would have been without the signal."""
+    steps = iter(["stop", "stop", "nan"])
+
+    def scripted(*arguments):
+        if next(steps, None) == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return math.nan, 1
+
+    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
+        with pytest.raises(Interrupted, match=said):
+            fit(e, tmp_path / "r", progress=False)
+    with pytest.raises(Diverged, match="the last validation loss is nan"):
+        fit(e, tmp_path / "r", progress=False)
+    assert load(tmp_path / "r").step == 4
+
+
+@pytest.mark.parametrize(
+    "garbled, third, kept", [(0.3, 2.0, "1 2 3 4"), pytest.param(9.3, 4.0, "1 2 4", marks=pytest.mark.slow)]
+)
+@pytest.mark.filterwarnings("ignore:.*lines are damaged and left out")
+def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch, garbled, third, kept):
+    """Whatever metrics.jsonl says, whose lines may be older than their checksums."""
+    values = iter([3.0, None, 5.0, third, 4.5])
+
+    def scripted(*arguments):
+        value = next(values)
+        if value is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value, 1
+
+    train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
+    e = dataclasses.replace(experiment, train=train)
+    monkeypatch.setattr(loop, "mean_loss", scripted)
+    with pytest.raises(Interrupted, match="saved step 2 of 4"):
+        fit(e, tmp_path / "r", progress=False)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    metrics.write_text(re.sub(r'"val_loss": 3.0, "crc32": \d+', f'"val_loss": {garbled}', metrics.read_text()))
+    fit(e, tmp_path / "r", progress=False)
+    assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == set(kept.split())
+
+
+# A save that takes for ever, so that the second signal finds the first one's work unfinished.
+SLOW = """
+import sys, time
+from jaxgpt import loop, __main__
+loop.Checkpoints.save = lambda *arguments: time.sleep(1000)
+__main__.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "sent", "status", "last"),
+    [
+        ("usual", [signal.SIGTERM], 1, "SIGTERM: saved step "),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
+                ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: left at once"),
+                ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: left at once"),
+            )
+        ),
+    ],
+)
+def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, last):
+    options = f"""train --run-dir r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
+        --model.block-size 8 --train.batch-size 2 --train.steps 1000000 --train.checkpoint-every 1000000
+        --train.eval-every 1000000 --optim.warmup-steps 1 --train.log-every 1""".split()
+    program = ["-m", "jaxgpt"] if how == "usual" else ["-c", SLOW]
+    told = tmp_path / "stderr"
+    with told.open("w") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, *program, *options],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while len(lines(tmp_path / "r")) < 3:
+            assert child.poll() is None and time.monotonic() < deadline, told.read_text()
+            time.sleep(0.05)
+        began = time.monotonic()
+        for count, number in enumerate(sent, start=1):
+            child.send_signal(number)
+            while told.read_text().count(": le") < count and count < len(sent):  # acknowledged
+                assert time.monotonic() < began + GRACE, told.read_text()
+                time.sleep(0.02)
+        assert child.wait(GRACE) == status, told.read_text()
+    finally:
+        child.kill()
+        child.wait()
+    *_, before, said = told.read_text().strip().splitlines()
+    assert said.startswith(last), told.read_text()
+    assert "a second one leaves at once" in before
+    if how == "usual":
+        assert "To continue: jaxgpt train --run-dir r" in said
+        assert load(tmp_path / "r").step == lines(tmp_path / "r")[-1]["step"]

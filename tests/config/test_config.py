@@ -1,0 +1,177 @@
+"""Configuration: every field validated, in words that name both numbers; JSON and back."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgpt.config import (
+    DataConfig,
+    Experiment,
+    GPTConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    differences,
+    from_dict,
+    to_dict,
+)
+from jaxgpt.config.presets import EXPERIMENTS, gpt2
+from jaxgpt.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GPTConfig(n_embd=770, n_head=12), "n_embd=770 is not divisible by n_head=12"),
+        (lambda: GPTConfig(n_head=12, n_kv_head=5), "n_head=12 is not divisible by n_kv_head=5"),
+        (lambda: GPTConfig(n_head=4, n_embd=12, position="rope"), "head size 3"),
+        (lambda: GPTConfig(n_head=1, n_embd=7, position="sinusoidal"), "n_embd=7 is odd"),
+        (lambda: GPTConfig(n_layer=0), "n_layer=0: needs at least 1"),
+        (lambda: GPTConfig(block_size=-1), "block_size=-1: needs at least 1"),
+        (lambda: GPTConfig(vocab_size=0), "vocab_size=0: needs at least 1"),
+        (lambda: GPTConfig(mlp_dim=0), "mlp_dim=0"),
+        (lambda: GPTConfig(dropout=1.0), "dropout=1.0: needs at least 0 and less than 1"),
+        (lambda: GPTConfig(norm="batchnorm"), "norm='batchnorm': needs one of layernorm, rmsnorm"),
+        (lambda: GPTConfig(n_layer=2.5), "n_layer=2.5: needs a whole number"),
+        (lambda: GPTConfig(bias=1), "bias=1: needs true or false"),
+        (lambda: GPTConfig(logit_softcap=0.0), "logit_softcap=0.0: needs more than 0"),
+        (lambda: OptimConfig(learning_rate=math.inf), "learning_rate=inf: needs a finite number"),
+        (lambda: OptimConfig(learning_rate=math.nan), "learning_rate=nan: needs a finite number"),
+        (lambda: OptimConfig(learning_rate=0.0), "learning_rate=0.0: needs more than 0"),
+        (lambda: OptimConfig(warmup_steps=-1), "warmup_steps=-1: needs at least 0"),
+        (lambda: OptimConfig(beta2=1.0), "beta2=1.0"),
+        # float32 rounds it to 1, and the optimiser divides by 1 - beta
+        (lambda: OptimConfig(beta1=1 - 1e-8), "beta1=0.99999999: needs at least 0 and less than 0.999999"),
+        (lambda: OptimConfig(momentum=1 - 1e-8), "momentum=0.99999999: needs at least 0 and less than 0.999999"),
+        (lambda: OptimConfig(weight_decay=2e3), "weight_decay=2000.0 times learning_rate=0.001 is 2: needs at most 1"),
+        (
+            lambda: OptimConfig(name="muon", weight_decay=51.0),
+            "weight_decay=51.0 times muon_learning_rate=0.02 is 1.02: needs at most 1",
+        ),
+        (lambda: OptimConfig(min_lr_ratio=2.0), "min_lr_ratio=2.0"),
+        (lambda: OptimConfig(decay_fraction=0.0), "decay_fraction=0.0"),
+        (lambda: TrainConfig(batch_size=0), "batch_size=0"),
+        (
+            lambda: ParallelConfig(data=-1, fsdp=-1),
+            "data=-1, fsdp=-1, tensor=1: needs counts of devices, at most one of them -1",
+        ),
+        (lambda: TrainConfig(seed=-1), "seed=-1"),
+        (lambda: TrainConfig(seed=2**32), "seed=4294967296"),
+        (lambda: DataConfig(val_fraction=1.0), "val_fraction=1.0"),
+        (lambda: DataConfig(bpe_vocab_size=100), "bpe_vocab_size=100: needs at least 257"),
+        (lambda: Experiment(name="a/b"), "name='a/b'"),
+        (
+            lambda: Experiment(name="x", optim=OptimConfig(warmup_steps=50), train=TrainConfig(steps=10)),
+            "warmup_steps=50",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_it_is_and_what_it_must_be(make, said):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert said in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_scalars_of_numpy_and_jax_become_pythons():
+    """So that a configuration made of them is the same, as JSON and as a key, as that of plain numbers."""
+    for plain, other in (
+        (GPTConfig(n_embd=72, bias=False), GPTConfig(n_embd=np.int64(72), bias=np.bool_(False))),
+        (GPTConfig(n_embd=72, mlp_dim=8), GPTConfig(n_embd=jnp.int32(72), mlp_dim=np.array(8))),
+        (TrainConfig(batch_size=4, keep_every=3), TrainConfig(batch_size=np.int32(4), keep_every=np.uint8(3))),
+        (OptimConfig(learning_rate=0.5), OptimConfig(learning_rate=np.float32(0.5))),
+        (OptimConfig(grad_clip=0.5), OptimConfig(grad_clip=jnp.float32(0.5))),
+        (ParallelConfig(watchdog=3.0), ParallelConfig(watchdog=np.float64(3.0))),
+        (LoraConfig(alpha=2), LoraConfig(alpha=np.int64(2))),
+    ):
+        assert plain == other and hash(plain) == hash(other) and differences(plain, other) == {}
+        assert json.dumps(to_dict(plain)) == json.dumps(to_dict(other))
+        assert {name: type(value) for name, value in to_dict(other).items()} == {
+            name: type(value) for name, value in to_dict(plain).items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GPTConfig(n_embd=np.float64(72)), "n_embd=72.0: needs a whole number"),
+        (lambda: GPTConfig(n_embd=np.array([72])), "n_embd=array([72]): needs a whole number"),
+        (lambda: GPTConfig(n_embd=np.bool_(True)), "n_embd=True: needs a whole number"),
+        (lambda: GPTConfig(bias=np.int64(1)), "bias=1: needs true or false"),
+        (lambda: OptimConfig(learning_rate=np.float32("nan")), "learning_rate=nan: needs a finite number"),
+        (lambda: OptimConfig(learning_rate=np.bool_(True)), "learning_rate=True: needs a number"),
+        (lambda: TrainConfig(seed=np.uint64(2**64 - 1)), "needs a number that fits in 64 bits"),
+    ],
+)
+def test_scalars_of_numpy_are_refused_as_pythons_are(make, said):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+FLOATS = [
+    (config, field.name)
+    for config in (GPTConfig, DataConfig, OptimConfig, LoraConfig, TrainConfig, ParallelConfig)
+    for field in dataclasses.fields(config)
+    if field.type in ("float", "float | None")
+]
+
+
+@pytest.mark.parametrize(("config", "name"), FLOATS)
+def test_every_number_and_products_of_two_are_float32s(config, name):
+    for value in (math.nan, math.inf, 1e300, 1e19, 1e-19, 1e-300):
+        with pytest.raises(UserError, match=re.escape(f"{name}={value}: needs ")):
+            config(**{name: value})
+
+
+def test_derived_sizes():
+    c = GPTConfig(n_embd=96, n_head=6, n_kv_head=2)
+    assert (c.head_size, c.kv_heads, c.mlp_hidden) == (16, 2, 384)
+    assert GPTConfig(n_embd=96, n_head=6, activation="swiglu").mlp_hidden == 256  # 8/3 of 96
+    assert GPTConfig(n_embd=96, n_head=6, mlp_dim=100).mlp_hidden == 100
+
+
+@pytest.mark.parametrize("experiment", [make() for make in EXPERIMENTS.values()] + [Experiment(name="g", model=gpt2())])
+def test_json_and_back_is_the_identity(experiment):
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(experiment)))) == experiment
+
+
+def test_unknown_and_missing_fields_are_errors():
+    with pytest.raises(UserError, match=r"unknown field model.n_layr: did you mean model.n_layer\?"):
+        from_dict(Experiment, {"name": "x", "model": {"n_layr": 3}})
+    with pytest.raises(UserError, match="missing name"):
+        from_dict(Experiment, {})
+    with pytest.raises(UserError, match="needs an object"):
+        from_dict(Experiment, {"name": "x", "model": 3})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "model", "train", "steps", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_any_json_gives_an_experiment_or_a_user_error(values):
+    try:
+        assert isinstance(from_dict(Experiment, values), Experiment)
+    except UserError as e:
+        assert str(e)
+
+
+def test_differences_name_the_fields():
+    a = Experiment(name="x")
+    b = dataclasses.replace(a, model=dataclasses.replace(a.model, n_layer=3))
+    assert differences(a, b) == {"model.n_layer": (12, 3)}
+    assert differences(a, a) == {}

@@ -1,0 +1,264 @@
+"""Conversations: read with care, packed without a cut, each once an epoch, and the loss of each by itself."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
+from jaxgpt.data.chat.packing import best_fit
+from jaxgpt.data.chat.template import END, PLAIN
+from jaxgpt.data.dataset import prepare
+from jaxgpt.data.pairs import in_memory
+from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.train import batch_loss
+from tests.helpers import TINY, chat_file, make_model
+
+T = 112  # tokens, of which the longest conversation takes nearly all
+
+
+def conversation(*contents):
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": c} for n, c in enumerate(contents)]}
+
+
+GOOD = json.dumps(conversation("a", "b"))
+
+
+def message(**fields):
+    return json.dumps({"messages": [*conversation("a", "b")["messages"], {"role": "user", "content": "c"} | fields]})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hello", "the line is damaged: Expecting value"),
+        ('{"messages": [}', "the line is damaged"),
+        ('"text"', "got 'text', needs {"),
+        ("[]", r"got \[\], needs {"),
+        ('{"text": "a story"}', r"got {'text': 'a story'}, needs {\"messages\": \[{\"role\": \"user\""),
+        ('{"messages": []}', r"got messages=\[\], needs"),
+        ('{"messages": "hello"}', "got messages='hello', needs"),
+        ('{"messages": ["hello"]}', "message 1 is 'hello': needs a role, system, user, assistant, and a content"),
+        ('{"messages": [{"content": "hello"}]}', "message 1 is {'content': 'hello'}: needs a role"),
+        (message(role="tool"), "message 3 has the role 'tool': needs one of system, user, assistant"),
+        (message(role=None), "message 3 is .* needs a role"),
+        (message(content=None), "message 3 has the content None: needs a text"),
+        (message(content=[{"type": "text"}]), r"message 3 has the content \[{'type': 'text'}\]: needs a text"),
+        (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
+        (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is no character"),
+        (message(content="\ufdd0"), r"message 3 has U\+FDD0 in its content"),
+        (json.dumps(conversation("only a question")), "none of its 1 messages is the assistant's"),
+        ('{"messages": 1, "messages": 2}', "'messages' is there twice"),
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines_are_named(line, said, tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+    with pytest.raises(UserError, match=rf"chat\.jsonl:3: .*{said}"):
+        list(read_messages(path))
+
+
+def test_good_lines_are_read(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    other = {"id": 7, "messages": [m | {"name": None} for m in conversation("ñ", "")["messages"]]}
+    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\n{json.dumps(other)}".encode())
+    assert [m for _, m in read_messages(path)] == [
+        conversation("a", "b")["messages"],
+        conversation("ñ", "")["messages"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """(path, Conversations) of 40 whose lengths and numbers of turns differ."""
+    path = chat_file(tmp_path_factory.mktemp("chat"))
+    return path, in_memory(encode_all(path, ByteTokenizer(), PLAIN), T)
+
+
+def test_a_conversation_ends_after_its_last_answer_that_fits():
+    """Ids count up; answers end after 4 and 8 of 10 tokens, and after 3 of 5."""
+    answers = np.array([0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 0, 1, 1, 0, 0], bool)
+
+    def lengths(block_size):
+        made = Conversations(np.arange(15), answers, np.array([10, 15]), block_size)
+        assert len(made) == sum(made.lengths)
+        return made.lengths.tolist(), made.shortened, made.left_out
+
+    assert lengths(9) == ([10, 5], 0, 0)
+    assert lengths(8) == ([8, 5], 1, 0)
+    assert lengths(7) == ([8, 5], 1, 0)
+    assert lengths(6) == lengths(4) == ([4, 5], 1, 0)
+    assert lengths(3) == ([4, 3], 2, 0)
+    assert lengths(2) == ([3], 1, 1)
+    assert lengths(1) == ([], 0, 2)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_best_fit(sizes):
+    """Nothing overflows, and what it opens a row for fits in no row that was open: the fullest is taken."""
+    row_N = best_fit(np.array(sizes), 20)
+    filled = np.zeros(max(row_N) + 1, int)
+    for n in np.argsort(-np.array(sizes), kind="stable"):
+        fits = [20 - used for used in filled if used and used + sizes[n] <= 20]
+        assert 20 - filled[row_N[n]] == (min(fits) if fits else 20)
+        filled[row_N[n]] += sizes[n]
+    assert filled.max() <= 20 and len(filled) <= 11 / 9 * -(-sum(sizes) // 10) + 4
+
+
+def take(conversations, n, **how):
+    options = dict(block_size=T, batch_size=3, seed=0) | how
+    batches = training_batches(conversations, **options)
+    found = list(itertools.islice(batches, n))
+    batches.close()
+    return found
+
+
+def documents(batch):
+    """The conversations of a batch, as bytes of their ids and of the answers' targets."""
+    for inputs, targets, mask, segments in zip(*batch[:4], strict=True):
+        for number in range(1, segments.max() + 1):
+            here = segments == number
+            assert np.diff(np.flatnonzero(here)).max(initial=1) == 1
+            np.testing.assert_array_equal(inputs[here][1:], targets[here][:-1])
+            yield bytes([inputs[here][0], *targets[here]]), bytes(targets[here & mask].tolist())
+        assert not mask[segments == 0].any() and segments.min() >= 0
+
+
+def texts_of(path):
+    return {PLAIN.write(messages).text.removesuffix("\n").encode() for _, messages in read_messages(path)}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_every_conversation_once_an_epoch(held, number):
+    path, conversations = held
+    rows = conversations.packing.rows
+    (batch,) = take(conversations, 1, batch_size=rows, start_step=number)
+    found = dict(documents(batch))
+    assert len(list(documents(batch))) == len(found) == 40 and set(found) == texts_of(path)
+    for text, answers in found.items():
+        turns = (text.decode() + "\n").split(END + "\n")
+        assert answers.decode() == "".join(t.removeprefix("Assistant:\n") + END for t in turns if t.startswith("Ass"))
+
+
+def test_batch_t_is_the_same_from_wherever_one_starts_and_epochs_differ(held):
+    conversations = held[1]
+    rows = conversations.packing.rows
+    whole = take(conversations, rows)  # three epochs
+    for start in (1, rows // 3, rows - 2):
+        for a, b in zip(whole[start : start + 2], take(conversations, 2, start_step=start), strict=True):
+            np.testing.assert_array_equal(a[:4], b[:4])
+    assert all(array.shape == (3, T) for batch in whole for array in batch[:4])
+    flat = np.concatenate([batch.inputs_BT for batch in whole]).reshape(3, rows, T)
+    assert not np.array_equal(flat[0], flat[1]) and not np.array_equal(flat[1], flat[2])
+    assert not np.array_equal(whole[0][:4], take(conversations, 1, seed=1)[0][:4])
+    part = take(conversations, 1, rows=[2, 0])[0]
+    np.testing.assert_array_equal(part[:4], [x[[2, 0]] for x in whole[0][:4]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_validation_has_every_conversation_once(held, batch_size):
+    path, conversations = held
+    batches = list(validation_batches(conversations, block_size=T, batch_size=batch_size))
+    assert {b.inputs_BT.shape for b in batches} == {(batch_size, T)}
+    found = [text for batch in batches for text, _ in documents(batch)]
+    assert len(found) == 40 and set(found) == texts_of(path)
+    (some,) = validation_batches(conversations, block_size=T, batch_size=100, max_tokens=2 * T)
+    assert (some.segments_BT.max(axis=1) > 0).sum() == 2
+
+
+def test_rows_are_packed_once(held, monkeypatch):
+    """Best fit takes seconds where there are a million conversations, and every validation asks for its rows."""
+    path, _ = held
+    conversations = in_memory(encode_all(path, ByteTokenizer(), PLAIN), T)
+    packed = []
+    monkeypatch.setattr("jaxgpt.data.chat.packing.best_fit", lambda *given: packed.append(given) or best_fit(*given))
+    first, second = (list(validation_batches(conversations, block_size=T, batch_size=4)) for _ in range(2))
+    take(conversations, 1)
+    assert len(packed) == 1
+    np.testing.assert_array_equal([b.inputs_BT for b in first], [b.inputs_BT for b in second])
+
+
+def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):
+    """Each alone in a row, against all of them packed."""
+    conversations = held[1]
+    model, params = make_model(dataclasses.replace(TINY, vocab_size=256, block_size=T, n_layer=1))
+    loss = jax.jit(lambda batch: batch_loss(params, batch, None, model=model))
+
+    def sums(batches):
+        return np.sum([[float(x) for x in loss(batch)] for batch in batches], axis=0)
+
+    packed = sums(validation_batches(conversations, block_size=T, batch_size=4))
+    whole = [conversations.read(n) for n in range(40)]
+    alone = sums(next(iter(validation_batches(in_memory([pair], T), block_size=T, batch_size=4))) for pair in whole)
+    assert packed[1] == alone[1] == sum(answers[1:].sum() for _, answers in whole)
+    np.testing.assert_allclose(packed[0], alone[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
+    path = chat_file(tmp_path)
+    config = DataConfig(path=str(path), tokenizer=tokenizer, val_fraction=0.25, bpe_vocab_size=300)
+    first = prepare(config, block_size=T)
+    monkeypatch.setattr("jaxgpt.data.documents.write_tokens", None)  # would be called
+    again = prepare(config, block_size=T)
+    assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
+    assert first.said == again.said
+    texts = [PLAIN.write(messages).text.removesuffix("\n") for _, messages in read_messages(path)]
+    for split, expected in ((again.train, texts[:30]), (again.val, texts[30:])):
+        assert isinstance(split, Conversations)
+        found = [again.tokenizer.decode(split.read(n)[0]) for n in range(len(split.lengths))]
+        assert [text.replace("<|endoftext|>", END) for text in found] == expected
+
+
+def test_what_is_cut_is_said(tmp_path):
+    path = chat_file(tmp_path)
+    size = 33  # bytes: the first turns take 29 to 36
+    (rows, cut) = prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=size).said
+    firsts = [PLAIN.write(m[:2]).text.removesuffix("\n") for _, m in read_messages(path)]
+    long = sum(len(text) > size + 1 for text in texts_of(path))
+    left_out = sum(len(text) > size + 1 for text in firsts)
+    assert 0 < left_out < 40 and f"{long} conversations, of which {long - left_out} end after the last answer" in cut
+    assert f", and {left_out} are left out" in cut
+    assert rows.endswith("% full") and " validation conversations, in rows of 33 tokens that are " in rows
+    with pytest.raises(
+        UserError, match="no conversation of the training split of .* within block_size=8 tokens: raise"
+    ):
+        prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
+
+
+def test_bad_files_are_told(tmp_path):
+    def told(text, **how):
+        (tmp_path / "x.jsonl").write_text(text)
+        with pytest.raises(UserError) as e:
+            prepare(DataConfig(path=str(tmp_path / "x.jsonl"), **how), block_size=T)
+        return str(e.value)
+
+    assert "x.jsonl has 0 conversations: needs at least one to train on" in told("")
+    assert "x.jsonl has 1 conversations" in told(GOOD)
+    assert "x.jsonl:2: the line is damaged" in told(GOOD + "\nx")
+    assert "x.jsonl:2: message 1 has '\\x03', which ends a turn" in told(
+        f"{GOOD}\n{json.dumps(conversation(END, 'b'))}"
+    )
+    assert "tokenizer ids is for .bin token files" in told(GOOD, tokenizer="ids")
+    with pytest.raises(UserError, match=r"no file at .*nowhere.jsonl: --data.path NAME.jsonl takes"):
+        prepare(DataConfig(path=str(tmp_path / "nowhere.jsonl")), block_size=T)
+
+
+def test_questions_about_python_are_always_there():
+    dataset = prepare(DataConfig(corpus="python-docs.jsonl"), block_size=320)
+    assert len(dataset.said) == 1  # none is cut
+    ids, answers = dataset.train.read(0)
+    written = dataset.tokenizer.decode(ids)
+    assert written.startswith("User:\nWhat is ") and written.endswith(f".{END}")
+    assert written.endswith("Assistant:\n" + dataset.tokenizer.decode(ids[answers]))
+    assert len(dataset.train.lengths) + len(dataset.val.lengths) > 150

@@ -1,0 +1,93 @@
+"""A run that has learnt to answer answers elsewhere as it does here."""
+
+import dataclasses
+import json
+
+import pytest
+
+import jaxgpt
+from jaxgpt.data.chat.template import end_of_turn, find_template, plain_characters, tokenise
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
+from jaxgpt.tools.convert.import_hf import import_hf
+from tests.conftest import TEXT
+from tests.data.test_documents import tokenizer_json
+from tests.helpers import chat_file, tiny_experiment
+from tests.hf.test_in_and_out import MODEL
+from tests.hf.test_parity import live
+
+CHATML = {"<|endoftext|>": 0, "<|im_start|>": 260, "<|im_end|>": 261}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """(a run that has learnt from conversations in ChatML, where it was exported to)."""
+    place = tmp_path_factory.mktemp("chat")
+    held = json.loads(train_bpe([TEXT], 260).to_json())
+    held["added_tokens"] = [held["added_tokens"][0] | {"content": token, "id": i} for token, i in CHATML.items()]
+    (place / "tokenizer.json").write_text(json.dumps(held))
+    experiment = tiny_experiment(chat_file(place), steps=2, eval_every=2, sample_tokens=1)
+    experiment = dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(MODEL, n_layer=1, block_size=160),
+        data=dataclasses.replace(experiment.data, tokenizer=str(place / "tokenizer.json")),
+    )
+    return jaxgpt.fit(experiment, place / "run", progress=False), export_hf(place / "run", place / "out")
+
+
+@pytest.mark.slow
+@live
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "chatml", "begun"])
+def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
+    """By the template that the tokenizer has gone out with; and stops where a turn does."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    run, out = chat
+    system = {"role": "system", "content": "1 and 0?"}
+    turns = [{"role": ("user", "assistant")[n % 2], "content": x} for n, x in enumerate(["1 and 2?", "x3", "", " x\n"])]
+    if kind != "chatml":
+        alphabet = plain_characters() + "".join(m["content"] for m in (system, *turns))
+        known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
+        known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
+        run, out = dataclasses.replace(run, tokenizer=known[kind]), tmp_path
+        _write_tokenizer(out, tmp_path / "none", run, find_template(run.tokenizer, None))
+        _write_generation(out, tmp_path / "none", run, find_template(run.tokenizer, None))
+    template, theirs = find_template(run.tokenizer, None), AutoTokenizer.from_pretrained(out)
+    for messages in (turns[:1], turns[:2], turns, [system, *turns[:1]], [system, *turns]):
+        for prompt in (False, True):
+            expected = tokenise(template.write(messages, prompt=prompt), run.tokenizer)[0].tolist()
+            found = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+            assert found == expected
+    marked = theirs.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
+    assert marked["assistant_masks"] == tokenise(template.write(turns), run.tokenizer)[1].astype(int).tolist()
+    end = end_of_turn(template, run.tokenizer)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == {"chatml": [0, end], "begun": [1, end]}.get(
+        kind, [end]
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, [0]),
+        ({"config.json": {"eos_token_id": 5}}, [0, 5]),
+        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [7, 0, 10**6, "x"]}}, [0, 7]),
+        ({"generation_config.json": {"eos_token_id": None}}, [0]),
+        ({"generation_config.json": []}, [0]),
+    ],
+)
+def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files, ends):
+    run = dataclasses.replace(chat[0], directory=tmp_path)
+    (tmp_path / "hf").mkdir()
+    for name, values in files.items():
+        (tmp_path / "hf" / name).write_text(json.dumps(values))
+    assert run._how(max_new_tokens=8)["stop_tokens"] == ends
+
+
+def test_a_conversation_is_read_the_same_when_it_comes_back(chat, tmp_path):
+    run, out = chat
+    import_hf(str(out), tmp_path / "back")
+    back = jaxgpt.load(tmp_path / "back")
+    assert back._ids("1 and 2?", True) == run._ids("1 and 2?", True)
+    how = dict(max_new_tokens=8, chat=True)
+    assert back._how(**how)["stop_tokens"] == run._how(**how)["stop_tokens"] == [0, 261]

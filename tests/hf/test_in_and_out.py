@@ -1,0 +1,315 @@
+"""Runs become directories that others open, their directories become runs, and nothing is lost on the way."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import http.server
+import importlib.util
+import json
+import shutil
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import jaxgpt
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.presets import quickstart
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.errors import UserError
+from jaxgpt.hf.config_rules import meaning
+from jaxgpt.hf.families import family_for
+from jaxgpt.hf.safetensors_files import INDEX, in_words, read, stored
+from jaxgpt.hf.source import open_source
+from jaxgpt.hf.tokenizers import tokenizer_json
+from jaxgpt.tools.convert.export_hf import export_hf
+from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.tools.evaluate import evaluate_run
+from tests.conftest import TEXT
+from tests.helpers import edit_record, run_command, tiny_experiment
+from tests.hf.test_parity import PARITY, live
+
+# Trained here, and a Qwen3 to everybody else.
+MODEL = GPTConfig(
+    block_size=16,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=16,
+    head_dim=6,
+    bias=False,
+    norm="rmsnorm",
+    activation="swiglu",
+    position="rope",
+    qk_norm=True,
+)
+
+
+def train(text_file, directory, tokenizer, **model):
+    experiment = tiny_experiment(text_file)
+    return jaxgpt.fit(
+        dataclasses.replace(
+            experiment,
+            model=dataclasses.replace(MODEL, **model),
+            data=dataclasses.replace(experiment.data, tokenizer=tokenizer, bpe_vocab_size=280),
+        ),
+        directory,
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory):
+    """tokenizer -> (the run, where it was exported to)."""
+
+    @functools.cache
+    def of(tokenizer):
+        place = tmp_path_factory.mktemp(tokenizer)
+        run = train(text_file, place / "run", tokenizer, scan_layers=tokenizer == "byte")
+        return run, export_hf(place / "run", place / "out")
+
+    return of
+
+
+@pytest.fixture
+def exported(trained):
+    return trained("bpe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", [pytest.param("byte", marks=pytest.mark.slow), "bpe"])
+def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
+    run, out = trained(tokenizer)
+    import_hf(str(out), tmp_path / "back")
+    back = jaxgpt.load(tmp_path / "back")
+    model, params = jaxgpt.sample.quantize.unrolled(run.model, run.params)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), back.params, params)
+    assert meaning(back.model.config) == meaning(model.config)
+    prompt, how = "In a village", dict(max_new_tokens=20, seed=3, temperature=1.0)
+    assert back.sample(prompt, **how) == run.sample(prompt, **how)
+
+
+@pytest.mark.slow
+@live
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_transformers_opens_what_is_exported(trained, kind):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, out = trained(kind)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    text = "In a village of La Mancha,\n one of"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == run.tokenizer.encode(text).tolist() and tokenizer.decode(ids) == text
+    ids = ids[: MODEL.block_size]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits.numpy()
+    found = run.model.apply({"params": run.params}, np.array([ids]))
+    np.testing.assert_allclose(found, expected, **PARITY)
+
+
+def test_the_card_says_how_it_came_about(exported):
+    run, out = exported
+    card = (out / "README.md").read_text()
+    for said in ("library_name: transformers", "mancha.txt", f"{run.val_loss:.4f}", "384 tokens seen", "adamw"):
+        assert said in card, (said, card)
+
+
+def test_several_files_and_an_index(exported, tmp_path):
+    run, out = exported
+    several = export_hf(run.directory, tmp_path / "several", shard=4000)
+    index = json.loads((several / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3 and files[0].startswith("model-00001-of-000")
+    one, many = stored(out), stored(several)
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(read(name, t).nbytes for name, t in many.items())
+    for name in one:
+        np.testing.assert_array_equal(read(name, one[name]), read(name, many[name]), strict=True)
+
+
+def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
+    """The tensors bit for bit, and what came beside them: settings of generation, the chat's template."""
+    _, out = exported
+    (out / "chat_template.jinja").write_text("{{ messages }}")
+    import_hf(str(out), tmp_path / "run", dtype="bfloat16")
+    again = export_hf(tmp_path / "run", tmp_path / "out")
+    assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
+    first, second = stored(out), stored(again)
+    for name in first:
+        half = read(name, first[name]).astype("bfloat16")
+        np.testing.assert_array_equal(half, read(name, second[name]), strict=True)
+    config = json.loads((again / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert "unchanged" in (again / "README.md").read_text()
+
+
+def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, text_file):
+    _, out = exported
+    import_hf(str(out), tmp_path / "run")
+    run = jaxgpt.load(tmp_path / "run")
+    assert evaluate_run(run, str(text_file))["loss"] > 0
+    with pytest.raises(UserError, match="imported model, with no text of its own: name one with --data FILE"):
+        evaluate_run(run)
+    with pytest.raises(UserError, match="holds an imported model, not a run to go on with"):
+        jaxgpt.fit(run.experiment, tmp_path / "run")
+
+
+def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tmp_path, monkeypatch):
+    _, out = exported
+    with monkeypatch.context() as m:
+        m.setattr("jaxgpt.tools.convert.import_hf.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            import_hf(str(out), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_hf(str(out), tmp_path / "run")
+
+
+def test_a_key_of_config_json_that_is_unknown_is_told(exported, tmp_path):
+    _, out = exported
+    shutil.copytree(out, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"new_kind_of_layer": 1}))
+    with pytest.warns(UserWarning, match=r"does not know, \['new_kind_of_layer'\]"):
+        open_source(str(tmp_path / "model"))
+
+
+@pytest.mark.slow
+def test_the_command_line_goes_the_whole_way(exported, tmp_path):
+    """Through the host's memory alone: here there is no such device."""
+    _, out = exported
+    command = functools.partial(run_command, "-m", "jaxgpt", cwd=tmp_path, JAX_PLATFORMS="cuda")
+    done = command("import-hf", str(out), "--run-dir", "run")
+    assert done.returncode == 0 and "qwen3: " in done.stdout, done.stderr
+    done = command("export-hf", "run", "--out", "out", "--dtype", "float16", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors" in json.loads(done.stdout)["files"]
+    assert {t.dtype for t in stored(tmp_path / "out").values()} == {np.dtype("float16")}
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_our_tokenizers_are_theirs(kind):
+    """The same ids for any text, line ends and all, and the text back."""
+    texts = [TEXT, "", "\n", "a\r\n\tb  c\u2028d", "ñandú 🐎 漢字\x00\x7f"]
+    ours = CharTokenizer("".join(texts)) if kind == "char" else ByteTokenizer()
+    theirs = BPETokenizer(tokenizer_json(ours))
+    assert theirs.vocab_size == ours.vocab_size
+    for text in texts:
+        np.testing.assert_array_equal(theirs.encode(text), ours.encode(text))
+        assert theirs.decode(ours.encode(text)) == text
+
+
+def test_a_character_that_is_not_there_is_an_error_there_as_well():
+    theirs = BPETokenizer(tokenizer_json(CharTokenizer("abc")))
+    with pytest.raises(UserError, match="UNK"):
+        theirs.encode("abd")
+
+
+def test_real_text_has_the_same_ids(real_text):
+    text = (real_text / "quijote.txt").read_text(encoding="utf-8")[:200_000]
+    for ours in (CharTokenizer(text), ByteTokenizer()):
+        np.testing.assert_array_equal(BPETokenizer(tokenizer_json(ours)).encode(text), ours.encode(text))
+
+
+def test_a_template_puts_its_first_token_before_a_prompt():
+    """Llama's and Gemma's: without the token that every text of their training began with they write poorly."""
+    values = json.loads(train_bpe([TEXT], 270).to_json())
+    values["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    assert BPETokenizer(json.dumps(values)).prefix == (0,)
+    assert train_bpe([TEXT], 270).prefix == CharTokenizer("a").prefix == ()
+
+
+def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
+    config = dataclasses.replace(quickstart().model, vocab_size=60)
+    assert family_for(config).model_type == "qwen3"
+    with pytest.raises(UserError, match=r"nearest, qwen3, cannot be activation=relu2$"):
+        family_for(dataclasses.replace(config, activation="relu2"))
+    with pytest.raises(UserError, match=r"The nearest, .* cannot be .*position=sinusoidal"):
+        family_for(dataclasses.replace(config, position="sinusoidal"))
+
+
+def test_nothing_is_left_where_an_export_is_refused(exported, tmp_path):
+    shutil.copytree(exported[0].directory, tmp_path / "run")
+    edit_record(tmp_path / "run", lambda record: record["experiment"]["model"].update(activation="relu2"))
+    with pytest.raises(UserError, match="no family on the Hub"):
+        export_hf(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_names_in_few_words():
+    names = [f"h.{i}.attn.{x}" for i in (0, 1, 2, 5) for x in ("q", "k")]
+    assert in_words([*names, "wte"]) == "h.0-2,5.attn.k, h.0-2,5.attn.q, wte"
+
+
+@contextlib.contextmanager
+def hub(files):
+    """A server that answers as the Hub does to one who downloads the model org/name: files, by name."""
+    commit = "0" * 40
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # noqa: N802: http.server's name
+            path = self.path.partition("?")[0]
+            if path.startswith("/api/models/org/name/tree/"):
+                tree = [{"type": "file", "path": n, "size": len(x), "oid": commit} for n, x in files.items()]
+                return self.answer(json.dumps(tree).encode(), "application/json")
+            if path.startswith("/api/models/org/name"):
+                listed = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+                return self.answer(json.dumps(listed).encode(), "application/json")
+            name = path.rpartition("/")[2]
+            if not path.startswith("/org/name/resolve/") or name not in files:
+                return self.send_error(404)
+            asked.append(name)
+            return self.answer(files[name], "application/octet-stream")
+
+        do_HEAD = do_GET
+
+        def answer(self, body, kind):
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+            self.send_header("X-Repo-Commit", commit)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
+def test_an_id_is_downloaded_without_pickles(exported, tmp_path):
+    _, out = exported
+    files = {path.name: path.read_bytes() for path in out.iterdir()} | {"pytorch_model.bin": b"\x80\x02}q\x00."}
+    command = ("-m", "jaxgpt", "import-hf", "org/name", "--run-dir")
+    environment = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    with hub(files) as (address, asked):
+        done = run_command(*command, "run", cwd=tmp_path, HF_ENDPOINT=address, **environment)
+        assert done.returncode == 0, done.stderr
+        assert "model.safetensors" in asked and "pytorch_model.bin" not in asked
+    assert jaxgpt.load(tmp_path / "run").tokenizer.to_json() == open_source(str(out)).tokenizer.to_json()
+    # And again without a network: from what was kept.
+    done = run_command(*command, "again", cwd=tmp_path, HF_ENDPOINT=address, **environment)
+    assert done.returncode == 0, done.stderr
+    done = run_command("-m", "jaxgpt", "import-hf", "org/other", "--run-dir", "x", cwd=tmp_path, HF_ENDPOINT=address)
+    assert done.returncode == 2 and "give that directory instead" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) <= 3, done.stderr

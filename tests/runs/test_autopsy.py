@@ -1,0 +1,262 @@
+"""Bad numbers planted in real runs: they are skipped, found, told, and seen again by `replay`."""
+
+import dataclasses
+import json
+import math
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jaxgpt.data.pipeline
+import jaxgpt.parallel.strategy
+import jaxgpt.session
+from jaxgpt.batch import Batch
+from jaxgpt.cluster import multihost
+from jaxgpt.config import OptimConfig
+from jaxgpt.errors import UserError
+from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.run import load
+from jaxgpt.runs.autopsy import examine
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
+from jaxgpt.session import Diverged, fit
+from jaxgpt.tools.diagnose.replay import replay, replay_table
+from jaxgpt.train import init_state
+from tests.helpers import tiny_experiment
+from tests.test_session import Killed, _raise_at
+
+
+def changed(experiment, **parts):
+    """With other fields in its parts: optim={...}, model={...}."""
+    return dataclasses.replace(
+        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
+    )
+
+
+def plant(monkeypatch, index, value, *path):
+    """In one parameter of the initial state."""
+
+    def planted(*args, **kwargs):
+        state = init_state(*args, **kwargs)
+        place = state.params
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = place[path[-1]].at[index].set(value)
+        return state
+
+    monkeypatch.setattr(jaxgpt.parallel.strategy, "init_state", planted)
+
+
+def report_of(directory, step):
+    return json.loads((directory / "autopsy" / f"step-{step}" / "report.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """A replay compiles what its run did."""
+    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla"))}
+    options |= {"jax_persistent_cache_min_compile_time_secs": 0.1}
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is options:
+            yield
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    return changed(tiny_experiment(text_file), model={"n_layer": 1, "dropout": 0.2}, optim={"max_skipped": 2})
+
+
+# Scanned layers are unstacked, micro-batches and pmap's parts taken one after the other, as in the step itself.
+@pytest.mark.parametrize(
+    ("path", "index", "value", "first", "parameter", "how"),
+    [
+        (
+            ("h", "block", "mlp", "c_fc", "kernel"),
+            (1, 0, 0),
+            np.nan,
+            "h_1/mlp/c_fc (Dense)",
+            "h_1/mlp/c_fc/kernel",
+            {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}},
+        ),
+        pytest.param(
+            *(("wte", "embedding"), 1, np.inf, "wte (Embedding)", "wte/embedding", {"parallel": {"strategy": "pmap"}}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_corrupt_parameter_is_found(
+    experiment, tmp_path, monkeypatch, capsys, path, index, value, first, parameter, how
+):
+    plant(monkeypatch, index, value, *path)
+    with pytest.raises(Diverged, match="2 steps in a row were skipped, up to step 2: loss is (nan|inf)"):
+        fit(changed(experiment, **how), tmp_path / "r")
+    monkeypatch.undo()
+    told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
+    assert len(told) == 1 and first in told[0] and f"jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]
+    assert [(x["step"], list(x)) for x in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [
+        (1, ["step", "skipped"]),
+        (2, ["step", "skipped"]),
+    ]
+    assert not (tmp_path / "r" / "checkpoints").exists()
+
+    report = report_of(tmp_path / "r", 1)
+    assert report["findings"]["first"] == first
+    assert report["findings"]["bad_parameters"] == [parameter]
+    layer = parameter.split("/")[0]
+    for name, norm in report["findings"]["parameter_norms"].items():
+        assert (norm in ("nan", "inf")) == (name == layer)
+    assert (report["parameters_of_step"], report["why_no_state"], report["why_no_findings"]) == (0, None, None)
+    row = report["batch"][0]
+    assert len(row["ids"]) == 9 and len(row["text"]) == 9 and len(report["batch"]) == 4
+
+
+def test_what_is_examined_is_the_step_that_was_taken(experiment):
+    """Each micro-batch with its rows and its dropout: of a sound step, the gradient's norm is the same."""
+    model = {"vocab_size": 11, "dropout": 0.5}
+    small = changed(experiment, model=model, parallel={"strategy": "pmap", "micro_batch_size": 2})
+    trainer = make_trainer(small)
+    text = np.random.default_rng(0).integers(0, 11, (4, 9)).astype(np.int32)
+    batch, key = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]), jax.random.key(1)
+    state = trainer.strategy.init(jax.random.key(0))
+    state = dataclasses.replace(state, step=state.step + 2)
+    found = examine(trainer, multihost.on_one_device(state.params), batch, key, 3)
+    _, metrics = trainer.step(state, trainer.strategy.place(batch), key)
+    assert math.hypot(*found.gradient_norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+    assert found.first is None and found.bad_parameters == found.bad_gradients == ()
+
+
+@pytest.mark.slow
+def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
+    """And its first bad step is seen again, from the state in its autopsy, though no checkpoint was due there."""
+    optim = {"learning_rate": 1e18, "warmup_steps": 0, "grad_clip": None, "weight_decay": 0.0}
+    with pytest.raises(Diverged, match=r"lower --optim.learning-rate.*Autopsy in .*autopsy"):
+        fit(changed(experiment, optim=optim), tmp_path / "r", progress=False)
+    (place,) = (tmp_path / "r" / "autopsy").iterdir()
+    step = int(place.name.removeprefix("step-"))
+    report = report_of(tmp_path / "r", step)
+    assert report["findings"]["bad_parameters"] == [] and report["findings"]["first"]
+    assert report["parameters_of_step"] == step - 1
+
+    found = replay(tmp_path / "r", step)
+    assert found.origin == f"the state in the autopsy, after step {step - 1}"
+    assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
+    assert str(found.loss) == str(report["loss"])  # JSON has no NaN
+    assert found.findings is not None and found.findings.first == report["findings"]["first"]
+    assert found.findings.first in replay_table(found)
+
+
+BAD_STEPS = (5, 8)  # the second is one of those that are saved
+
+
+@pytest.fixture(scope="module")
+def bumpy(experiment):
+    """A run in which two steps have a target outside the vocabulary, and where some of the later norms are spikes."""
+    return changed(
+        experiment,
+        optim={"skip_spikes": 1.05, "max_skipped": 20, "learning_rate": 1e-2},
+        train={"steps": 30, "batch_size": 2, "eval_every": 15, "checkpoint_every": 4, "keep_last": 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def bad_batch():
+    window = jaxgpt.data.pipeline._window
+
+    def poisoned(tokens, block_size, windows, seed, index, order):
+        text = window(tokens, block_size, windows, seed, index, order)
+        bad = index in [2 * (step - 1) for step in BAD_STEPS]
+        return np.concatenate([text[:-1], [30_000]]).astype(np.int32) if bad else text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxgpt.data.pipeline, "_window", poisoned)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(bumpy, bad_batch, tmp_path_factory):
+    """(the run, the steps at which it saved); its first validation loss is NaN."""
+    saved, losses = [], iter([float("nan")])
+    save, mean_loss = Checkpoints.save, jaxgpt.session.mean_loss
+
+    def noted(self, state, step, val_loss):
+        saved.append((step, val_loss))
+        save(self, state, step, val_loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", noted)
+        patch.setattr(jaxgpt.session, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
+        run = fit(bumpy, tmp_path_factory.mktemp("bumpy") / "whole", progress=False)
+    return run, saved
+
+
+def lines_of(directory):
+    unlike = ("seconds", "tokens_per_second", "mfu", "val_loss")
+    return [{k: v for k, v in x.items() if k not in unlike} for x in read_metrics(directory / "metrics.jsonl")]
+
+
+def test_one_bad_batch_and_spikes_do_not_stop_a_run(whole):
+    run, saved = whole
+    lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
+    assert list(lines) == list(range(1, 31))
+    assert [lines[step] for step in BAD_STEPS] == [{"step": step, "skipped": "loss is nan"} for step in BAD_STEPS]
+    spikes = [x["skipped"] for x in lines.values() if "its median" in x.get("skipped", "")]
+    assert 1 <= len(spikes) < 13 and all("gradient norm" in x and "times" in x for x in spikes)
+
+    skipped = {step for step, x in lines.items() if "skipped" in x}
+    steps = [step for step, _ in saved if step != 30 and step > 0]
+    assert steps[:2] == [4, 9]  # 8 is put off to the next step that is taken
+    assert not skipped & set(steps)
+    assert (run.step, [x for x in saved if x[1] is not None]) == (30, [(30, run.val_loss)])  # NaN was not the best
+
+    assert [p.name for p in (run.directory / "autopsy").iterdir()] == ["step-5"]  # the first of them
+    report = report_of(run.directory, 5)
+    assert report["findings"]["first"] == "the loss, of finite logits"
+    assert report["parameters_of_step"] == 5 + 2 and "moved the parameters" in report["why_no_state"]
+    assert report["batch"][0]["text"] is None and report["batch"][1]["text"]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_skips_the_same_steps_bit_for_bit(whole, bumpy, tmp_path, monkeypatch):
+    run, _ = whole
+    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=28))
+    with pytest.raises(Killed):
+        fit(bumpy, tmp_path / "r", progress=False)
+    monkeypatch.undo()
+    kept = max(int(p.name) for p in (tmp_path / "r" / "checkpoints").iterdir())
+    found = replay(tmp_path / "r", kept + 1)
+    assert (found.origin, found.equal) == (f"the checkpoint, after step {kept}", True)
+    resumed = fit(bumpy, tmp_path / "r", progress=False)
+    assert lines_of(tmp_path / "r") == lines_of(run.directory)
+    last = load(run.directory, which="last").params
+    chex.assert_trees_all_equal(load(tmp_path / "r", which="last").params, last)
+    assert resumed.step == run.step
+
+
+def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(whole):
+    run, _ = whole
+    lines = {x["step"]: x for x in read_metrics(run.directory / "metrics.jsonl") if "val_loss" not in x}
+    before = {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")}
+    spike = max(step for step, x in lines.items() if "skipped" in x)
+    for step in (5, spike, 30):
+        found = replay(run.directory, step)
+        assert (found.equal, found.origin) == (True, "the seed")
+        assert (found.findings is not None) == (step == 5)
+    assert {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")} == before
+    with pytest.raises(UserError, match=r"--step 31: needs one of the steps of .*, 1 to 30"):
+        replay(run.directory, 31)
+    with pytest.raises(UserError, match="step=1.5: needs a whole number"):
+        replay(run.directory, 1.5)
+
+
+def test_spikes_need_more_than_the_median():
+    with pytest.raises(UserError, match="skip_spikes=1.0: needs more than 1"):
+        OptimConfig(skip_spikes=1.0)
+    with pytest.raises(UserError, match="max_skipped=0: needs at least 1"):
+        OptimConfig(max_skipped=0)

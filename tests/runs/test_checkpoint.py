@@ -1,0 +1,400 @@
+"""Checkpoints: what is saved is what is read; what is damaged is found and named; a failed save says so."""
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import subprocess
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.run import load
+from jaxgpt.runs import manifest
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.manifest import Damaged
+from jaxgpt.runs.metadata import claim, read_record
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.session import fit
+from jaxgpt.train import Guard, TrainState
+from tests.helpers import flip, run_command, tiny_experiment
+
+FLIPS = 100  # single bits, over all files of a checkpoint
+
+
+def small_state(step, size=16):
+    params = {"a": {"kernel": jax.numpy.arange(size * size, dtype="float32").reshape(size, size) + step}}
+    return TrainState(
+        step=jax.numpy.int32(step), params=params, opt_state=optax.adam(1e-3).init(params), guard=Guard.new()
+    )
+
+
+def save(directory, steps, losses=(), **policy):
+    checkpoints = Checkpoints(directory, **policy)
+    for step, loss in zip(steps, [*losses, *[None] * len(steps)], strict=False):
+        checkpoints.save(small_state(step), step, loss)
+    checkpoints.close()
+    return checkpoints
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("two") / "checkpoints"
+    save(directory, [1, 2], keep_last=2)
+    return directory
+
+
+@pytest.fixture
+def damaged(two, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two, directory)
+    return directory
+
+
+def files(directory):
+    return sorted(p for p in directory.rglob("*") if p.is_file())
+
+
+def found(directory, which="last"):
+    """(step that is used, what was said)."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        return Checkpoints(directory).good(which), [str(w.message) for w in said]
+
+
+def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxgpt.runs.checkpoint.AT_ONCE", 0)  # less than an array has
+    checkpoints = save(tmp_path, [1, 2], keep_last=2)
+    assert found(tmp_path) == (2, [])
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(2, small_state(2)), small_state(2))
+    about = manifest.check(tmp_path / "2")
+    assert about["step"] == 2 and about["jaxgpt"] and about["arrays"]["params"] == {"['a']['kernel']": "float32[16,16]"}
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(damaged):
+    rng = random.Random(0)
+    paths = files(damaged / "2")
+    bits = [(p, at) for p in paths for at in range(8 * p.stat().st_size)]
+    chosen = [rng.choice(bits) for _ in range(FLIPS)] + [(p, rng.randrange(8 * p.stat().st_size)) for p in paths]
+    for path, at in chosen:
+        whole = path.read_bytes()
+        flip(path, at)
+        step, said = found(damaged)
+        assert step == 1 and len(said) == 1, (path, at)
+        assert "checkpoint 2 is damaged, so 1 is used" in said[0] and str(path) in said[0] and "\n" not in said[0]
+        path.write_bytes(whole)
+    assert found(damaged) == (2, [])
+
+
+@pytest.mark.parametrize("step, used", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("losses", [(1.0, 2.0), (2.0, 1.0), ()])
+def test_a_damaged_manifest_is_named_when_the_best_is_looked_for(two, tmp_path, losses, step, used):
+    """It may have been the best: which loss it had is not known any more."""
+    directory = shutil.copytree(two, tmp_path / "checkpoints")
+    for number, loss in enumerate(losses, start=1):
+        manifest.rewrite(directory / str(number), val_loss=loss)
+    flip(directory / str(step) / "manifest.json", 2000)
+    step_used, (said,) = found(directory, "best")
+    assert step_used == used and f"checkpoint {step} is damaged, so {used} is used: {directory}/{step}" in said
+
+
+def test_a_checkpoint_that_cannot_be_judged_is_not_removed(tmp_path):
+    """Its numbers may be whole, and the best."""
+    save(tmp_path, [1, 2], [1.0, 2.0])
+    flip(tmp_path / "1" / "manifest.json", 2000)
+    assert save(tmp_path, [3, 4], [3.0, 4.0]).steps() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied", "zeroed", "deleted", "grown", "linked"])
+def test_every_damaged_file_is_found_and_named(damaged, how):
+    for path in files(damaged / "2"):
+        whole = path.read_bytes()
+        if how == "deleted":
+            path.unlink()
+        elif how == "linked":
+            shutil.move(path, aside := damaged.parent / "aside")
+            path.symlink_to(aside)
+        else:
+            change = {"truncated": whole[:-1], "emptied": b"", "zeroed": bytes(len(whole)), "grown": whole + b"\0"}
+            path.write_bytes(change[how])
+        step, said = found(damaged)
+        assert step == 1 and str(path) in said[0], (path, said)
+        path.unlink(missing_ok=True)
+        path.write_bytes(whole)
+    assert found(damaged) == (2, [])
+
+
+def test_a_file_too_many_is_found(damaged):
+    (damaged / "2" / "state" / "stranger").write_text("")
+    assert "stranger is not part of the checkpoint" in found(damaged)[1][0]
+
+
+def test_no_good_one_left_is_an_error(damaged):
+    for step in ("1", "2"):
+        (damaged / step / "manifest.json").unlink()
+    with pytest.raises(
+        UserError, match=r"checkpoint 2 is damaged, and no other is good \(nor are 1\).*2/manifest.json"
+    ):
+        Checkpoints(damaged).good()
+
+
+def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
+    for name in ("3.saving", "4.deleting", "0x5", "٣", "-6", "07", "..8"):
+        shutil.copytree(two / "2", damaged / name)
+    (damaged / "9").write_text("a file")
+    (damaged / "10").symlink_to(two / "2")
+    assert Checkpoints(damaged).steps() == [1, 2]
+    Checkpoints(damaged).clean()
+    names = {p.name for p in damaged.iterdir()}
+    assert names == {"1", "2", "0x5", "٣", "-6", "07", "..8", "9", "10"}
+
+
+def test_a_manifest_of_another_step_or_format_is_refused(two, damaged):
+    shutil.copytree(two / "2", damaged / "3")
+    assert "3 is of step 2" in found(damaged)[1][0]
+    body = {**manifest.read(damaged / "2"), "format": 9, "jaxgpt": "9.1"}
+    (damaged / "2" / "manifest.json").write_text(manifest._render(body))
+    with pytest.raises(Damaged, match=r"has format 9 of jaxgpt 9\.1, this jaxgpt reads 1"):
+        manifest.read(damaged / "2")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{}", "[]", "null", '{"files": 1}', '{"a": 1, "a": 2}', "9" * 5000, '"\\ud800"']
+)
+def test_crafted_manifests_are_refused(damaged, text):
+    (damaged / "2" / "manifest.json").write_text(text)
+    assert found(damaged)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [1]},
+        {"files": {"a": 1}},
+        {"files": {"../../1/manifest.json": [1, "a"]}},
+        {"val_loss": "low"},
+        {"arrays": {"params": 1}},
+        {"arrays": None},
+        {"step": "2"},
+    ],
+)
+def test_a_manifest_that_holds_but_says_nonsense_is_refused(damaged, change):
+    """Whoever can write a manifest can write its hash."""
+    body = manifest.read(damaged / "2")
+    (damaged / "2" / "manifest.json").write_text(manifest._render({**body, **change}))
+    assert found(damaged)[0] == 1
+
+
+def test_shapes_are_compared_before_anything_is_read(two):
+    like = jax.eval_shape(lambda: small_state(2, size=2**20))  # 4 TiB
+    with pytest.raises(
+        UserError, match=r"\['a'\]\['kernel'\] is float32\[16,16\], experiment.json makes it float32\[1048576"
+    ):
+        Checkpoints(two).restore(2, like)
+
+
+def test_what_is_kept(tmp_path):
+    def steps(name, **policy):
+        return save(tmp_path / name, [1, 2, 3, 4, 5, 6], [5.0, 3.0, 4.0, float("nan")], **policy).steps()
+
+    assert steps("a") == [2, 6]
+    assert steps("b", keep_last=2, keep_every=3) == [2, 3, 5, 6]
+    assert Checkpoints(tmp_path / "a").best() == 2 and Checkpoints(tmp_path / "a").last() == 6
+
+
+def test_a_validation_loss_can_be_told_later(damaged):
+    checkpoints = Checkpoints(damaged)
+    checkpoints.measured(1, 0.5)
+    assert checkpoints.best() == 1 and found(damaged) == (2, [])
+    assert found(damaged, "best") == (1, [])
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_as_good_as_none(damaged, loss):
+    checkpoints = Checkpoints(damaged)
+    checkpoints.measured(2, loss)
+    checkpoints.measured(1, 0.5)
+    assert found(damaged) == (2, []) and found(damaged, "best") == (1, [])
+    assert manifest.read(damaged / "2")["val_loss"] is None
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest.rewrite(damaged / "2", val_loss=loss)
+    assert found(damaged) == (2, [])
+
+
+# What a run makes of it
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    e = tiny_experiment(text_file, steps=4, eval_every=2)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1))
+
+
+@pytest.fixture(scope="module")
+def trained(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "r", progress=False).directory
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "r")
+
+
+def lines(directory):
+    return [
+        {k: x[k] for k in x if k not in ("seconds", "tokens_per_second")}
+        for x in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run):
+    path = max((run / "checkpoints" / "4" / "state").rglob("*"), key=lambda p: p.stat().st_size)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.warns(UserWarning, match="checkpoint 4 is damaged, so 2 is used"):
+        assert load(run, which="last").step == 2
+    with pytest.warns(UserWarning, match="checkpoint 4 is damaged, so 2 is used"):
+        fit(experiment, run, progress=False)
+    assert lines(run) == lines(trained)
+    assert {p.name for p in (run / "checkpoints").iterdir()} == {"2", "4", "4.damaged"}
+    assert load(run, which="last").step == 4
+
+
+@pytest.mark.parametrize("average", [None, 1])
+def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch, average):
+    """Training removes an old checkpoint at any moment, also between its check and its reading."""
+    good, removed = Checkpoints.good, []
+
+    def then_removed(self, *arguments, **options):
+        step = good(self, *arguments, **options)
+        if not removed:
+            Checkpoints(run / "checkpoints")._remove(run / "checkpoints" / str(step))
+            removed.append(step)
+        return step
+
+    monkeypatch.setattr(Checkpoints, "good", then_removed)
+    assert load(run, which="last", average=average).step == 2 and removed == [4]
+    removed.clear()
+    with pytest.raises(UserError, match="has no checkpoint"):
+        load(run)
+
+
+def test_a_run_without_a_good_checkpoint_does_not_start_over(experiment, run):
+    for path in (run / "checkpoints").glob("*/manifest.json"):
+        path.unlink()
+    before = files(run)
+    for use in (lambda: fit(experiment, run, progress=False), lambda: load(run)):
+        with pytest.raises(UserError, match="checkpoint 4 is damaged, and no other is good"):
+            use()
+    assert files(run) == before
+
+
+def test_an_older_format_says_why_not(run):
+    record = (run / "experiment.json").read_text()
+    (run / "experiment.json").write_text(record.replace('"format": 2', '"format": 1', 1))
+    with pytest.raises(UserError, match="has format 1, this jaxgpt reads 2: its checkpoints have no manifests"):
+        load(run)
+
+
+def test_a_run_killed_in_its_first_moment_can_begin(experiment, tmp_path):
+    directory = tmp_path / "r"
+    directory.mkdir()
+    for name in (".lock", "tokenizer.json", "tokenizer.json.x8a_b2", "experiment.json.q"):
+        (directory / name).write_text("")
+    assert fit(experiment, directory, progress=False).step == 4
+
+
+def test_two_at_once_are_refused_and_a_crash_releases(experiment, run, tmp_path):
+    """Another process holds the lock, then is killed."""
+    code = f"""
+from pathlib import Path
+from jaxgpt.runs.metadata import claim
+lock = claim(Path({str(run)!r}), False)
+print("locked", flush=True)
+input()
+"""
+    child = subprocess.Popen(
+        [os.sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    try:
+        assert child.stdout.readline() == "locked\n"
+        for fresh in (False, True):
+            with pytest.raises(UserError, match=rf"is being trained by another process \(process {child.pid} on "):
+                fit(experiment, run, fresh=fresh, progress=False)
+        assert load(run).step  # reading is free
+    finally:
+        child.kill()
+        child.communicate()
+    claim(run, False).release()
+
+
+def test_the_lock_goes_with_the_run_that_is_moved_aside(run):
+    with claim(run, True), pytest.raises(UserError, match="being trained"):
+        claim(run, True)
+    assert {p.name for p in run.parent.iterdir()} == {"r", "r.old-1"}
+    assert read_record(run.parent / "r.old-1")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 KB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "jaxgpt-test", directory], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "-R", "-l", directory], check=True)
+
+
+# TensorStore tells some of its failed writes to an event loop that has closed by then, from threads of its own.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
+    checkpoints = Checkpoints(small_disk / "checkpoints")
+    checkpoints.save(small_state(1), 1, None)
+    checkpoints.wait()
+    checkpoints.save(small_state(2, size=512), 2, None)  # 3 MB
+    with pytest.raises(SaveFailed, match=r"step 2 could not be saved in .*: No space left on device\. .* is step 1\."):
+        checkpoints.wait()
+    with contextlib.suppress(SaveFailed):
+        checkpoints.close()
+    assert found(small_disk / "checkpoints") == (1, [])
+    assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
+def test_a_disk_that_fails_ends_the_run_in_words_and_the_run_stays_good(small_disk, text_file, how):
+    """The real command: exit status 1, a line or two, and the run can be read and goes on."""
+    options = f"""train --run-dir {small_disk}/r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
+        --model.block-size 8 --train.batch-size 2 --train.steps 100000 --train.checkpoint-every 20 --train.keep-every 20
+        --train.eval-every 100000 --optim.warmup-steps 1 --train.log-every 5""".split()
+    if how == "full":
+        done = run_command("-m", "jaxgpt", *options, cwd=small_disk.parent)
+    else:
+        code = f"""
+import subprocess, sys
+from jaxgpt import checkpoint, __main__
+seal = checkpoint.Checkpoints._seal
+def then_read_only(self, partial, about):
+    seal(self, partial, about)
+    here = {str(small_disk / "r" / "checkpoints")!r}
+    subprocess.run(["mount", "--bind", here, here], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", here], check=True)
+checkpoint.Checkpoints._seal = then_read_only
+__main__.main({options!r})
+"""
+        done = run_command("-c", code, cwd=small_disk.parent)
+    assert done.returncode == 1, done.stderr
+    after, last = done.stderr.partition("first step after")[2], done.stderr.strip().splitlines()[-1]
+    said = "No space left on device" if how == "full" else "Read-only file system"
+    assert said in last and "Traceback" not in done.stderr, done.stderr
+    assert len(after.splitlines()) == 2, done.stderr
+    assert load(small_disk / "r", which="last").step >= 20

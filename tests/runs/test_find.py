@@ -1,0 +1,55 @@
+"""Files are there whole or not at all, and for whom the user's umask lets them be."""
+
+import os
+
+import pytest
+
+from jaxgpt.files import open_whole, write_whole
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_is_the_umask_s_to_say(tmp_path, umask, mask, mode):
+    """A group that shares its runs reads each other's pages; someone who wants none of that says so once."""
+    umask(mask)
+    write_whole(tmp_path / "page.html", "é\r\n")
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "page.html").read_bytes() == b"\xc3\xa9\r\n"
+
+
+def test_what_lies_behind_a_link_is_not_written(tmp_path):
+    """Else whoever makes a run directory says where its next owner's files are written."""
+    (tmp_path / "precious").write_text("before")
+    (tmp_path / "page.html").symlink_to(tmp_path / "precious")
+    write_whole(tmp_path / "page.html", "page")
+    assert (tmp_path / "precious").read_text() == "before"
+    assert (tmp_path / "page.html").read_text() == "page" and not (tmp_path / "page.html").is_symlink()
+
+
+def test_what_is_written_piece_by_piece_is_there_whole_or_not_at_all(tmp_path, umask):
+    umask(0o027)
+    with open_whole(tmp_path / "image.png") as f:
+        f.write(b"\x89PNG")
+        assert not (tmp_path / "image.png").exists()
+        f.write(b"\r\n")
+    assert (tmp_path / "image.png").read_bytes() == b"\x89PNG\r\n"
+    assert (tmp_path / "image.png").stat().st_mode & 0o777 == 0o640
+    with pytest.raises(KeyboardInterrupt), open_whole(tmp_path / "image.png") as f:
+        f.write(b"half")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["image.png"]
+    assert (tmp_path / "image.png").read_bytes() == b"\x89PNG\r\n"
+
+
+def test_what_cannot_be_written_leaves_what_was(tmp_path):
+    write_whole(tmp_path / "page.html", "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(tmp_path / "page.html", "a" * 100_000 + "\ud800")
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "before"

@@ -1,0 +1,210 @@
+"""A run directory is enough: it is used and resumed on any hardware, and without the files it was trained from."""
+
+import dataclasses
+import json
+import shutil
+
+import chex
+import pytest
+
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.data.chat.template import find_template
+from jaxgpt.data.chat.template import fingerprint as template_fingerprint
+from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.run import load
+from jaxgpt.runs.metadata import CHANGEABLE, read_record, write_record
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.pretrained import begun
+from jaxgpt.session import fit
+from jaxgpt.tools.diagnose.replay import replay
+from jaxgpt.tools.evaluate import evaluate_run
+from tests.conftest import TEXT
+from tests.helpers import edit_record, tiny_experiment
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with dropout, of a text and a tokenizer in files, with all its checkpoints."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "t.txt").write_text(TEXT)
+    (place / "tokenizer.json").write_text(CharTokenizer(TEXT).to_json())
+    e = tiny_experiment(place / "t.txt", keep_last=9)
+    return fit(
+        dataclasses.replace(
+            e,
+            model=dataclasses.replace(e.model, n_layer=1, dropout=0.2),
+            data=dataclasses.replace(e.data, tokenizer=str(place / "tokenizer.json")),
+        ),
+        place / "run",
+        progress=False,
+    )
+
+
+@pytest.fixture
+def moved(trained, tmp_path):
+    """A function that copies the run, as if it had been trained with the given fields of its experiment."""
+
+    def copy(steps=None, **groups):
+        run = tmp_path / "moved"
+        shutil.copytree(trained.directory, run)
+        edit_record(run, lambda record: [record["experiment"][group].update(groups[group]) for group in groups])
+        for step in (run / "checkpoints").iterdir():
+            if steps is not None and int(step.name) not in steps:
+                shutil.rmtree(step)
+        return run
+
+    return copy
+
+
+def logged(directory):
+    names = ("step", "loss", "grad_norm", "val_loss")
+    return [[x.get(name) for name in names] for x in read_metrics(directory / "metrics.jsonl")]
+
+
+H200S = {"strategy": "mesh", "data": 1, "fsdp": 8, "micro_batch_size": 64}
+
+
+def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
+    """The model is the one that a run of this device has."""
+    for kernel in ("cudnn", "splash"):
+        run = moved(train={"attention": kernel}, parallel=H200S)
+        assert load(run).model == trained.model and replay(run, 2).equal
+        shutil.rmtree(run)
+    assert load(moved(train={"attention": "xla"})).model == trained.model.clone(attention="xla")
+
+
+def test_a_run_of_16_bits_is_used_in_them(moved):
+    run = load(moved(train={"attention": "splash", "dtype": "bfloat16"}))
+    assert (run.model.attention, run.model.dtype) == ("plain", "bfloat16")
+    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-2)
+
+
+def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
+    """By its record, which names a kernel and a mesh that are not here: what is used instead is told. It is measured
+    and logged at other intervals now."""
+    run = moved(steps=[2], train={"attention": "cudnn"}, parallel=H200S)
+    given = read_record(run).given
+    train = dataclasses.replace(given.train, log_every=3, eval_every=2, sample_tokens=1)
+    resumed = fit(dataclasses.replace(given, train=train), run, progress=True)
+    chex.assert_trees_all_equal(load(run, which="last").params, load(trained.directory, which="last").params)
+    before = {line[0]: line[1:3] for line in logged(trained.directory) if line[1] is not None}
+    steps = [step for step, loss, *_ in logged(run) if loss is not None]
+    assert steps == [1, 2, 3, 6] and all(line[1:3] == before[line[0]] for line in logged(run) if line[1] is not None)
+    measured = [(step, val_loss) for step, *_, val_loss in logged(run) if val_loss is not None]
+    assert [step for step, _ in measured] == [2, 4, 6] and measured[-1] == (6, logged(trained.directory)[-1][-1])
+    assert (resumed.val_loss, resumed.step) == min((val_loss, step) for step, val_loss in measured)
+    told = "".join(capsys.readouterr())
+    assert "float32, plain attention instead of cudnn (the device is cpu)" in told
+    assert "one device instead of the recorded strategy, which does not fit here: parallel data=1 x fsdp=8" in told
+
+
+def test_what_is_asked_for_now_is_taken_or_refused(moved):
+    run = moved()
+    given = read_record(run).given
+
+    def again(**groups):
+        changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in groups.items()}
+        return fit(dataclasses.replace(given, **changed), run, progress=False)
+
+    with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: the device is cpu"):
+        again(train={"attention": "cudnn"})
+    with pytest.raises(UserError, match="does not make the 1 devices"):
+        again(parallel={"strategy": "mesh", "fsdp": 2})
+    with pytest.raises(UserError, match="another configuration: train.eval_tokens None -> 8"):
+        again(train={"eval_tokens": 8})
+    with pytest.raises(UserError, match="another configuration: optim.warmup_steps 2 -> 3"):
+        again(optim={"warmup_steps": 3})
+    again(optim={"warmup_steps": None})  # not named: as it was begun
+    again(train={"attention": "xla", "dtype": "bfloat16"}, optim={"max_skipped": 3}, parallel={"micro_batch_size": 2})
+
+
+def test_every_field_decides_or_is_said_not_to():
+    """A new field is to be put where it belongs: here, or into CHANGEABLE."""
+    groups = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig, "lora": LoraConfig}
+    groups |= {"model": GPTConfig, "parallel": ParallelConfig}
+    names = {f"{group}.{f.name}" for group, cls in groups.items() for f in dataclasses.fields(cls)}
+    deciding = {name for name in names if not name.startswith(CHANGEABLE)}
+    assert {name for name in deciding if name.startswith("train.")} == {
+        *("train.steps", "train.batch_size", "train.seed", "train.init_from", "train.eval_tokens")
+    }
+    assert {name for name in deciding if name.startswith("data.")} == {
+        *("data.tokenizer", "data.bpe_vocab_size", "data.val_fraction")
+    }
+    assert not any(name.startswith("parallel.") for name in deciding)
+    for group, free in {"optim": {"max_skipped"}, "model": {"remat"}, "lora": set()}.items():
+        fields = {f.name for f in dataclasses.fields(groups[group])}
+        assert {f"{group}.{name}" for name in fields - free} <= deciding
+    assert all(any(name.startswith(prefix) for name in {*names, "name"}) for prefix in CHANGEABLE)
+
+
+def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
+    """Where that is gone, and where the copy is named; another one is refused."""
+    path = tmp_path / "lost.json"
+    run = moved(data={"tokenizer": str(path)})
+    given, own = read_record(run).given, run / "tokenizer.json"
+
+    def named(tokenizer):
+        return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)))
+
+    for tokenizer in (path, own, trained.experiment.data.tokenizer):  # gone, the copy, the file in another place
+        assert fit(named(tokenizer), run, progress=False).step == trained.step
+    assert evaluate_run(load(run))["loss"] == pytest.approx(trained.val_loss, rel=1e-6)
+    start = TrainConfig(init_from=str(run))
+    for tokenizer in ("char", own):
+        new = dataclasses.replace(named(tokenizer), train=start)
+        assert begun(new)[0].data.tokenizer == str(own)
+    other = tmp_path / "other.json"
+    other.write_text(CharTokenizer(TEXT + "ñ").to_json())
+    for tokenizer in (other, "ids"):
+        with pytest.raises(UserError, match=f"{tokenizer} is not the tokenizer that .* was trained with"):
+            begun(dataclasses.replace(named(tokenizer), train=start))
+    with pytest.raises(UserError, match="no tokenizer at .*typo.json"):
+        fit(named(tmp_path / "typo.json"), run, progress=False)
+    with pytest.raises(UserError, match="another configuration: data.tokenizer .* -> byte"):
+        fit(named("byte"), run, progress=False)
+    path.write_text(CharTokenizer(TEXT + "ñ").to_json())
+    with pytest.raises(UserError, match=f"lost.json is not the tokenizer .* trained with.*--data.tokenizer {own}"):
+        fit(named(path), run, progress=False)
+    own.write_text(path.read_text())
+    with pytest.raises(UserError, match="tokenizer.json is not the tokenizer that the run was trained with"):
+        fit(named(own), run, progress=False)
+    assert load_tokenizer(own).vocab_size == trained.tokenizer.vocab_size + 1
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages[0]['content'] }}"], ids=["ours", "its tokenizer's"])
+@pytest.mark.parametrize("before", ["tokenizer_config.json", "chat_template.jinja"])
+def test_the_template_of_a_run_is_the_one_it_was_trained_with(tmp_path, own, before):
+    """Not that of the model it starts from, whose files are there already, where its tokenizer is another."""
+    tokenizer, model, run = CharTokenizer(TEXT), "{{ 'of the model' }}", tmp_path / "run"
+    run.mkdir()
+    config = {"bos_token": "<s>", "unk_token": "<unk>", "model_max_length": 9}
+    (run / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": model}))
+    if before == "chat_template.jinja":
+        (run / before).write_text(model)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own, "eos_token": "I"}))
+    template = find_template(tokenizer, tmp_path)
+    data = {"train_sha256": "", "template_sha256": template_fingerprint(template)}
+    write_record(run, Experiment(name="x"), tokenizer, data=data, vocab_size=9, tokenizer_config=template.config())
+    assert template_fingerprint(find_template(tokenizer, run)) == template_fingerprint(template)
+    assert json.loads((run / "tokenizer_config.json").read_text())["model_max_length"] == 9
+
+
+def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp_path, monkeypatch):
+    """Without both, what is missing is told, and for which command."""
+    run = moved(data={"path": str(tmp_path / "gone.txt")})
+    given = read_record(run).given
+    assert evaluate_run(load(run)) == evaluate_run(trained)
+    assert fit(given, run, progress=False).step == trained.step
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
+    missing = (
+        "moved was trained on .*gone.txt, which is not there, and its tokens are not in the cache .*empty/tokens: "
+    )
+    with pytest.raises(UserError, match=missing + "to evaluate its validation split, put that text back"):
+        evaluate_run(load(run))
+    with pytest.raises(UserError, match=missing + "to train it on, name that text with --data.path"):
+        fit(given, run, progress=False)
+    with pytest.raises(UserError, match=missing + "to replay a step, put that text back"):
+        replay(run, 1)
+    text = dataclasses.replace(given.data, path=trained.experiment.data.path)
+    assert fit(dataclasses.replace(given, data=text), run, progress=False).step == trained.step

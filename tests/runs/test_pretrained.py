@@ -1,0 +1,306 @@
+"""Training that starts from weights that are there: all of them trained, or adapters alone."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import traverse_util
+
+import jaxgpt
+from jaxgpt.config import GPTConfig, LoraConfig
+from jaxgpt.errors import UserError
+from jaxgpt.lora import init_adapters, merged
+from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.runs.autopsy import params_here
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.pretrained import begun, state_at
+from jaxgpt.sample.quantize import unrolled
+from jaxgpt.session import fit
+from jaxgpt.tools.convert.export_hf import export_hf
+from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.tools.diagnose.replay import replay
+from jaxgpt.tools.evaluate import evaluate_run
+from tests.helpers import (
+    FLOAT32_REORDERED,
+    TINY,
+    apply,
+    edit_record,
+    make_model,
+    stack_layers,
+    tiny_experiment,
+    tokens_BT,
+)
+
+# GPT-2's shape: learned positions, which a shorter context cuts, and biases.
+MODEL = GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=8)
+LORA = LoraConfig(rank=2, targets=("q", "c_fc"))
+
+
+def tuning(text, source, *, lora=None, scan=False, **train):
+    """An experiment whose own architecture is another one than the source's, and is to give way."""
+    own = GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4, dropout=0.1, scan_layers=scan)
+    experiment = tiny_experiment(text, init_from=str(source), **train)
+    return dataclasses.replace(experiment, model=own, lora=lora or LoraConfig())
+
+
+@pytest.fixture(scope="module")
+def source(text_file, tmp_path_factory):
+    experiment = tiny_experiment(text_file, steps=60, eval_every=60, checkpoint_every=60)
+    optim = dataclasses.replace(experiment.optim, learning_rate=1e-2)
+    experiment = dataclasses.replace(experiment, model=MODEL, optim=optim)
+    return fit(experiment, tmp_path_factory.mktemp("source") / "run", progress=False)
+
+
+@pytest.fixture(scope="module")
+def exported(source, tmp_path_factory):
+    return export_hf(source.directory, tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture(scope="module")
+def scanned(source, tmp_path_factory):
+    """The same run as one that was trained with `scan_layers`."""
+    run = tmp_path_factory.mktemp("scanned") / "run"
+    shutil.copytree(source.directory, run)
+    edit_record(run, lambda record: record["experiment"]["model"].update(scan_layers=True))
+    shutil.rmtree(run / "checkpoints")
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save_params(stack_layers(source.params, MODEL.n_layer), 60)
+    checkpoints.close()
+    return run
+
+
+@pytest.fixture(scope="module")
+def tuned(source, text_file, tmp_path_factory):
+    """Adapters that were trained on top of a run."""
+    experiment = tuning(text_file, source.directory, lora=LORA, keep_last=9)
+    return fit(experiment, tmp_path_factory.mktemp("tuned") / "run", progress=False)
+
+
+@pytest.fixture(scope="module")
+def retrained(source, text_file, tmp_path_factory):
+    """All parameters of a run, trained on."""
+    experiment = tuning(text_file, source.directory, keep_last=9)
+    return fit(experiment, tmp_path_factory.mktemp("retrained") / "run", progress=False)
+
+
+def flat(params):
+    return traverse_util.flatten_dict(params, sep="/")
+
+
+def assert_same(found, expected):
+    found, expected = flat(found), flat(expected)
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found[path], x, strict=True, err_msg=path)
+
+
+def first_state(experiment, directory):
+    full, weights = begun(experiment)
+    trainer = make_trainer(full)
+    return trainer, state_at(trainer, weights, jax.random.key(0), Checkpoints(directory), 0)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all", "adapters"])
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scan"])
+@pytest.mark.parametrize("kind", ["run", "directory", pytest.param("scanned run", marks=pytest.mark.slow)])
+def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp_path, kind, scan, lora):
+    """Bit for bit, whatever the layout of either; adapters change nothing at the start."""
+    place = {"run": source.directory, "scanned run": scanned, "directory": exported}[kind]
+    trainer, state = first_state(tuning(text_file, place, scan=scan, lora=lora), tmp_path)
+    config = trainer.model.config
+    assert (config.scan_layers, config.n_layer, config.block_size, config.dropout) == (scan, 2, 8, 0.1)
+    T = {"wpe": {"embedding": source.params["wpe"]["embedding"][:8]}}
+    assert_same(unrolled(trainer.model, trainer.whole(state))[1], source.params | T)
+
+
+def test_what_is_learned_is_kept(source, retrained):
+    """The first loss of a run is near its source's last: with random weights it would be that of guessing."""
+    run = retrained
+    first = read_metrics(run.directory / "metrics.jsonl")[0]["loss"]
+    assert abs(first - source.val_loss) < 0.15 and math.log(source.tokenizer.vocab_size) - first > 0.3
+    assert run.val_loss < source.val_loss
+    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-5)
+    record = read_record(run.directory)
+    assert record.given.model.n_embd == 4 and record.model.n_embd == run.experiment.model.n_embd == 8
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["apart", "scan"])
+def test_merged_equals_unmerged(scan):
+    """kernel + scale a b against x a b, added to what the layer makes of x."""
+    model, params = make_model(TINY)
+    adapters = init_adapters(LORA, jax.random.key(1), params)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(np.float32), adapters)
+
+    def beside(call, args, kwargs, context):
+        y_BTF = call(*args, **kwargs)
+        found = flat(adapters).get("/".join((*context.module.path, "lora_a")))
+        if found is None or context.module.path in seen:  # linen's own call is inside ours
+            return y_BTF
+        seen.add(context.module.path)
+        b_RF = flat(adapters)["/".join((*context.module.path, "lora_b"))]
+        return y_BTF + LORA.alpha / LORA.rank * ((args[0] @ found) @ b_RF)
+
+    seen = set()
+    with nn.intercept_methods(beside):
+        expected = jax.jit(model.apply)({"params": params}, tokens_BT(TINY))
+    assert len(seen) == len(LORA.targets) * TINY.n_layer == len(flat(adapters)) // 2
+    if scan:
+        model = model.clone(config=dataclasses.replace(TINY, scan_layers=True))
+        params, adapters = (stack_layers(tree, TINY.n_layer) for tree in (params | {}, adapters))
+    found = apply(model, merged(LORA, params, adapters), tokens_BT(TINY))
+    np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
+    assert np.abs(found - apply(model, params, tokens_BT(TINY))).max() > 0.1  # and they do something
+
+
+def test_the_merge_is_in_float32_on_any_device():
+    """Where products of float32 are rounded, in training and in what is exported alike."""
+    _, params = make_model(TINY)
+    adapters = jax.eval_shape(lambda params: init_adapters(LORA, jax.random.key(1), params), params)
+    text = jax.jit(merged, static_argnums=0).lower(LORA, params, adapters).as_text()
+    assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == len(LORA.targets) * TINY.n_layer
+
+
+def test_adapters_alone_are_trained_and_saved(source, tuned):
+    config, full = tuned.model.config, flat(source.params)
+    moved = {path for path, x in flat(tuned.params).items() if path != "wpe/embedding" and np.any(x != full[path])}
+    assert moved == {f"h_{i}/{name}/kernel" for i in range(2) for name in ("attn/q", "mlp/c_fc")}
+    assert tuned.val_loss < source.val_loss and config.vocab_size == source.model.config.vocab_size
+    manifest = json.loads((tuned.directory / f"checkpoints/{tuned.step}/manifest.json").read_text())
+    assert len(manifest["arrays"]["params"]) == 8 and all("lora_" in path for path in manifest["arrays"]["params"])
+    moments = [path for path in manifest["arrays"]["rest"] if ".mu" in path]
+    assert len(moments) == 8 and all("lora_" in path for path in moments)
+    # 2 matrices of rank 2 for each of 2 targets in 2 layers
+    assert sum(math.prod(json.loads(x[7:])) for x in manifest["arrays"]["params"].values()) == 2 * (2 * 16 + 2 * 40)
+
+
+def test_what_is_exported_and_loaded_is_merged(tuned, tmp_path):
+    out = export_hf(tuned.directory, tmp_path / "out")
+    import_hf(str(out), tmp_path / "back")
+    assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
+    assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
+    card = (out / "README.md").read_text()
+    assert str(tuned.experiment.train.init_from) in card and "adapters of rank 2" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(None, marks=pytest.mark.slow), "2"],
+    ids=["all, from the start", "adapters, from step 2"],
+)
+def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_file, tmp_path, kept):
+    """And its weights may lie in another place by then. A step is replayed to the same bits."""
+    whole = retrained if kept is None else tuned
+    shutil.copytree(whole.directory, tmp_path / "run")
+    for step in (tmp_path / "run").glob("checkpoints/*"):
+        if step.name != kept:
+            shutil.rmtree(step)
+    shutil.copytree(source.directory, tmp_path / "elsewhere")
+    experiment = tuning(text_file, tmp_path / "elsewhere", lora=whole.experiment.lora, keep_last=9)
+    assert_same(fit(experiment, tmp_path / "run", progress=False).params, whole.params)
+
+    def told(directory):
+        return [(x["step"], x.get("loss"), x.get("val_loss")) for x in read_metrics(directory / "metrics.jsonl")]
+
+    assert told(tmp_path / "run") == told(whole.directory)
+    other = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat="full"))
+    assert begun(other, whole.directory)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
+    assert replay(whole.directory, 3 if kept else 1).equal
+
+
+def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
+    """On one device, adapters merged in: the model is examined as the step computed with it."""
+    trainer, state = first_state(tuning(text_file, source.directory, lora=LORA), tmp_path)
+    assert_same(params_here(trainer, state), trainer.whole(state))
+
+
+@pytest.mark.slow
+def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):
+    experiment = tuning(text_file, tuned.directory, lora=LoraConfig(rank=1, targets=("v",)), steps=2)
+    run = fit(experiment, tmp_path / "run", progress=False)
+    moved = {path for path, x in flat(run.params).items() if np.any(x != flat(tuned.params)[path])}
+    assert moved == {f"h_{i}/attn/v/kernel" for i in range(2)}
+
+
+@pytest.mark.slow
+def test_conversations_keep_the_template_of_the_model(exported, tmp_path):
+    """A run of chats from a model with a template of its own is written in it, and exported with it."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    values = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m['content'] }}{{ ',' if m['role'] == 'user' else '.' }}\n{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": template}))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "no"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    run = fit(tuning(tmp_path / "chat.jsonl", model, steps=2, eval_every=2), tmp_path / "run", progress=False)
+    assert run.template.write(messages).text == "a,\nno.\n"
+    out = export_hf(run.directory, tmp_path / "out")
+    kept = json.loads((out / "tokenizer_config.json").read_text())
+    assert kept == values | {"chat_template": template}
+    assert (out / "config.json").exists() and run.sample("a la", max_new_tokens=2, chat=True) is not None
+
+
+def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file, tmp_path):
+    def refused(message, init_from=source.directory, run_dir=tmp_path / "run", **fields):
+        with pytest.raises(UserError, match=message):
+            fit(dataclasses.replace(tuning(text_file, init_from), **fields), run_dir, progress=False)
+        assert not (tmp_path / "run").exists()
+
+    refused("no directory at .*nowhere", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("has no config.json", tmp_path / "empty")
+    refused(
+        r"lora.targets has w, c_gate: needs some of c_fc, c_proj, k, q, v",
+        lora=LoraConfig(rank=1, targets=("w", "c_gate")),
+    )
+    refused("lora.rank=8: needs less than 8, the full rank of h_0/attn/q", lora=LoraConfig(rank=8))
+    with pytest.raises(
+        UserError, match="lora.rank=2 trains adapters of weights that are there: name them with --train"
+    ):
+        dataclasses.replace(tiny_experiment(text_file), lora=LORA)
+    other = tmp_path / "other.txt"
+    other.write_text("ñandú " * 500)
+    refused("'ñ'|'\\\\xf1'", data=dataclasses.replace(tuning(text_file, "x").data, path=str(other)))
+    # A run is what it was begun as.
+    with pytest.raises(UserError, match="another configuration: train.init_from"):
+        fit(
+            dataclasses.replace(
+                tuned.experiment, train=dataclasses.replace(tuned.experiment.train, init_from=None), lora=LoraConfig()
+            ),
+            tuned.directory,
+        )
+    with pytest.raises(UserError, match=r"lora.rank 2 -> 3"):
+        fit(tuning(text_file, source.directory, lora=dataclasses.replace(LORA, rank=3)), tuned.directory)
+    import_hf(str(exported), tmp_path / "imported")
+    with pytest.raises(UserError, match="start from this one with --train.init-from"):
+        fit(tuning(text_file, source.directory), tmp_path / "imported")
+
+
+@pytest.mark.slow
+def test_adapters_without_their_base_are_told(source, text_file, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(source.directory, base)
+    fit(tuning(text_file, base, lora=LORA, steps=2), run, progress=False)
+    base.rename(tmp_path / "away")
+    with pytest.raises(UserError, match="the run has adapters alone, for .*base: no directory at .*base"):
+        jaxgpt.load(run)
+    there = tmp_path / "another machine"  # to which both were copied
+    shutil.copytree(run, there / "run")
+    shutil.copytree(tmp_path / "away", there / "base")
+    jaxgpt.load(there / "run")
+    (tmp_path / "away").rename(base)
+    jaxgpt.load(run)
+    shutil.rmtree(base / f"checkpoints/{source.step}")
+    checkpoints = Checkpoints(base / "checkpoints")
+    checkpoints.save_params(jax.tree.map(lambda x: x + 1, source.params), source.step)
+    checkpoints.close()
+    with pytest.raises(UserError, match="base holds other weights than the run began from"):
+        jaxgpt.load(run)

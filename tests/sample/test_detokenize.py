@@ -1,0 +1,73 @@
+"""Pieces of text: nothing split, nothing shown that must not be, nothing lost."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
+from jaxgpt.errors import UserError
+from jaxgpt.sample.detokenize import TextStream, pieces
+
+BYTES = ByteTokenizer()
+
+
+def told(tokenizer, ids, stop=(), every=1):
+    return list(pieces(tokenizer, (ids[at : at + every] for at in range(0, len(ids), every)), stop))
+
+
+@given(st.text(max_size=20), st.integers(1, 5))
+def test_characters_come_whole(text, every):
+    ids = BYTES.encode(text).tolist()
+    shown = told(BYTES, ids, every=every)
+    assert "".join(shown) == text
+    assert text.count("\ufffd") == "".join(shown).count("\ufffd")
+
+
+@given(st.lists(st.integers(0, 255), max_size=20), st.integers(1, 5))
+def test_broken_bytes_come_as_decoding_the_whole_shows_them(ids, every):
+    assert "".join(told(BYTES, ids, every=every)) == BYTES.decode(ids)
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(1, 7))
+def test_the_text_ends_before_the_first_stop_string(text, stop, every):
+    ids = BYTES.encode(text).tolist()
+    shown = "".join(told(BYTES, ids, stop, every))
+    ends = [at for at in (text.find(s) for s in stop) if at >= 0]
+    if not ends:
+        assert shown == text
+    else:
+        # Ids arrive one by one, so the stop that is complete first counts; one that begins earlier may not be yet.
+        complete = min(at + len(s) for s in stop if (at := text.find(s)) >= 0)
+        at = min(text.find(s) for s in stop if text.find(s) >= 0 and text.find(s) + len(s) == complete)
+        assert shown == text[:at]
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    stream = TextStream(BYTES, ["<end>"])
+    assert [stream.push([ord(c)]) for c in "a<en"] == ["a", "", "", ""]
+    assert stream.push([ord("x")]) == "<enx"
+    assert stream.push(b"b<e") == "b" and stream.rest() == "<e" and not stream.stopped
+    stream = TextStream(BYTES, "<end>")
+    assert stream.push(b"one<end>two") == "one" and stream.stopped and stream.push(b"three") == stream.rest() == ""
+
+
+def test_nothing_is_asked_for_after_a_stop():
+    def ids():
+        yield b"one."
+        raise AssertionError("asked for more")
+
+    assert list(pieces(BYTES, ids(), ["."])) == ["one"]
+
+
+def test_every_tokenizer():
+    text = "Señor: la niña, el pingüino y 100 € — ¡olé! 🐴 "
+    for tokenizer in (CharTokenizer(text), BYTES, train_bpe([text] * 3, 280)):
+        ids = tokenizer.encode(text).tolist()
+        assert "".join(told(tokenizer, ids)) == text
+        assert "".join(told(tokenizer, ids, ["olé"])) == text[: text.find("olé")]
+    assert "".join(told(IdTokenizer(50), [15, 42, 7])) == "15 42 7"
+
+
+def test_an_empty_stop_string_is_told():
+    with pytest.raises(UserError, match="a stop string is empty"):
+        TextStream(BYTES, ["x", ""])

@@ -1,0 +1,491 @@
+"""A run from end to end: what it writes, how it goes on, what it refuses."""
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import jaxgpt
+from jaxgpt import session as loop
+from jaxgpt.cluster import multihost
+from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.config import differences
+from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.run import load
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.log import Log
+from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.session import Diverged, Interrupted, fit
+from jaxgpt.tools.diagnose.replay import replay
+from jaxgpt.tools.evaluate import evaluate_run
+from jaxgpt.train import Guard, TrainState
+from tests.helpers import chat_file, tiny_experiment
+
+
+def losses(directory):
+    return [(x["step"], x["loss"]) for x in read_metrics(directory / "metrics.jsonl") if "loss" in x]
+
+
+def val_losses(directory):
+    return [(x["step"], x["val_loss"]) for x in read_metrics(directory / "metrics.jsonl") if "val_loss" in x]
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    e = tiny_experiment(text_file)
+    return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
+
+
+@pytest.fixture(scope="module")
+def run(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
+
+
+@pytest.mark.slow
+def test_the_mean_of_the_last_checkpoints(run):
+    """The run keeps its last two, at steps 4 and 6, and the best."""
+    steps = Checkpoints(run.directory / "checkpoints").steps()
+    assert steps[-2:] == [4, 6]
+    one, two = (load(run.directory, which="last").params, load(run.directory, average=1).params)
+    chex.assert_trees_all_equal(one, two)
+    mean = load(run.directory, average=2)
+    assert mean.step == 6 and mean.val_loss is None
+    earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, one)
+    chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6)
+    with pytest.raises(UserError, match=rf"average=9: .* has {len(steps)} checkpoints, the last up to step 6"):
+        load(run.directory, average=9)
+
+
+def test_the_run_directory(run, experiment):
+    names = {p.name for p in run.directory.iterdir()}
+    assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", ".lock"}
+    record = json.loads((run.directory / "experiment.json").read_text())
+    assert set(record) == {
+        "format",
+        "sha256",
+        "experiment",
+        "vocab_size",
+        "data",
+        "versions",
+        "device",
+        "git_commit",
+    } | {
+        "command",
+        "imported",
+        "origin",
+    }
+    assert record["versions"]["jax"] == jax.__version__
+    assert not differences(read_record(run.directory).experiment, experiment)
+    assert (run.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_metrics(run):
+    lines = read_metrics(run.directory / "metrics.jsonl")
+    keys = ["step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds"]
+    assert [list(x) for x in lines if "loss" in x] == [keys] * 6
+    assert [x["step"] for x in lines if "loss" in x] == [1, 2, 3, 4, 5, 6]
+    assert [x["step"] for x in lines if "val_loss" in x] == [3, 6]
+    assert lines[0]["tokens"] == 4 * 8 and lines[0]["mfu"] is None
+    seconds = [x["seconds"] for x in lines if "loss" in x]
+    assert seconds == sorted(seconds)
+
+
+def test_kept_checkpoints_are_the_last_and_the_best(run):
+    steps = {int(p.name) for p in (run.directory / "checkpoints").iterdir()}
+    best = min(val_losses(run.directory), key=lambda x: x[1])[0]
+    assert steps == {4, 6, best}
+    assert run.step == best and run.val_loss == min(v for _, v in val_losses(run.directory))
+    assert load(run.directory, which="last").step == 6
+
+
+def test_a_run_samples_and_evaluates(run):
+    text = run.sample("lance", max_new_tokens=9, seed=1)
+    assert isinstance(text, str) and len(text) == 9
+    assert run.sample("lance", max_new_tokens=9, seed=1) == text
+    assert len(run.sample(["a", ""], max_new_tokens=3, top_k=2, top_p=0.9)) == 2
+    with pytest.raises(UserError, match="no prompts"):
+        run.sample([])
+    found = evaluate_run(run)
+    assert found["loss"] == pytest.approx(run.val_loss, rel=1e-6)
+    assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
+
+
+def test_stop_strings_streaming_and_a_draft(run):
+    text = run.sample("lance", max_new_tokens=40, seed=3)
+    stop = text[6:8]
+    before = text[: text.find(stop)]
+    assert run.sample("lance", max_new_tokens=40, seed=3, stop=[stop]) == before
+    assert "".join(run.stream("lance", max_new_tokens=40, seed=3)) == text
+    assert "".join(run.stream("lance", max_new_tokens=40, seed=3, stop=[stop])) == before
+    both = run.sample(["a", "lance"], max_new_tokens=40, seed=3, stop=[stop])
+    assert both[1] == before and stop not in both[0]
+    greedy = run.sample("lance", max_new_tokens=12, greedy=True)
+    assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
+    with pytest.raises(UserError, match="a stop string is empty"):
+        run.sample("lance", stop=[""])
+
+
+def test_drafted_samples_of_one_prompt_differ(run):
+    how = dict(max_new_tokens=12, temperature=1.0, draft=run)
+    three = run.sample(["lance"] * 3, **how)
+    assert len(set(three)) == 3 and three[0] == run.sample("lance", **how)
+    assert run.sample(["lance", "a", "lance"], **how)[::2] == three[:2]
+    with pytest.raises(UserError, match="no prompts"):
+        run.sample([], **how)
+
+
+def test_a_run_in_another_process(run):
+    """As workers of a pool get it: pickled."""
+    again = pickle.loads(pickle.dumps(run))
+    assert again.model == run.model
+    assert again.sample("lance", max_new_tokens=9, seed=1) == run.sample("lance", max_new_tokens=9, seed=1)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: needs a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens=True: needs a whole number"),
+        ({"seed": 0.5}, "seed=0.5: needs a whole number"),
+        ({"seed": 2**32}, "seed=4294967296: needs at most 4,294,967,295"),
+        ({"top_k": 2.5}, "top_k=2.5: needs a whole number"),
+    ],
+)
+def test_what_a_sample_refuses(run, how, said):
+    with pytest.raises(UserError, match=said):
+        run.sample("lance", **how)
+    with pytest.raises(UserError, match=said):
+        list(run.stream("lance", **how))
+
+
+def test_numbers_of_numpy_do_for_a_run(run):
+    text = run.sample("lance", max_new_tokens=9, seed=1, temperature=0.5)
+    assert run.sample("lance", max_new_tokens=np.int32(9), seed=np.int64(1), temperature=np.float32(0.5)) == text
+    assert load(run.directory, which=np.int64(6)).step == 6
+    for how, said in (
+        ({"which": True}, "which=True: needs best, last or a step"),
+        ({"which": 1.0}, "which=1.0: needs best, last or a step"),
+        ({"average": 0}, "average=0: needs at least 1"),
+        ({"average": 1.5}, "average=1.5: needs a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load(run.directory, **how)
+
+
+def test_nothing_to_score(run):
+    assert run.score([]) == [] and run.likelihoods([]) == []
+    (score,) = run.score([""])
+    assert (score.logprobs, score.tokens, score.characters, score.bits) == ([], 0, 0, 0.0)
+    with pytest.raises(UserError, match="texts='of La M': needs a list of texts"):
+        run.score("of La M")
+    with pytest.raises(UserError, match="batch_size=0: needs at least 1"):
+        run.likelihoods([([1], [2])], batch_size=0)
+    with pytest.raises(UserError, match="pair 1 has nothing before its second list"):
+        run.likelihoods([([1], [2]), ([], [2])])
+
+
+def test_scores_are_the_evaluations(run, tmp_path):
+    """Within one window: bits by the loss; the first token is not counted."""
+    text = "of La M"
+    (score,) = run.score([text])
+    path = tmp_path / "t.txt"
+    path.write_text(text)
+    loss = evaluate_run(run, str(path))["loss"]
+    assert score.tokens == score.characters == len(text) - 1 and np.isnan(score.logprobs[0])
+    assert score.bits_per_character == score.bits_per_token == pytest.approx(loss / np.log(2), rel=1e-5)
+
+
+def test_fewer_bits_hardly_change_the_loss(run):
+    exact = evaluate_run(run)["loss"]
+    for weights in ("float32", "bfloat16", "int8"):
+        assert evaluate_run(run.packed(weights))["loss"] == pytest.approx(exact, abs=0.02)
+
+
+def test_evaluate_takes_any_text(run, tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("a village of La Mancha")
+    assert evaluate_run(run, str(path))["tokens"] == 21
+    path.write_text("ñ")
+    with pytest.raises(UserError, match="ñ"):
+        evaluate_run(run, str(path))
+    path.write_text("a")
+    with pytest.raises(UserError, match="1 tokens, needed at least 2"):
+        evaluate_run(run, str(path))
+
+
+class Killed(BaseException):
+    """What a test raises in the loop, to leave it as a kill would: with no farewell save."""
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, monkeypatch):
+    """Losses, validation losses and parameters, dropout on, killed between two checkpoints."""
+    directory = tmp_path / "resumed"
+    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=5))
+    with pytest.raises(Killed):
+        fit(experiment, directory, progress=False)
+    monkeypatch.undo()
+    resumed = fit(experiment, directory, progress=False)
+    assert losses(directory) == losses(run.directory)
+    assert val_losses(directory) == val_losses(run.directory)
+    chex.assert_trees_all_equal(resumed.params, run.params)
+
+
+def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypatch):
+    """A worse one is not saved; killed in the validation of step 4, whose loss the second sitting measures."""
+    told = iter([1.0, Killed, 2.0, 3.0])
+
+    def mean_loss(*_):
+        if (loss := next(told)) is Killed:
+            raise Killed
+        return loss, 1
+
+    monkeypatch.setattr("jaxgpt.session.mean_loss", mean_loss)
+    train = dataclasses.replace(experiment.train, eval_every=2, checkpoint_every=100, keep_last=9)
+    e = dataclasses.replace(experiment, train=train)
+    with pytest.raises(Killed):
+        fit(e, tmp_path / "r", progress=False)
+    fit(e, tmp_path / "r", progress=False)
+    assert val_losses(tmp_path / "r") == [(2, 1.0), (4, 2.0), (6, 3.0)]
+    assert Checkpoints(tmp_path / "r/checkpoints").steps() == [2, 6]  # the best, and the last
+
+
+@pytest.mark.slow
+def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
+    """And replay, evaluate, and are asked as they were learnt."""
+    e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
+    e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
+    whole = fit(e, tmp_path / "whole", progress=False)
+    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=4))
+    with pytest.raises(Killed):
+        fit(e, tmp_path / "resumed", progress=False)
+    monkeypatch.undo()
+    resumed = fit(e, tmp_path / "resumed", progress=False)
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 4
+    chex.assert_trees_all_equal(resumed.params, whole.params)
+
+    assert replay(tmp_path / "whole", 2).equal
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
+    assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
+    end = whole.tokenizer.encode("\x03").tolist()
+    assert (
+        whole._how(max_new_tokens=9, chat=True)["stop_tokens"] == end
+        and whole._how(max_new_tokens=9)["stop_tokens"] == []
+    )
+    assert whole.tokenizer.decode(whole._ids(["1 and 0?"], True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
+    (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
+    with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
+        load(tmp_path / "whole").sample("1", chat=True)
+
+
+def _raise_at(write, step):
+    def guarded(self, **values):
+        if values["step"] >= step:
+            raise Killed
+        write(self, **values)
+
+    return guarded
+
+
+def test_a_run_whose_directory_is_deleted_ends(experiment, tmp_path, monkeypatch):
+    """Else it would go on for days, and leave checkpoints that nothing can read without experiment.json."""
+    write = MetricsFile.write
+
+    def then_deleted(self, **values):
+        write(self, **values)
+        if values["step"] == 1:
+            shutil.rmtree(tmp_path / "r")
+
+    monkeypatch.setattr(MetricsFile, "write", then_deleted)
+    with pytest.raises(SaveFailed, match="r was deleted or moved, so step 2 is not saved"):
+        fit(experiment, tmp_path / "r", progress=False)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path, number):
+    long = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=100_000))
+    directory = tmp_path / "signalled"
+
+    def when_running():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not losses(directory):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=when_running)
+    thread.start()
+    with pytest.raises(
+        Interrupted, match=rf"{number.name}: saved step \d+ of 100000. To continue: jaxgpt train --run-dir"
+    ):
+        fit(long, directory, progress=False)
+    thread.join()
+    assert signal.getsignal(number) not in (None, signal.SIG_IGN)
+    saved = max(int(p.name) for p in (directory / "checkpoints").iterdir())
+    assert saved == losses(directory)[-1][0]
+
+
+def test_a_finished_run_is_left_as_it_is(run, experiment):
+    before = losses(run.directory)
+    again = fit(experiment, run.directory, progress=False)
+    assert again.step == run.step and losses(run.directory) == before
+
+
+def test_fit_leaves_the_allocator_of_its_process_alone(run, experiment, monkeypatch):
+    """Only commands change malloc's settings."""
+    monkeypatch.setattr(
+        "jaxgpt.parallel.device._tune_malloc", lambda **_: pytest.fail("malloc's settings were changed")
+    )
+    fit(experiment, run.directory, progress=False)
+
+
+def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, monkeypatch):
+    logs = []
+
+    def introduce(self, dataset):
+        logs.append(self)
+        raise Killed
+
+    monkeypatch.setattr(Log, "introduce", introduce)
+    with pytest.raises(Killed):
+        fit(experiment, run.directory)
+    (log,) = logs
+    assert log._file._file.closed and not log._display._bar.live.is_started
+
+
+def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monkeypatch):
+    """The first one says how many, whatever the clock of this one says."""
+    events, asked = [], []
+
+    def by_leader(function):
+        asked.append(function())
+        return asked[0] if len(asked) == 1 else 2
+
+    monkeypatch.setattr(loop, "LONG", 0.0)  # by our own clock none
+    monkeypatch.setattr(multihost, "by_leader", by_leader)
+    monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
+    monkeypatch.setattr(Log, "step", lambda self, step, **_: events.append(f"settle {step}"))
+    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))
+    fit(e, tmp_path / "r", progress=False)
+    assert asked == [0, 0]
+    settled = "begin 1, settle 1, begin 2, settle 2, begin 3, begin 4, begin 5, settle 3, begin 6, settle 4, settle 5"
+    assert ", ".join(events).startswith(settled)
+
+
+def test_another_configuration_is_refused_and_named(run, experiment):
+    other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
+    with pytest.raises(UserError, match=r"another configuration: train.seed 0 -> 1\. .*--fresh"):
+        fit(other, run.directory, progress=False)
+
+
+def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_path, text_file):
+    copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"
+    copy.write_text(text_file.read_text())
+    other.write_text(text_file.read_text().replace("lance", "sword"))
+
+    def at(path):
+        return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path=str(path)))
+
+    assert fit(at(copy), run.directory, progress=False).step == run.step
+    with pytest.raises(UserError, match="trained on other data: .*train_sha256"):
+        fit(at(other), run.directory, progress=False)
+
+
+def test_fresh_moves_the_old_run_aside(experiment, tmp_path):
+    directory = tmp_path / "r"
+    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
+    for _ in range(2):
+        fit(short, directory, fresh=True, progress=False)
+    assert {p.name for p in tmp_path.iterdir()} == {"r", "r.old-1"}
+    assert load(tmp_path / "r.old-1").step == 2
+
+
+def test_a_directory_that_is_no_run_is_not_touched(experiment, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match="exists and is not a run directory"):
+        fit(experiment, tmp_path, progress=False)
+    with pytest.raises(UserError, match="exists and is not a run directory"):
+        fit(experiment, tmp_path / "thesis.tex", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_bad_data_leaves_no_directory(experiment, tmp_path):
+    missing = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path="nowhere.txt"))
+    small = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=5))
+    for wrong, said in ((missing, "no file or folder"), (small, "model.vocab_size=5 is less than the tokenizer's")):
+        with pytest.raises(UserError, match=said):
+            fit(wrong, tmp_path / "r", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
+    wild = dataclasses.replace(
+        experiment,
+        optim=dataclasses.replace(
+            experiment.optim, learning_rate=1e18, weight_decay=0.0, warmup_steps=0, grad_clip=None
+        ),
+    )
+    with pytest.raises(Diverged, match="the last validation loss is nan.*lower --optim.learning-rate"):
+        fit(wild, tmp_path / "r", progress=False)
+    with pytest.raises(UserError, match="has no checkpoint"):
+        load(tmp_path / "r")
+
+
+def test_load_tells_what_is_wrong(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run under runs/"):
+        load()
+    with pytest.raises(UserError, match=r"none is not a run directory: there is no such directory"):
+        load("none")
+    with pytest.raises(UserError, match="which='first'"):
+        load(run.directory, which="first")
+    (tmp_path / "experiment.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="has format 99"):
+        load(tmp_path)
+
+
+def test_the_newest_run_is_the_default(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
+    run = jaxgpt.fit(short, progress=False)
+    assert str(run.directory) == "runs/tiny"
+    assert jaxgpt.load().directory == run.directory
+
+
+def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
+    """Saving returns before the data is written, and the next step is given the same memory."""
+    state = TrainState(step=np.int32(1), params={"w": jax.numpy.zeros((512, 512))}, opt_state=(), guard=Guard.new())
+    advance = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda x: x + 1.0, s.params)), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path / "c")
+    state = jax.tree.map(jax.numpy.asarray, state)
+    checkpoints.save(state, 1, 0.5)
+    for _ in range(20):
+        state = advance(state)
+    checkpoints.wait()
+    assert float(checkpoints.restore_params(1, state.params)["w"].max()) == 0.0
+    checkpoints.close()
+
+
+def test_metrics_files(tmp_path):
+    path = tmp_path / "m.jsonl"
+    metrics = MetricsFile(path)
+    for step in (1, 2, 3):
+        metrics.write(step=step, loss=float("nan") if step == 2 else 1.0)
+    metrics.close()
+    assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
+    path.write_text(path.read_text() + '{"step": 4, "lo')  # cut short by a kill
+    assert len(read_metrics(path)) == 3
+    assert rewind_metrics(path, 2) == read_metrics(path)
+    assert [x["step"] for x in read_metrics(path)] == [1, 2]

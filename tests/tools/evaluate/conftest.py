@@ -1,0 +1,23 @@
+"""A run that is trained enough for context to help it."""
+
+import dataclasses
+
+import pytest
+
+from jaxgpt.session import fit
+from tests.helpers import tiny_experiment
+
+
+@pytest.fixture(scope="package")
+def run(tmp_path_factory, text_file):
+    """A model of bytes, on text that has more bytes than characters."""
+    text = tmp_path_factory.mktemp("evaluate") / "mancha.txt"
+    text.write_text(text_file.read_text().replace("n", "ñ"), encoding="utf-8")
+    e = tiny_experiment(text, steps=150, eval_every=150, checkpoint_every=150, log_every=150, sample_tokens=0)
+    e = dataclasses.replace(
+        e,
+        model=dataclasses.replace(e.model, position="rope", n_embd=16),
+        data=dataclasses.replace(e.data, tokenizer="byte"),
+        optim=dataclasses.replace(e.optim, learning_rate=2e-2),
+    )
+    return fit(e, tmp_path_factory.mktemp("run") / "run", progress=False)

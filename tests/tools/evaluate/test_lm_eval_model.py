@@ -1,0 +1,162 @@
+"""lm-evaluation-harness itself, on tasks that are made here, beside what we find for the same questions."""
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxgpt.tools.evaluate import evaluate_task, read_questions
+from jaxgpt.tools.evaluate.tasks import ids_of
+from tests.helpers import run_command
+
+SAME = 1e-4  # nats: float32 sums of other batches
+
+TASK = """\
+dataset_path: json
+dataset_kwargs: {data_files: {validation: DIRECTORY/q.jsonl}}
+validation_split: validation
+doc_to_text: "{{ctx}}"
+"""
+TASKS = {
+    "choice": """\
+output_type: multiple_choice
+doc_to_target: label
+doc_to_choice: endings
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true},
+              {metric: acc_norm, aggregation: mean, higher_is_better: true}]
+""",
+    "word": """\
+output_type: loglikelihood
+doc_to_target: "{{' '+endings[label]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false},
+              {metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "written": """\
+output_type: generate_until
+doc_to_target: "{{endings[label]}}"
+generation_kwargs: {until: ["l"], max_gen_toks: 9, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+    "whole": """\
+output_type: loglikelihood_rolling
+doc_to_target: "{{ctx}} {{endings[label]}} and some more"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+""",
+}
+LINES = [
+    {"ctx": "of", "endings": ["q", "ala", "gehtlemeñ"], "label": 2},
+    {"ctx": "that keep a", "endings": ["lañce", "x", "q"], "label": 0},
+    {"ctx": "oñe of those", "endings": ["zzz", "iñ a ñame", "xq"], "label": 2},
+    {"ctx": "that", "endings": ["ñ", "q", "la"], "label": 0},
+]
+
+# Both ways in, in one process: lm_eval takes ten seconds to import.
+SCRIPT = """
+import json, sys, lm_eval
+from lm_eval.tasks import TaskManager
+from jaxgpt.errors import UserError
+from jaxgpt.tools.evaluate.lm_eval_model import main, sampling_options
+assert sampling_options({}) == {"max_new_tokens": 256, "stop": [], "greedy": True}
+drawn = {"until": "x", "max_tokens": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9}
+assert sampling_options(drawn) == {"max_new_tokens": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.9}
+try:
+    sampling_options({"num_beams": 3})
+except UserError as e:
+    assert "num_beams: there is until" in str(e)
+else:
+    raise AssertionError
+run, directory, *tasks = sys.argv[1:]
+manager = TaskManager(include_path=directory, include_defaults=False)
+found = lm_eval.simple_evaluate(
+    model="jaxgpt", model_args=f"run={run}", tasks=tasks, task_manager=manager, batch_size=2, bootstrap_iters=10
+)
+resps = {task: [sample["resps"] for sample in samples] for task, samples in found["samples"].items()}
+print(json.dumps({"results": found["results"], "resps": resps}))
+sys.argv = ["", "--model_args", f"run={run}", "--tasks", "choice", "--include_path", directory, "--batch_size", "auto"]
+main()
+"""
+
+
+pytestmark = pytest.mark.slow  # half a minute to import, a minute in all
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("harness")
+    (directory / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    for name, rest in TASKS.items():
+        (directory / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(directory))}{rest}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def told(run, place):
+    """The harness's figures and what the model answered to it, in a line; then what its command line shows."""
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm-evaluation-harness is not installed: jaxgpt[eval]")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "hf")}
+    done = run_command("-c", SCRIPT, str(run.directory), str(place), *TASKS, cwd=place, **offline)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def theirs(told):
+    return json.loads(next(line for line in told.splitlines() if line.startswith('{"results"')))
+
+
+def answers(theirs, task):
+    """As log_samples has them: for each question a list of requests, each with one answer, in words."""
+    return [answer for requests in theirs["resps"][task] for (answer,) in requests]
+
+
+def test_endings_have_the_same_likelihoods_and_the_same_is_answered(run, place, theirs):
+    questions = read_questions("hellaswag", str(place / "q.jsonl"))
+    ours = run.likelihoods([pair for each in ids_of(run, questions) for pair in each])
+    assert [float(logprob) for logprob, _ in answers(theirs, "choice")] == pytest.approx(
+        [o.logprob for o in ours], abs=SAME
+    )
+    assert [str(greedy) for _, greedy in answers(theirs, "choice")] == [str(o.greedy) for o in ours]
+    figures, results = evaluate_task(run, "hellaswag", questions), theirs["results"]["choice"]
+    for name in ("acc", "acc_norm"):
+        assert results[f"{name},none"] == figures[name]
+        assert results[f"{name}_stderr,none"] == pytest.approx(figures[f"{name}_stderr"])
+    assert figures["acc"] != figures["acc_norm"]  # so that one cannot pass for the other
+
+
+def test_last_words_are_guessed_alike(run, place, theirs):
+    texts = [{"text": f"{line['ctx']} {line['endings'][line['label']]}"} for line in LINES]
+    (place / "words.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    ours = evaluate_task(run, "lambada", read_questions("lambada", str(place / "words.jsonl")))
+    assert 0 < ours["acc"] == theirs["results"]["word"]["acc,none"] < 1
+    assert theirs["results"]["word"]["perplexity,none"] == pytest.approx(ours["perplexity"], rel=SAME)
+
+
+@pytest.mark.filterwarnings("ignore:prompt 0 has")  # more tokens than fit
+def test_texts_are_written_alike(run, theirs):
+    ours = [run.sample(line["ctx"], max_new_tokens=9, stop=["l"], greedy=True) for line in LINES]
+    assert answers(theirs, "written") == ours
+    assert any(len(text) < 9 for text in ours)
+
+
+def test_whole_texts_have_the_sum_of_windows_that_touch(run, theirs):
+    """The last window reaches back as far as it can."""
+    C = run.model.config.block_size
+    for line, (total,) in zip(LINES, theirs["resps"]["whole"], strict=True):
+        ids = run.tokenizer.encode(f"{line['ctx']} {line['endings'][line['label']]} and some more").tolist()
+        at = range(0, len(ids), C)
+        pairs = [(ids[i - 1 : i] or [ord("\n")], ids[i : i + C]) for i in at]
+        pairs[-1] = ids[len(ids) - C - 1 : at[-1]], ids[at[-1] :]
+        ours = sum(found.logprob for found in run.likelihoods(pairs))
+        assert float(*total) == pytest.approx(ours, abs=SAME)
+
+
+def test_its_command_line_knows_the_model(told):
+    assert "\njaxgpt (" in told and "|acc_norm|" in told
+
+
+def test_without_the_harness_it_is_said_how_to_get_it(tmp_path):
+    code = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module('jaxgpt.tools.evaluate.lm_eval_model', run_name='__main__')"
+    done = run_command("-c", code, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("jaxgpt: lm-evaluation-harness is needed")
+    assert "pip install 'jaxgpt[eval]'" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,177 @@
+"""Laws of the loss on text: of its windows, and of the units that it is told in."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.config import DataConfig
+from jaxgpt.data.chat.conversations import read_messages
+from jaxgpt.data.chat.template import PLAIN
+from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.files import parse_json, render_json
+from jaxgpt.tools.evaluate import evaluate_run, text_table
+from jaxgpt.tools.xray.xray import xray
+from jaxgpt.train import eval_step, mean_loss
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
+
+C = TINY.block_size
+
+
+def test_each_token_is_read_after_those_that_its_window_has_before_it():
+    """Against a reading of its own for each token; with stride 1 it is given the block_size tokens before it."""
+    model, params = make_model(TINY)
+    ids = np.random.default_rng(0).integers(0, TINY.vocab_size, 29)
+    step = jax.jit(functools.partial(eval_step, model=model))
+    for stride in (1, 3, C):
+        befores = []
+        for i in range(1, len(ids)):
+            moved = max(0, -(-(i - C) // stride))  # windows after the first
+            befores.append(ids[moved * stride : i])
+            assert len(befores[-1]) >= min(i, C - stride + 1)
+        logits_BTV = apply(model, params, np.stack([np.pad(before, (0, C - len(before))) for before in befores]))
+        chosen = [(row, len(before) - 1, i) for row, (before, i) in enumerate(zip(befores, ids[1:], strict=True))]
+        nats = -np.array(jax.nn.log_softmax(logits_BTV))[tuple(np.transpose(chosen))]
+        batches = validation_batches(Tokens([ids]), block_size=C, batch_size=4, stride=stride)
+        loss, count = mean_loss(step, params, batches)
+        assert count == len(ids) - 1
+        np.testing.assert_allclose(loss, np.mean(nats), **FLOAT32_REORDERED)
+
+
+def test_more_context_is_no_worse_and_windows_that_touch_are_the_default(run):
+    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-6)
+    text = run.experiment.data.path
+    found = {stride: evaluate_run(run, text, stride=stride) for stride in (None, C, C // 2, 1)}
+    assert found[None] == found[C]
+    assert {f["tokens"] for f in found.values()} == {found[C]["tokens"]}
+    assert max(found[1]["loss"], found[C // 2]["loss"]) < found[C]["loss"]
+
+
+def test_bits_are_counted_by_bytes_and_by_characters(run, tmp_path):
+    dataset = prepare(run.experiment.data, block_size=C)
+    text = dataset.tokenizer.decode(dataset.val.read(0, len(dataset.val)))
+    assert dataset.val_bytes == len(text.encode()) == len(dataset.val) and dataset.val_characters == len(text)
+    again = prepare(run.experiment.data, block_size=C)  # from the cache
+    assert again.val_bytes == dataset.val_bytes
+
+    path = tmp_path / "val.txt"
+    path.write_text(text, encoding="utf-8")
+    found = evaluate_run(run, str(path))
+    assert found == evaluate_run(run)
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+    assert found["bits_per_character"] == pytest.approx(found["bits_per_byte"] * len(text.encode()) / len(text))
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize("scale, perplexity, said", [(1e4, math.inf, None), (math.nan, None, "the loss is nan")])
+def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
+    """A loss of thousands has a perplexity that no float holds; parameters that are no numbers have neither."""
+    blown = dataclasses.replace(run, params=jax.tree.map(lambda x: x * scale, run.params))
+    with pytest.warns(UserWarning, match=said) if said else contextlib.nullcontext():
+        found = evaluate_run(blown)
+    assert perplexity is None or (found["perplexity"] == perplexity and found["loss"] > 1000)
+    read = parse_json(render_json(found), "what is printed")
+    assert read["perplexity"] is None and (read["loss"] is None) == (said is not None)
+    assert "nan" in text_table(found) or "inf" in text_table(found)
+    assert math.isnan(blown.score(["lance"])[0].bits) == (said is not None)
+    if said is not None:
+        with pytest.raises(UserError, match="logits that are not finite"):
+            xray(blown, "lance", corpus_tokens=0)
+
+
+@pytest.mark.parametrize("stride", [0, -1, C + 1])
+def test_a_stride_that_would_leave_tokens_out_is_refused(run, stride):
+    with pytest.raises(UserError, match=f"stride={stride}: needs at least 1 and at most block_size={C}"):
+        evaluate_run(run, stride=stride)
+
+
+def test_counts_that_no_evaluation_takes(run):
+    for how, said in (
+        ({"stride": 2.5}, "stride=2.5: needs a whole number"),
+        ({"batch_size": 0}, "batch_size=0: needs at least 1"),
+        ({"batch_size": True}, "batch_size=True: needs a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            evaluate_run(run, **how)
+
+
+@pytest.mark.parametrize("prefix", [(3,), (7, 3)])
+def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run, prefix, tmp_path):
+    """Then its first token is foreseen as well, and the prefix itself is not; each text alone tells what is due."""
+
+    class Begun(ByteTokenizer):
+        pass
+
+    Begun.prefix = prefix
+    begun = dataclasses.replace(run, tokenizer=Begun())
+    path = tmp_path / "text.txt"
+    for text in ("ñ", "q", "añejo", "In a village of La Mañcha"):
+        path.write_text(text, encoding="utf-8")
+        ids = list(text.encode())
+        whole = [*prefix, *ids]
+        befores = [whole[max(0, i - C) : i] for i in range(len(prefix), len(whole))]
+        nats = -sum(x.logprob for x in run.likelihoods([(b, [i]) for b, i in zip(befores, ids, strict=True)]))
+        found = evaluate_run(begun, str(path), stride=1)
+        assert found["tokens"] == len(ids)
+        assert found["loss"] * len(ids) == pytest.approx(nats, rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
+        (score,) = begun.score([text])
+        assert (score.tokens, score.characters, len(score.logprobs)) == (len(ids), len(text), len(ids))
+        if len(whole) <= C + 1:
+            assert score.bits * math.log(2) == pytest.approx(nats, rel=1e-5)
+    path.write_text("")
+    with pytest.raises(UserError, match="has 0 tokens, needed at least 1"):
+        evaluate_run(begun, str(path))
+    assert begun.score([""])[0].tokens == 0
+
+
+@pytest.fixture
+def unread(tmp_path, monkeypatch):
+    """A run of bytes with room for 33 tokens, whose loss on anything is 1, and which has every second pair right."""
+    path = chat_file(tmp_path)
+    config = DataConfig(path=str(path), tokenizer="byte")
+    run = recorded_run(tmp_path / "run", config, prepare(config, block_size=33), block_size=33)
+    monkeypatch.setattr("jaxgpt.tools.evaluate.text.mean_loss", lambda *args: (1.0, 7))
+    half = {"exact": 0.5, "exact_error": 0.1, "missed": []}
+    monkeypatch.setattr(
+        "jaxgpt.tools.evaluate.text.exact_matches", lambda run, held, beams: half | {"pairs": len(held.lengths)}
+    )
+    return run
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_conversations_that_do_not_fit_are_counted(unread, own):
+    found = evaluate_run(unread, None if own else unread.experiment.data.path)
+    first, last = (36, 40) if own else (0, 40)
+    conversations = [messages for _, messages in read_messages(unread.experiment.data.path)][first:last]
+    long = [m for m in conversations if len(PLAIN.write(m).text.strip()) > 34]
+    assert found["left_out"] == sum(len(PLAIN.write(m[:2]).text.strip()) > 34 for m in long)
+    assert found["left_out"] + found["shortened"] == len(long)
+    assert found["shortened"] > 0 and "pairs" not in found
+    said = f"longer than the context: {found['left_out']} conversations, which are left out, and {found['shortened']}, which end"
+    assert said in text_table(found)
+
+
+def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text(f"a\tb\n{'a' * 40}\tb\nc\td\n")
+    found = evaluate_run(unread, str(path))
+    assert (found["left_out"], found["pairs"]) == (1, 2) and "shortened" not in found
+    assert "50.00% of 2 pairs that fit in the context, which 1 do not, exact" in text_table(found)
+    path.write_text("a\tb\n")
+    assert "50.00% of 1 pairs exact" in text_table(evaluate_run(unread, str(path)))
+
+
+@pytest.mark.parametrize(("name", "said"), [("x.jsonl", "needs a conversation on"), ("x.tsv", "needs a pair on")])
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_file_without_documents_is_told(unread, tmp_path, name, said, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name} is empty: {said} each line"):
+        evaluate_run(unread, str(tmp_path / name))

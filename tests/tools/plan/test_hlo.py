@@ -1,0 +1,252 @@
+"""Counting in the text of compiled programs: against XLA's count, against arithmetic, and on texts of its own."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxgpt.tools.plan.hlo import Collective, read_hlo
+
+
+def compiled(f, *shapes):
+    return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+
+
+def test_flops_without_loops_are_xlas():
+    program = compiled(lambda a, b: a @ b, (24, 56), (56, 40))
+    assert read_hlo(program.as_text()).flops == program.cost_analysis()["flops"] == 2 * 24 * 56 * 40
+
+
+def test_flops_of_a_batched_product():
+    program = compiled(lambda q, k: jnp.einsum("bnth,bnsh->bnts", q, k), (2, 3, 8, 16), (2, 3, 24, 16))
+    assert read_hlo(program.as_text()).flops == 2 * 2 * 3 * 8 * 24 * 16
+
+
+def test_flops_of_a_convolution():
+    program = compiled(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")),
+        (2, 10, 3),
+        (4, 3, 5),
+    )
+    assert read_hlo(program.as_text()).flops == 2 * 2 * 7 * 4 * 3 * 5
+
+
+def test_a_scan_counts_as_often_as_it_runs():
+    def f(x_BD, w_LDD):
+        return jax.lax.scan(lambda x_BD, w_DD: (jnp.tanh(x_BD @ w_DD), None), x_BD, w_LDD)[0]
+
+    L, B, D = 7, 16, 64
+    step = 2 * B * D * D
+    assert read_hlo(compiled(f, (B, D), (L, D, D)).as_text()).flops == L * step
+    gradient = compiled(jax.grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)), (B, D), (L, D, D))
+    assert read_hlo(gradient.as_text()).flops == 3 * L * step
+
+
+def test_nested_loops_multiply():
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: jax.lax.fori_loop(2, 7, lambda _, x: x @ x, x), x)
+
+    assert read_hlo(compiled(f, (32, 32)).as_text()).flops == 3 * 5 * 2 * 32**3
+
+
+def test_bytes_of_a_product():
+    program = compiled(lambda a, b: a @ b, (24, 56), (56, 40))
+    assert read_hlo(program.as_text()).bytes_accessed == 4 * (24 * 56 + 56 * 40 + 24 * 40)
+
+
+def test_a_scan_reads_each_layer_once():
+    def f(x_BD, w_LDD):
+        return jax.lax.scan(lambda x_BD, w_DD: (x_BD @ w_DD, None), x_BD, w_LDD)[0]
+
+    L, B, D = 9, 1, 256
+    layers = 4 * L * D * D
+    accessed = read_hlo(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
+    # At least once; at most, a slice copied out and read again. The whole stack in every iteration would be 9 times.
+    assert layers <= accessed <= 3.1 * layers
+
+
+TPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
+
+%start (param_0.70: bf16[1,512,256]) -> (bf16[1,512,256], bf16[1,512,512], s32[2]) {
+  %param_0.70 = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.27 = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.70), channel_id=14, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={2}
+  ROOT %custom-call.4 = (bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[1,512,512]{2,1,0:T(8,128)(2,1)}, s32[2]{0:S(4)}) custom-call(%all-gather.27), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (param_0.95: bf16[1,512,256], param_1.86: bf16[1,512,512]) -> bf16[1,512,512] {
+  %param_0.95 = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %param_1.86 = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %all-gather.31 = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} all-gather(%param_0.95), channel_id=14, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={2}
+  ROOT %custom-call.6 = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} custom-call(%param_0.95, %param_1.86, %all-gather.31), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.2.clone.1 (input_0.2: bf16[512,512]) -> bf16[256,512] {
+  %input_0.2 = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-reduce.13 = bf16[512,512]{1,0:T(8,128)(2,1)} all-reduce(%input_0.2), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  %c = u32[] constant(0)
+  ROOT %dynamic-slice.69 = bf16[256,512]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.13, %c, %c), dynamic_slice_sizes={256,512}
+}
+
+%body (wide.param.4: (s32[], bf16[1,512,256], bf16[512,512])) -> (s32[], bf16[1,512,256], bf16[512,512]) {
+  %wide.param.4 = (s32[]{:T(128)}, /*index=1*/bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[512,512]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%wide.param.4), index=0
+  %w = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} get-tuple-element(%wide.param.4), index=1
+  %x = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%wide.param.4), index=2
+  %async-collective-start = (bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[1,512,512]{2,1,0:T(8,128)(2,1)}, s32[2]{0:S(4)}) fusion(%w), kind=kCustom, calls=%start
+  %in = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} get-tuple-element(%async-collective-start), index=0
+  %out = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} get-tuple-element(%async-collective-start), index=1
+  %async-collective-done = bf16[1,512,512]{2,1,0:T(8,128)(2,1)} fusion(%in, %out), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done
+  %fusion.61 = bf16[256,512]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.2.clone.1
+  %custom.1 = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, backend_config={"custom_call_config":{"body":"TUz","cost_estimate":{"flops":"1000","transcendentals":"0"}}}
+  ROOT %tuple.9 = (s32[]{:T(128)}, bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[512,512]{1,0:T(8,128)(2,1)S(1)}) tuple(%i, %w, %x)
+}
+
+%condition (wide.param.1: (s32[], bf16[1,512,256], bf16[512,512])) -> pred[] {
+  %wide.param.1 = (s32[]{:T(128)}, bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[512,512]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %constant.63 = s32[]{:T(128)} constant(4)
+  %get-tuple-element.275 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  ROOT %lt.10 = pred[]{:T(512)} compare(%get-tuple-element.275, %constant.63), direction=LT
+}
+
+ENTRY %main.1 (w.1: bf16[1,512,256], x.1: bf16[512,512]) -> s32[] {
+  %w.1 = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %x.1 = bf16[512,512]{1,0:T(8,128)(2,1)} parameter(1)
+  %constant.1 = s32[]{:T(128)} constant(0)
+  %copy-start = (bf16[512,512]{1,0:T(8,128)(2,1)S(1)}, bf16[512,512]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x.1)
+  %copy-done = bf16[512,512]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+  %tuple.54 = (s32[]{:T(128)}, bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[512,512]{1,0:T(8,128)(2,1)S(1)}) tuple(%constant.1, %w.1, %copy-done)
+  %while.32 = (s32[]{:T(128)}, bf16[1,512,256]{2,1,0:T(8,128)(2,1)}, bf16[512,512]{1,0:T(8,128)(2,1)S(1)}) while(%tuple.54), condition=%condition, body=%body
+  ROOT %r = s32[]{:T(128)} get-tuple-element(%while.32), index=0
+}
+"""
+
+
+def test_a_tpus_text():
+    program = read_hlo(TPU)
+    assert program.collectives == (
+        Collective(kind="all-gather", shapes=("bf16[1,512,512]",), bytes=2**19, group=(0, 4), times=4),
+        Collective(kind="reduce-scatter", shapes=("bf16[512,512]",), bytes=2**19, group=(0, 4), times=4),
+    )
+    assert program.custom_calls == (("tpu_custom_call", 4),)
+    assert program.custom_flops == 4 * 1000
+
+
+def one(line: str, module: str = "num_partitions=8") -> list[tuple]:
+    """What the reader makes of one instruction whose operand is %x."""
+    text = f"HloModule jit_f, {module}\n\nENTRY %main (x: f32[6,4]) -> f32[] {{\n  %x = f32[6,4]{{1,0}} parameter(0)\n  {line}\n}}\n"
+    return [(c.kind, c.shapes, c.bytes, c.group) for c in read_hlo(text).collectives]
+
+
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", (0, 1)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", (0, 4)),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=4], device_ids=([4,4]T(1,0)) {'axis_0'}", (0, 1, 2, 3)),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=4], device_ids=([4,4]T(1,0)) {'axis_2'}", (0, 4, 8, 12)),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a','b':(2)2}", (0, 1, 4, 5)),
+        ("{}", tuple(range(8))),
+    ],
+)
+def test_replica_groups(groups, first):
+    line = f"ROOT %all-reduce.19 = f32[6,4]{{1,0}} all-reduce(%x), channel_id=3, replica_groups={groups}, to_apply=%add"
+    assert one(line) == [("all-reduce", ("f32[6,4]",), 96, first)]
+
+
+def test_no_groups_are_all_replicas():
+    line = "ROOT %a = f32[6,4]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add"
+    assert one(line, module="replica_count=4")[0][3] == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "shape", "size"),
+    [
+        ("f32[12,4]{1,0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}", "all-gather", "f32[12,4]", 192),
+        (
+            "(f32[6,4]{1,0}, f32[12,4]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}",
+            "all-gather",
+            "f32[12,4]",
+            192,
+        ),
+        ("f32[6,4]{1,0} all-reduce-start(%x), replica_groups=[4,2]<=[8], to_apply=%add", "all-reduce", "f32[6,4]", 96),
+        (
+            "f32[3,4]{1,0} reduce-scatter(%x), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add",
+            "reduce-scatter",
+            "f32[6,4]",
+            96,
+        ),
+        ("f32[6,4]{1,0} all-to-all(%x), replica_groups=[4,2]<=[8], dimensions={0}", "all-to-all", "f32[6,4]", 96),
+        (
+            "(f32[6,4]{1,0:T(8,128)}, f32[6,4]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,2}}",
+            "collective-permute",
+            "f32[6,4]",
+            96,
+        ),
+    ],
+)
+def test_kinds(line, kind, shape, size):
+    assert one(f"%c = {line}") == [(kind, (shape,), size, (0, 1))]
+
+
+def test_a_wrapped_collective_counts_once():
+    text = """HloModule jit_f, num_partitions=4
+
+%async (p: f32[6,4]) -> f32[3,4] {
+  %p = f32[6,4]{1,0} parameter(0)
+  ROOT %rs = f32[3,4]{1,0} reduce-scatter(%p), channel_id=2, replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[6,4]) -> f32[3,4] {
+  %x = f32[6,4]{1,0} parameter(0)
+  %start = ((f32[6,4]{1,0}), f32[3,4]{1,0}) async-start(%x), calls=%async
+  ROOT %done = f32[3,4]{1,0} async-done(%start), calls=%async
+}
+"""
+    program = read_hlo(text)
+    assert [(c.kind, c.bytes, c.times) for c in program.collectives] == [("reduce-scatter", 96, 1)]
+    assert program.bytes_accessed == 96 + 48
+
+
+def bytes_of(line: str, others: str = "") -> float:
+    return read_hlo(
+        f"""HloModule jit_f
+
+{others}
+ENTRY %main (w: bf16[8,64,64], u: bf16[1,64,64], i: s32[]) -> bf16[8,64,64] {{
+  %w = bf16[8,64,64]{{2,1,0:T(8,128)(2,1)}} parameter(0)
+  %u = bf16[1,64,64]{{2,1,0:T(8,128)(2,1)S(1)}} parameter(1)
+  %i = s32[]{{:T(128)S(6)}} parameter(2)
+  ROOT {line}
+}}
+"""
+    ).bytes_accessed
+
+
+def test_only_main_memory_counts():
+    big = 8 * 64 * 64 * 2
+    assert bytes_of("%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)} negate(%w)") == 2 * big
+    assert bytes_of("%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)S(1)} negate(%w)") == big
+    assert bytes_of("%y = bf16[1,64,64]{2,1,0:T(8,128)(2,1)S(1)} negate(%u)") == 0
+
+
+def test_slices_and_updates_count_what_they_move():
+    layer = 64 * 64 * 2
+    tiled = "{2,1,0:T(8,128)(2,1)}"
+    assert bytes_of(f"%y = bf16[1,64,64]{tiled} dynamic-slice(%w, %i, %i, %i)") == 2 * layer
+    assert bytes_of(f"%y = bf16[8,64,64]{tiled} dynamic-update-slice(%w, %u, %i, %i, %i)") == layer
+    fused = f"""%fused (p0: bf16[8,64,64], p1: s32[], p2: bf16[1,64,64]) -> bf16[8,64,64] {{
+  %p0 = bf16[8,64,64]{tiled} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[1,64,64]{tiled} parameter(2)
+  %s = bf16[1,64,64]{tiled} dynamic-slice(%p0, %p1, %p1, %p1)
+  %a = bf16[1,64,64]{tiled} add(%s, %p2)
+  ROOT %d = bf16[8,64,64]{tiled} dynamic-update-slice(%p0, %a, %p1, %p1, %p1)
+}}
+"""
+    line = f"%y = bf16[8,64,64]{tiled} fusion(%w, %i, %u), kind=kLoop, calls=%fused"
+    assert bytes_of(line, fused) == 2 * layer  # one layer read, one written; the update comes from on-chip memory

@@ -1,0 +1,172 @@
+"""What `jaxgpt plan` says of this machine, and how it searches; TPU slices are in tools/plan/test_slices.py."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import jaxgpt.tools.plan.plan
+from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
+from jaxgpt.errors import UserError
+from jaxgpt.parallel.flops import train_flops_per_token
+from jaxgpt.parallel.peaks import peaks
+from jaxgpt.tools.plan.hlo import Collective, read_hlo
+from jaxgpt.tools.plan.plan import DoesNotFit, plan, table
+from tests.helpers import TINY, run_command
+
+EXPERIMENT = Experiment(
+    name="planned", model=dataclasses.replace(TINY, n_layer=1), train=TrainConfig(batch_size=8, steps=200)
+)
+
+
+@pytest.fixture(scope="module")
+def here():
+    return plan(EXPERIMENT, 11)
+
+
+def test_this_machine(here):
+    assert here.devices == 1 and here.device == "cpu" and here.fits
+    assert here.parameters == 8 * (11 + 8) + 12 * 64 + 13 * 8 + 2 * 8  # embeddings, matrices, biases and norms, ln_f
+    assert here.state_memory == 4 * (3 * here.parameters) + 4 * (3 + 2 + 128)  # and two moments; counters; the guard
+    assert here.state_memory < here.memory < here.available
+    assert here.total_tokens == 200 * 8 * TINY.block_size
+    # The last layers' products of a tiny model are not all matrix products in the text: XLA may write them otherwise.
+    model = train_flops_per_token(dataclasses.replace(TINY, n_layer=1), here.parameters)
+    assert here.flops_per_token == model
+    assert 0.5 < here.executed_flops_per_token / model < 1.5
+
+
+def test_what_is_unknown_is_unknown(here):
+    """There is no table of CPUs: neither a time nor a rate is guessed."""
+    assert peaks("cpu") is None
+    unknown = ("compute_seconds", "memory_seconds", "interconnect_seconds", "step_seconds", "binds", "mfu", "hours")
+    assert all(getattr(here, name) is None for name in unknown)
+    assert table(here).count("unknown") == 7
+
+
+def test_the_roofline(monkeypatch):
+    """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
+    limits = dataclasses.replace(
+        peaks("NVIDIA H100 80GB HBM3"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
+    )
+    monkeypatch.setattr(jaxgpt.tools.plan.plan, "peaks", lambda kind: limits)
+    monkeypatch.setattr("jaxgpt.parallel.peaks.peaks", lambda kind: limits)
+    found = plan(EXPERIMENT, 11)
+    tokens = 8 * TINY.block_size
+    assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e12)
+    assert found.binds == "memory" and found.step_seconds == found.memory_seconds > found.compute_seconds
+    assert found.interconnect_seconds == 0
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+    assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
+    assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
+    assert "memory binds" in table(found)
+
+
+def kernel_flops(calls: dict[str, int], attention: str, **model) -> float:
+    """Of two layers and three micro-batches."""
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
+    trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), shares=SimpleNamespace(accumulation=3))
+    program = read_hlo("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
+    program = dataclasses.replace(program, custom_calls=tuple(calls.items()))
+    return (
+        jaxgpt.tools.plan.plan._kernel_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)
+    )  # products x tokens read
+
+
+def test_what_attention_kernels_compute():
+    """Two products forward, five backward, and two for each time that remat runs it anew; in whole blocks, or half."""
+    assert kernel_flops({"tpu_custom_call": 12, "Sharding": 9}, "splash", block_size=1024) == 7 * 1024
+    assert kernel_flops({"tpu_custom_call": 18}, "splash", block_size=1024) == 9 * 1024
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=4096) == 7 * 4096 * 10 / 16
+    windows = {"sliding_window": 1024, "global_every": 2}  # 7 of 16 blocks, then 10
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=4096, **windows) == 7 * 4096 * 17 / 32
+    cudnn = {"__cudnn$fmhaSoftmax": 6, "__cudnn$fmhaSoftmaxBackward": 6}
+    assert kernel_flops(cudnn, "cudnn", block_size=1024) == 7 * 1024 / 2
+    assert kernel_flops({"__onednn$matmul": 12}, "cudnn", block_size=1024) == 0
+    assert kernel_flops({"tpu_custom_call": 12}, "splash", block_size=1024, dropout=0.1) == 0
+
+
+def test_an_mfu_above_one_says_why(here):
+    assert "MFU, at most" in table(here) and "hides" not in table(here)
+    above = dataclasses.replace(here, mfu=1.02)
+    assert "102.0% (it counts scores that the mask hides, and the kernel skips)" in table(above)
+
+
+def test_exchanges_add_up(monkeypatch):
+    monkeypatch.setattr(jaxgpt.tools.plan.plan, "ring_bandwidth", lambda devices, group: 1e9)
+    monkeypatch.setattr(jaxgpt.tools.plan.plan, "peaks", lambda kind: peaks("TPU v4"))
+    one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
+    other = dataclasses.replace(one, bytes=500, times=2)
+    gather = dataclasses.replace(one, kind="all-gather", times=1)
+    found = jaxgpt.tools.plan.plan._exchanges((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
+    assert [(e.kind, e.devices, e.count, e.bytes) for e in found] == [
+        ("all-gather", 2, 1, 1000),
+        ("all-reduce", 2, 5, 4000),
+    ]
+    assert [e.seconds for e in found] == pytest.approx([0.5e-6, 4e-6])  # half of it; twice half of it
+
+
+def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
+    """A device that only holds a micro-batch of 2 with remat full, or of 1 with dots; full is the faster one."""
+    said, tried = [], []
+
+    def compiled(experiment, devices, topology):
+        remat, micro = experiment.model.remat, experiment.parallel.micro_batch_size
+        tried.append((remat, micro))
+        if (micro or 8) > {"none": 0, "dots": 1, "full": 2}[remat]:
+            raise DoesNotFit(3 * 2**30)
+        return dataclasses.replace(here, remat=remat, micro_batch_size=micro, step_seconds=1.0 / micro)
+
+    monkeypatch.setattr(jaxgpt.tools.plan.plan, "_compiled", compiled)
+    found = plan(EXPERIMENT, 11, say=said.append)
+    assert (found.remat, found.micro_batch_size) == ("full", 2)
+    assert tried == [
+        *[("none", n) for n in (8, 4, 2, 1)],
+        *[("dots", n) for n in (8, 4, 2, 1)],
+        *[("full", n) for n in (8, 4, 2)],
+    ]
+    assert said[0].startswith("remat none, auto, micro-batch 8: needs 3.00 GiB of")
+    assert said[-1] == "remat full, auto, micro-batch 2: fits"
+
+
+def test_nothing_fits(monkeypatch):
+    monkeypatch.setattr(jaxgpt.tools.plan.plan, "memory_of", lambda device: 1000)
+    with pytest.raises(UserError, match="planned does not fit on 1 x cpu, whatever the micro-batch, remat and fsdp"):
+        plan(dataclasses.replace(EXPERIMENT, train=TrainConfig(batch_size=1, steps=200)), 11)
+
+
+def test_the_search_splits_the_state_over_more_and_more_devices():
+    experiment = dataclasses.replace(EXPERIMENT, model=GPTConfig(n_embd=96, n_head=2, remat="dots"))
+    variants = [
+        (v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in jaxgpt.tools.plan.plan._variants(experiment, 8)
+    ]
+    assert variants == [
+        *[(remat, "auto", 1) for remat in ("dots", "full")],
+        *[(remat, "mesh", n) for n in (2, 4, 8) for remat in ("dots", "full")],
+    ]
+    tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
+    assert len(list(jaxgpt.tools.plan.plan._variants(tensor, 8))) == 2  # how it is split is the user's choice already
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, text_file):
+    shape = [
+        "--model.n-layer",
+        "1",
+        "--model.n-head",
+        "1",
+        "--model.n-embd",
+        "8",
+        "--model.block-size",
+        "8",
+        "--train.batch-size",
+        "2",
+    ]
+    command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file))
+    done = run_command(*command, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "quickstart"
+    done = run_command(*command, "--topology", "v5e:3x3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "v5e has no slice 3x3. It has 1x1, 2x2, 2x4" in done.stderr

@@ -1,0 +1,61 @@
+"""TPU slices without a TPU: the real compiler, the real training step. Minutes, so by `python -m pytest -m slow`."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='libtpu is not here: pip install ".[tpu]"'),
+]
+
+# What takes the place of a file of its own: sizes that have no experiment.
+LARGE = """
+import dataclasses
+from jaxgpt import Experiment, ParallelConfig, TrainConfig
+from jaxgpt.config.presets import gpt2, llama
+
+def whole(model):
+    return dataclasses.replace(model, scan_layers=True, remat="full", dropout=0.0, bias=False)
+
+xl = Experiment(
+    name="xl",
+    model=dataclasses.replace(whole(gpt2("1558M")), vocab_size=50_304),
+    train=TrainConfig(batch_size=1024),
+    parallel=ParallelConfig(strategy="mesh", fsdp=64, loss_chunk=128),
+)
+llama_7b = Experiment(
+    name="llama-7b",
+    model=whole(llama("7B")),
+    train=TrainConfig(batch_size=1024),
+    parallel=ParallelConfig(strategy="mesh", fsdp=128, tensor=4, loss_chunk=512),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("experiment", "topology", "strategy", "split"),  # over how many devices the state is cut
+    [
+        (f"{REPOSITORY}/experiments/gpt2_124m.py", "v5e:2x4", "pmap over 8 devices", 1),
+        ("large.py:xl", "v5e:16x16", "mesh of data=4 x fsdp=64 x tensor=1", 64),
+        ("large.py:llama_7b", "v5p:8x8x8", "mesh of data=1 x fsdp=128 x tensor=4", 512),
+    ],
+)
+def test_it_fits_and_could_be_fast(experiment, topology, strategy, split, tmp_path):
+    (tmp_path / "large.py").write_text(LARGE)
+    command = ("-m", "jaxgpt", "plan", experiment, "--topology", topology, "--json")
+    # libtpu lets in one process at a time; here none of them has a TPU.
+    done = run_command(*command, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["strategy"] == strategy
+    assert found["mfu"] >= 0.5
+    # Each device holds its part of the state: 12 bytes a parameter, over the devices that share it.
+    assert found["state_memory"] == pytest.approx(12 * found["parameters"] / split, rel=0.01)
+    kinds = {e["kind"] for e in found["exchanges"]}
+    assert kinds == {"all-reduce"} if split == 1 else kinds >= {"all-gather"}

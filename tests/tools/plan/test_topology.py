@@ -1,0 +1,84 @@
+"""TPU slices without a TPU. libtpu is loaded in a process of its own, since it stays for the life of one."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.tools.plan import topology
+from jaxgpt.tools.plan.topology import tpu_devices
+from tests.helpers import run_command
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='libtpu is not installed: pip install "jaxgpt[tpu]"'
+)
+
+DESCRIBE = """
+import json, sys, jax
+from jaxgpt.tools.plan.topology import tpu_devices
+from jaxgpt.parallel.peaks import peaks
+for name in sys.argv[1:]:
+    devices = tpu_devices(name)
+    size = [len({d.coords[i] for d in devices}) for i in range(3)]
+    print(json.dumps([name, len(devices), devices[0].device_kind, size, peaks(devices[0].device_kind) is not None]))
+print(json.dumps([jax.devices()[0].platform, float(jax.numpy.ones(3).sum())]))
+"""
+
+SLICES = [
+    ["v5e:1x1", 1, "TPU v5 lite", [1, 1, 1], True],
+    ["v5e:2x4", 8, "TPU v5 lite", [2, 4, 1], True],
+    ["v6e:16x16", 256, "TPU v6 lite", [16, 16, 1], True],
+    ["v4:2x2x1", 4, "TPU v4", [2, 2, 1], True],  # a device per chip, not per core
+    ["v5p:8x8x8", 512, "TPU v5", [8, 8, 8], True],
+    ["v5p:4x4x12", 192, "TPU v5", [4, 4, 12], True],
+]
+
+
+@needs_libtpu
+def test_slices(tmp_path):
+    # The tests hold no TPU, so that they need not wait for one another to let go of libtpu.
+    env = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    result = run_command("-c", DESCRIBE, *(name for name, *_ in SLICES), cwd=tmp_path, **env)
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [*SLICES, ["cpu", 3.0]]
+
+
+@pytest.mark.parametrize("name", ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod-4"])
+def test_what_is_no_topology(name):
+    with pytest.raises(UserError, match="needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"):
+        tpu_devices(name)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x3", "v5e:4x2", "v6e:32x32", "v5e:4x4x1"])
+def test_shapes_of_two_dimensions(name):
+    with pytest.raises(UserError, match="It has 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"):
+        tpu_devices(name)
+
+
+@pytest.mark.parametrize("name", ["v4:4x4", "v5p:1x1x1", "v5p:8x4x4", "v4:4x4x6", "v4:16x16x20", "v5p:16x20x28"])
+def test_shapes_of_three_dimensions(name):
+    with pytest.raises(UserError, match="It has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4"):
+        tpu_devices(name)
+
+
+def test_without_libtpu(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "jaxgpt\[tpu\]"'):
+        tpu_devices("v5e:4x4")
+
+
+@pytest.mark.parametrize(("message", "raised"), [("ABORTED: ... lockfile ...", UserError), ("other", RuntimeError)])
+def test_errors_of_libtpu(monkeypatch, message, raised):
+    def fail(**kwargs):
+        raise jax.errors.JaxRuntimeError(message)
+
+    from jax.experimental import topologies
+
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(topologies, "get_topology_desc", fail)
+    for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+        monkeypatch.setenv(name, "set by the test")  # put back afterwards
+    with pytest.raises(raised, match="one at a time" if raised is UserError else message):
+        tpu_devices("v5e:4x4")

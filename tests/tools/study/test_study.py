@@ -1,0 +1,292 @@
+"""Studies: the statistics against scipy's, the runs against runs by hand, and what is no comparison."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxgpt.cli.experiment_file import load_variants
+from jaxgpt.errors import UserError
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.session import Diverged, Interrupted, fit
+from jaxgpt.tools.study.study import (
+    Curve,
+    comparable,
+    compared,
+    interval,
+    read_curve,
+    slug,
+    study,
+    study_table,
+    table_rows,
+)
+from tests.helpers import run_command, tiny_experiment
+
+
+def curve(tokens, seconds, losses):
+    return Curve(tokens=tokens, seconds=seconds, losses=losses)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 30])
+def test_the_interval_is_that_of_the_paired_t_test(n):
+    rng = np.random.default_rng(n)
+    ours, theirs = rng.normal(size=(2, n))
+    mean, margin = interval((ours - theirs).tolist())
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    assert (mean - margin, mean + margin) == pytest.approx((expected.low, expected.high))
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    held = [abs(mean - 0.3) <= margin for mean, margin in (interval(x.tolist()) for x in rng.normal(0.3, 1, (4000, 5)))]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.01)
+
+
+def test_verdicts():
+    losses = {
+        "first": [1.0, 1.1, 1.2],
+        "same": [1.01, 1.08, 1.21],
+        "better": [0.9, 1.0, 1.1],
+        "worse": [1.2, 1.31, 1.4],
+        "lost": [1.0, None, 1.0],
+    }
+    rows = {row.variant: row for row in table_rows(losses)}
+    assert [rows[name].verdict for name in losses] == [
+        "the first",
+        "no more than noise",
+        "better",
+        "worse",
+        "1 of its runs diverged",
+    ]
+    assert rows["first"].difference is None and rows["first"].mean == pytest.approx(1.1)
+    assert rows["first"].deviation == pytest.approx(0.1)
+    assert rows["better"].difference == pytest.approx(-0.1) and rows["better"].margin == pytest.approx(0, abs=1e-9)
+    assert rows["lost"].mean == 1.0 and rows["lost"].losses[1] is None
+    one = table_rows({"a": [1.0], "b": [0.5]})
+    assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
+    none = table_rows({"a": [None, None], "b": [1.0, 2.0]})
+    assert none[0].mean is None and none[1].verdict == "the first diverged"
+
+
+def test_all_are_compared_where_the_shortest_ends():
+    curves = {
+        "slow": [curve([100, 200, 400], [10, 20, 40], [3.0, 2.0, 1.0])],
+        "fast": [curve([100, 300], [5, 15], [2.5, 1.5])],
+    }
+    found = compared(curves)
+    assert found["tokens"]["at"] == 300 and found["seconds"]["at"] == 15
+    assert [row["losses"] for row in found["tokens"]["rows"]] == [[1.5], [1.5]]
+    assert [row["losses"] for row in found["seconds"]["rows"]] == [[2.5], [1.5]]
+    # Where one was not measured yet when the other had ended, nothing is known.
+    curves["fast"] = [curve([100, 300], [2, 4], [2.5, 1.5])]
+    assert compared(curves)["seconds"] == {"at": 4, "rows": []}
+    assert "at equal seconds: not all were measured within 4 s" in study_table(compared(curves) | {"seeds": 1})
+
+
+@pytest.fixture(scope="module")
+def variants(text_file):
+    e = tiny_experiment(text_file, steps=4, eval_every=2)
+    wider = dataclasses.replace(e.model, n_embd=16)
+    return {"as it is": e, "wider": dataclasses.replace(e, model=wider)}
+
+
+@pytest.fixture(scope="module")
+def studied(variants, tmp_path_factory):
+    directory, told = tmp_path_factory.mktemp("study") / "s", []
+    return directory, study(variants, directory, seeds=2, say=told.append), told
+
+
+@pytest.mark.slow
+def test_a_study_is_its_runs(variants, studied, tmp_path):
+    directory, found, told = studied
+    by_hand = dataclasses.replace(
+        variants["wider"], train=dataclasses.replace(variants["wider"].train, seed=1, sample_tokens=0)
+    )
+    run = fit(by_hand, tmp_path / "run", progress=False)
+    last = [line["val_loss"] for line in read_metrics(run.directory / "metrics.jsonl") if "val_loss" in line][-1]
+    assert found["tokens"]["rows"][1]["losses"][1] == last and found["tokens"]["at"] == 4 * 4 * 8
+    assert [line.split(":")[0] for line in told] == [f"seed {s}, {v}" for s in (0, 1) for v in variants]
+    assert (directory / "as-it-is/seed-1/experiment.json").exists()
+    table = study_table(found)
+    assert "| as it is |" in table and "of 2 seeds" in table and "| wider |" in table
+
+
+def test_seconds_are_those_of_the_steps(variants, tmp_path):
+    """By their rates, whatever compilation took; what is validated between two lines lies between."""
+    lines = [
+        {"step": 1, "tokens": 32, "tokens_per_second": None, "seconds": 60.0},
+        {"step": 2, "tokens": 64, "tokens_per_second": 32.0, "seconds": 61.0},
+        {"step": 3, "val_loss": 2.0},
+        {"step": 4, "tokens": 128, "tokens_per_second": 16.0, "seconds": 99.0},
+        {"step": 4, "val_loss": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_curve(tmp_path, variants["as it is"])
+    assert found == Curve(tokens=[96, 128], seconds=[2 + 2, 2 + 4], losses=[2.0, 1.0])
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
+    directory, found, _ = studied
+    monkeypatch.setattr("jaxgpt.tools.study.study.fit", lambda *args, **how: pytest.fail("it was all done"))
+    assert study(variants, directory, seeds=2) == found
+    calls = []
+    monkeypatch.setattr(
+        "jaxgpt.tools.study.study.fit", lambda e, place, **how: calls.append(place) or fit(e, place, **how)
+    )
+    more = study(variants, directory, seeds=3)
+    assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more["seeds"] == 3
+    assert more["tokens"]["rows"][0]["losses"][:2] == found["tokens"]["rows"][0]["losses"]
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, monkeypatch):
+    def lost(experiment, place, **how):
+        if experiment.model.n_embd == 16:
+            place.mkdir(parents=True)
+            raise Diverged("ten steps in a row")
+        return fit(experiment, place, **how)
+
+    monkeypatch.setattr("jaxgpt.tools.study.study.fit", lost)
+    found = study(variants, tmp_path, seeds=1)
+    assert found["tokens"]["rows"][1] | {"variant": ""} == {
+        "variant": "",
+        "losses": [None],
+        "mean": None,
+        "deviation": None,
+        "difference": None,
+        "margin": None,
+        "verdict": "1 of its runs diverged",
+    }
+    assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
+    assert study(variants, tmp_path, seeds=1) == found
+
+
+@pytest.mark.slow
+def test_another_configuration_in_the_same_place_is_refused(variants, studied):
+    changed = {
+        name: dataclasses.replace(e, train=dataclasses.replace(e.train, steps=6)) for name, e in variants.items()
+    }
+    with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
+        study(changed, studied[0], seeds=1)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, tokenizer="byte")),
+            "data.tokenizer is 'char' and 'byte'",
+        ),
+        (
+            lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, val_fraction=0.5)),
+            "data.val_fraction is 0.1 and 0.5",
+        ),
+        (lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, path="x.txt")), "data.path is"),
+        (
+            lambda e: dataclasses.replace(e, train=dataclasses.replace(e.train, eval_tokens=5)),
+            "train.eval_tokens is None and 5",
+        ),
+    ],
+)
+def test_what_shares_no_metric(variants, change, said):
+    first = variants["as it is"]
+    with pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}"):
+        comparable({"a": first, "b": change(first)})
+    # How many tokens a BPE would have matters to no other tokenizer.
+    comparable({"a": first, "b": dataclasses.replace(first, data=dataclasses.replace(first.data, bpe_vocab_size=999))})
+
+
+@pytest.fixture
+def from_weights(variants, studied):
+    """The first variant, begun with the weights of its own study's, whose context is shorter than asked for."""
+    first = variants["as it is"]
+    train = dataclasses.replace(first.train, init_from=str(studied[0] / "as-it-is/seed-0"))
+    return dataclasses.replace(first, train=train, model=dataclasses.replace(first.model, block_size=32))
+
+
+@pytest.mark.slow
+def test_tokens_are_counted_by_the_context_that_a_run_has(variants, studied, from_weights):
+    """Of one that begins with weights, it is theirs at most."""
+    given = {"as it is": variants["as it is"], "from weights": from_weights}
+    found = study(given, studied[0], seeds=1)
+    assert found["tokens"]["at"] == 4 * 4 * 8 and found["tokens"]["rows"] and found["seconds"]["at"] > 0
+    curves = [read_curve(studied[0] / name / "seed-0", variants["as it is"]) for name in ("as-it-is", "from-weights")]
+    assert curves[0].tokens == curves[1].tokens == [2 * 4 * 8, 4 * 4 * 8]
+    assert curves[1].seconds[0] < curves[1].seconds[1]
+    assert study(given, studied[0], seeds=1, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
+
+
+@pytest.mark.slow
+def test_weights_bring_their_tokenizer_to_a_comparison(variants, from_weights, tmp_path):
+    """Whatever is named beside them: losses per token of another one are not compared with theirs."""
+    byte = dataclasses.replace(variants["as it is"].data, tokenizer="byte")
+    named = dataclasses.replace(from_weights, data=byte)
+    nothing = dataclasses.replace(variants["as it is"], data=byte)
+    calls = []
+
+    def fit_none(experiment, place, **how):
+        calls.append(place)
+        place.mkdir(parents=True)
+        raise Diverged("nothing was trained")
+
+    with pytest.raises(UserError, match="'nothing' and 'weights' do not share a metric: .*tokenizer_sha256"):
+        study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    assert calls == []
+    study({"nothing": variants["as it is"], "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    assert len(calls) == 2
+
+
+def test_what_is_no_study(variants, tmp_path):
+    first = variants["as it is"]
+    for given, said in (
+        ({"a": first}, "needs at least two variants, got 1: a"),
+        ({"a b": first, "a/b": first}, "variants 'a b', 'a/b' would share a directory"),
+        ({"a": first, "..": first}, r"variant '\.\.' would be the directory \.\., which is not its own"),
+        ({"a": first, " . ": first}, r"variant ' \. ' would be the directory \."),
+        ({"a": first, "Study.json": first}, r"variant 'Study\.json' would be the directory Study\.json"),
+    ):
+        with pytest.raises(UserError, match=said):
+            comparable(given)
+    for seeds, said in ((0, "needs at least 1"), (2.5, "needs a whole number")):
+        with pytest.raises(UserError, match=f"seeds={seeds}: {said}"):
+            study(variants, tmp_path, seeds=seeds)
+    assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up" and slug("ñ/..") == "ñ-.."
+
+
+STUDY = """
+import dataclasses
+from jaxgpt import *
+def make(seed): return Experiment(name="s", model=GPTConfig(block_size=8, n_layer=1, n_head=2, n_embd=8, activation=seed),
+    data=DataConfig(path="t.txt"), optim=OptimConfig(warmup_steps=1), train=TrainConfig(steps=2, batch_size=2, eval_every=1))
+variants = {name: make(name) for name in ("relu", "gelu")}
+"""
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, text_file):
+    (tmp_path / "t.txt").write_text(text_file.read_text())
+    (tmp_path / "s.py").write_text(STUDY)
+    done = run_command("-m", "jaxgpt", "study", "s.py", "--seeds", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| gelu |" in done.stdout and "seed 1, relu: " in done.stderr
+    kept = json.loads((tmp_path / "runs/studies/s/study.json").read_text())
+    again = run_command("-m", "jaxgpt", "study", "s.py", "--seeds", "2", "--json", cwd=tmp_path)
+    assert json.loads(again.stdout) == kept
+    assert list(load_variants(str(tmp_path / "s.py"))) == ["relu", "gelu"]
+
+
+def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
+    from jaxgpt.cli import train as training
+
+    def stopped(*args, **how):
+        raise Interrupted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
+
+    monkeypatch.setattr("jaxgpt.session.fit_as_command", stopped)
+    monkeypatch.setattr(training, "load_variants", lambda named: variants)
+    with pytest.raises(SystemExit) as left:
+        training.study(["s.py", "--run-dir", str(tmp_path)])
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. The same command goes on from there.\n"

@@ -1,0 +1,160 @@
+"""What is seen inside a model is what the model does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxgpt.layers.attention import WEIGHTS
+from jaxgpt.layers.norm import layer_norm, rms_norm
+from jaxgpt.tools.xray.activations import anatomy, excited
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers
+
+TOKENS = [1, 2, 3, 10, 0, 1, 7]
+EVERY = {
+    "pre": {},
+    "post": {"norm_position": "post", "activation": "relu", "position": "sinusoidal"},
+    "output": {"norm_position": "output", "norm": "rmsnorm"},
+    "sandwich": {"norm_position": "sandwich", "norm": "rmsnorm", "norm_offset": True, "activation": "swiglu"},
+    "parallel": {"parallel_residual": True},
+    "grouped": {"n_kv_head": 1, "position": "rope", "qk_norm": True, "sliding_window": 3, "tie_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def seen(request):
+    model, params = make_model(dataclasses.replace(TINY, **EVERY[request.param]))
+    return model, params, anatomy(model, params, TOKENS)
+
+
+def test_the_guess_is_the_models(seen):
+    model, params, found = seen
+    logits_TV = apply(model, params, jnp.array([TOKENS]))[0]
+    logprobs_TV = jax.nn.log_softmax(logits_TV)
+    np.testing.assert_allclose(found.logits_V, logits_TV[-1], **FLOAT32_REORDERED)
+    assert (found.guess.tokens_TK[:, 0] == np.argmax(logits_TV, axis=1)).all()
+    came = [logprobs_TV[t, token] for t, token in enumerate(TOKENS[1:])]
+    np.testing.assert_allclose(found.guess.logprob_T[:-1], came, **FLOAT32_REORDERED)
+    assert np.isnan(found.guess.logprob_T[-1])
+
+
+def test_the_last_lens_is_the_guess(seen):
+    _, _, found = seen
+    assert len(found.lens) == TINY.n_layer + 1
+    np.testing.assert_allclose(
+        found.lens[-1].probabilities_TK, found.guess.probabilities_TK[:, :3], **FLOAT32_REORDERED
+    )
+    assert (found.lens[-1].tokens_TK == found.guess.tokens_TK[:, :3]).all()
+    assert np.abs(found.lens[0].probabilities_TK - found.guess.probabilities_TK[:, :3]).max() > 1e-3
+
+
+def test_weights_are_shares_of_what_came_before(seen):
+    model, _, found = seen
+    T, window = len(TOKENS), model.config.sliding_window
+    for weights_NTS in found.weights_LNTS:
+        assert weights_NTS.shape == (model.config.n_head, T, T)
+        np.testing.assert_allclose(weights_NTS.sum(axis=-1), 1, **FLOAT32_REORDERED)
+        assert (np.triu(weights_NTS, 1) == 0).all()
+        assert window is None or (np.tril(weights_NTS, -window) == 0).all()
+        assert np.ptp(weights_NTS[:, -1], axis=-1).min() > 1e-3  # not just the mean
+
+
+def test_norms_are_what_they_say(seen):
+    _, _, found = seen
+    for norm in found.norms:
+        if norm.centred:
+            after_TD = layer_norm(norm.before_TD, norm.scale_D, norm.bias_D, norm.eps)
+        else:
+            after_TD = rms_norm(norm.before_TD, norm.scale_D, norm.eps)
+        np.testing.assert_allclose(norm.after_TD, after_TD, **FLOAT32_REORDERED)
+
+
+def test_the_stream_adds_up(seen):
+    """Branch by branch it is what the next norm reads, or the last one wrote."""
+    model, _, found = seen
+    norms = {norm.name: norm for norm in found.norms}
+    assert [b.name for b in found.branches] == ["h_0/attn", "h_0/mlp", "h_1/attn", "h_1/mlp"]
+    streams = [b.stream_T for b in found.branches]
+    if model.config.norm_position == "post":
+        for name, stream_T in zip(norms, streams, strict=True):
+            np.testing.assert_allclose(np.linalg.norm(norms[name].after_TD, axis=1), stream_T, **FLOAT32_REORDERED)
+        return
+    np.testing.assert_allclose(np.linalg.norm(norms["ln_f"].before_TD, axis=1), streams[-1], **FLOAT32_REORDERED)
+    if model.config.norm_position in ("pre", "sandwich"):
+        before = norms["h_1/ln_1"].before_TD
+        np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[1], **FLOAT32_REORDERED)
+    if model.config.norm_position == "pre" and not model.config.parallel_residual:
+        before = norms["h_1/ln_2"].before_TD
+        np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[2], **FLOAT32_REORDERED)
+
+
+def test_padding_of_the_vocabulary_is_left_out():
+    model, params = make_model(TINY)
+    found = anatomy(model, params, [1, 2, 3], vocab_size=4)
+    assert found.logits_V.shape == (4,) and found.guess.tokens_TK.max() < 4
+    np.testing.assert_allclose(found.guess.probabilities_TK.sum(axis=1), 1, **FLOAT32_REORDERED)
+
+
+@pytest.mark.parametrize("how", [{"scan_layers": True}, {"remat": "full"}, {"dropout": 0.5}])
+def test_how_it_was_trained_hides_nothing(how):
+    model, params = make_model(TINY)
+    plain = anatomy(model, params, TOKENS)
+    if "scan_layers" in how:
+        params = stack_layers(params, TINY.n_layer)
+    other = anatomy(model.clone(config=dataclasses.replace(TINY, **how)), params, TOKENS)
+    jax.tree.map(
+        lambda a, b: a == b if isinstance(a, str) else np.testing.assert_allclose(a, b, **FLOAT32_REORDERED),
+        plain,
+        other,
+    )
+
+
+def test_looking_changes_nothing():
+    model, params = make_model(TINY)
+    tokens_BT = jnp.array([TOKENS])
+    seen_BTV, kept = jax.jit(lambda p: model.apply({"params": p}, tokens_BT, mutable=["intermediates", WEIGHTS]))(
+        params
+    )
+    assert (seen_BTV == apply(model, params, tokens_BT)).all()
+    # What layers sow, and nothing else.
+    assert {name: set(nn.FrozenDict(kept)[name]["h_0"]) for name in kept} == {
+        "intermediates": {"mlp"},
+        WEIGHTS: {"attn"},
+    }
+
+
+def test_attention_weights_are_computed_for_who_asks():
+    """Whoever looks at other intermediates, or initialises, pays no product more."""
+    model, params = make_model(TINY)
+    tokens_BT = jnp.array([TOKENS])
+
+    def products(**how) -> int:
+        return str(jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens_BT, **how))(params)).count("dot_general")
+
+    plain = products()
+    assert products(mutable=["intermediates"]) == products(capture_intermediates=True) == plain
+    assert products(mutable=[WEIGHTS]) == plain + 2 * TINY.n_layer
+    assert set(jax.eval_shape(model.init, jax.random.key(0), tokens_BT)) == {"params"}
+
+
+@pytest.mark.parametrize("count", [1, 3, 11])
+def test_places_are_those_of_the_largest_activations(count):
+    model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
+    windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
+    values, places = excited(model, params, windows_NT, most=4)
+    hidden = [anatomy(model, params, row.tolist()).hidden_LTF for row in windows_NT]
+    for layer in range(TINY.n_layer):
+        hidden_NTF = np.stack([of_window[layer] for of_window in hidden])
+        peak_NF = hidden_NTF.max(axis=1)
+        order_NF = np.argsort(-peak_NF, axis=0, kind="stable")[:4]
+        expected_KF = np.take_along_axis(peak_NF, order_NF, axis=0)
+        kept = min(count, 4)
+        np.testing.assert_allclose(values[layer][:, :kept], expected_KF.T, **FLOAT32_REORDERED)
+        assert (places[layer][:, kept:] == -1).all()
+        flat_MF = hidden_NTF.reshape(-1, hidden_NTF.shape[-1])
+        there_FK = np.take_along_axis(flat_MF.T, places[layer][:, :kept], axis=1)
+        np.testing.assert_allclose(there_FK, values[layer][:, :kept], **FLOAT32_REORDERED)
+        assert (np.diff(np.sort(places[layer][:, :kept] // 8, axis=1), axis=1) > 0).all()  # each of another window

@@ -1,0 +1,416 @@
+"""The X-ray page: its numbers against NumPy's, its parts by clicks and keys in a real browser, its text as text."""
+
+import dataclasses
+import json
+import math
+import re
+import zlib
+from base64 import b64decode
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.session import fit
+from jaxgpt.tools.html_page import KINDS, Arrays, in_html, rounded
+from jaxgpt.tools.xray.activations import anatomy
+from jaxgpt.tools.xray.views import Map, Subject, in_the_plane, shares, xray_page
+from jaxgpt.tools.xray.xray import read_embedding, xray
+from tests.helpers import TINY, make_model, tiny_experiment
+
+SCRIPT = "<script>pwned=1</script>"
+PROMPT = "la Mancha " + SCRIPT + "\n"
+TEXT = ("En un lugar de la Mancha, " + SCRIPT + "</script><img src=x onerror=pwned=1>\n") * 40
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("xray")
+    text = directory / "text.txt"
+    text.write_text(TEXT)
+    e = tiny_experiment(text, steps=2, eval_every=2)
+    model = dataclasses.replace(e.model, block_size=48, activation="relu")
+    run = fit(dataclasses.replace(e, name="seen", model=model), directory / "run", progress=False)
+    _, params = make_model(run.model.config)  # with opinions, which two steps do not give
+    return dataclasses.replace(run, params=jax.tree.map(lambda x: x if x.ndim < 2 else 5 * x, params))
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    return anatomy(run.model, run.params, run.tokenizer.encode(PROMPT).tolist())
+
+
+@pytest.fixture(scope="module")
+def path(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "xray.html"
+    path.write_text(xray(run, PROMPT), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(open_page, path):
+    page = open_page(path)
+    yield page
+    assert page.complaints == []
+    page.close()
+
+
+def cells(page, selector):
+    """Rows of texts."""
+    return page.eval_on_selector_all(
+        f"{selector} tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+
+
+def number(text):
+    return float(text.replace("%", "")) / (100 if text.endswith("%") else 1)
+
+
+NEAR = dict(rel=0.06, abs=0.006)  # two digits, or whole percents
+
+
+# The page as a file ---------------------------------------------------------------------------------------------------
+
+
+def test_a_page_stands_alone_and_its_text_is_text(path):
+    html = path.read_text()
+    assert "http://" not in html.replace("http://www.w3.org/2000/svg", "") and "https://" not in html
+    assert SCRIPT not in html and "onerror" not in html.replace("\\u003cimg src=x onerror", "")
+    assert html.count("<script") == html.count("</script>") == 3
+    assert "default-src 'none'" in html and "unsafe" not in html
+
+
+def test_arrays_come_back():
+    arrays = Arrays()
+    given = [np.arange(5, dtype=np.uint8), np.eye(3, dtype=np.float32), np.array([[-7]], np.int32)]
+    references = [arrays.put(x) for x in given]
+    raw = zlib.decompress(b64decode(arrays.packed()))
+    for x, reference in zip(given, references, strict=True):
+        assert reference["at"] % 4 == 0
+        back = np.frombuffer(raw, KINDS[reference["type"]], x.size, reference["at"]).reshape(reference["shape"])
+        np.testing.assert_array_equal(back, x)
+
+
+def test_what_a_script_element_may_hold():
+    text = in_html({"a": "</script><!-- \u2028 ñ", "b": rounded([1.23456, math.nan, None, np.float32(1e-7)])})
+    assert "<" not in text and "\u2028" not in text
+    assert json.loads(text) == {"a": "</script><!-- \u2028 ñ", "b": [1.235, None, None, 1e-7]}
+
+
+def test_shares_of_a_head():
+    weights_NTS = np.tril(np.random.default_rng(0).random((2, 5, 5)))
+    previous, first, itself = shares(weights_NTS)[1]
+    w = weights_NTS[1]
+    assert previous == pytest.approx((w[2, 1] + w[3, 2] + w[4, 3]) / 3)
+    assert first == pytest.approx(w[2:, 0].mean()) and itself == pytest.approx((w[2, 2] + w[3, 3] + w[4, 4]) / 3)
+    assert shares(weights_NTS[:, :2, :2]) == [None, None]
+
+
+def test_the_plane_is_that_of_the_singular_values():
+    vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
+    xy_N2, share = in_the_plane(vectors_ND)
+    u, s, _ = np.linalg.svd(vectors_ND - vectors_ND.mean(axis=0), full_matrices=False)
+    expected_N2 = u[:, :2] * s[:2]
+    np.testing.assert_allclose(np.abs(xy_N2) * np.abs(expected_N2).max(), np.abs(expected_N2), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(share, s[:2] ** 2 / (s**2).sum())
+
+
+def test_the_plane_of_large_vectors_is_that_of_small_ones():
+    vectors_ND = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    (xy_N2, share), (xy_large_N2, share_large) = in_the_plane(vectors_ND), in_the_plane(vectors_ND * np.float32(1e30))
+    np.testing.assert_allclose(np.abs(xy_N2), np.abs(xy_large_N2), atol=1e-4)
+    np.testing.assert_allclose(share, share_large, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_size_of_six_layers_and_256_tokens():
+    """Attention that nothing compresses well, units that all differ: below 5 MB all the same."""
+    rng = np.random.default_rng(0)
+    T, N, F, D, V = 256, 6, 1536, 384, 96
+    model, params = make_model(
+        dataclasses.replace(TINY, vocab_size=V, block_size=T, n_layer=1, n_head=N, n_embd=D, activation="gelu")
+    )
+    ids = rng.integers(0, V, T).tolist()
+    found = anatomy(model, params, ids)
+    assert found.hidden_LTF[0].shape == (T, F)
+    found = found._replace(
+        lens=found.lens[:1] + found.lens[1:] * 6,
+        hidden_LTF=[rng.permuted(found.hidden_LTF[0], axis=0) for _ in range(6)],
+        branches=found.branches * 6,
+        norms=found.norms[:2] * 6,
+    )
+    scores = [np.where(np.tri(T, dtype=bool), rng.normal(size=(N, T, T)), -np.inf) for _ in range(6)]
+    maps = [Map("layer", "text", "text", np.exp(s) / np.exp(s).sum(-1, keepdims=True)) for s in scores]
+    subject = Subject("t", [], {"text": ids}, chr, found, maps, "gelu", rng.normal(size=(V, D)), None, "", 1.0)
+    assert 1e6 < len(xray_page(subject)) < 5e6
+
+
+# In the browser -------------------------------------------------------------------------------------------------------
+
+
+def test_surprise_and_its_alternatives(page, run, found):
+    tokens = page.locator("#surprise .tok")
+    assert tokens.count() == len(PROMPT)
+    t = PROMPT.index("M")
+    tokens.nth(t).hover()
+    bits = -found.guess.logprob_T[t - 1] / math.log(2)
+    assert number(re.search(r"([\d.]+) bits", page.text_content("#place"))[1]) == pytest.approx(bits, **NEAR)
+    rows = cells(page, "#alternatives")
+    assert len(rows) == 5
+    expected = [run.tokenizer.decode([i]) for i in found.guess.tokens_TK[t - 1]]
+    assert [row[0].strip("“”") for row in rows] == [e.replace("\n", "↵").replace(" ", "␣") for e in expected]
+    assert [number(row[1]) for row in rows] == pytest.approx(found.guess.probabilities_TK[t - 1].tolist(), **NEAR)
+    assert "bits" in tokens.nth(t).get_attribute("aria-label")
+    page.mouse.move(5, 5)  # what was under the pointer is no longer chosen
+    assert "place 2 of" in page.text_content("#place")
+    tokens.nth(t).click()
+    page.mouse.move(5, 5)
+    assert f"place {t + 1} of" in page.text_content("#place")
+
+
+def test_shades_go_with_surprise(page, found):
+    much = page.eval_on_selector_all(
+        "#surprise .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))"
+    )
+    bits = np.append(0, -found.guess.logprob_T[:-1])
+    np.testing.assert_allclose(much, 100 * bits / bits.max(), atol=1)
+
+
+def test_keys_move_through_the_text(page):
+    page.focus("#surprise .tok >> nth=0")
+    for key, place in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowLeft", 2), ("End", len(PROMPT)), ("Home", 1)):
+        page.keyboard.press(key)
+        assert f"place {place} of" in page.text_content("#place")
+    assert "Nothing is before the first" in page.text_content("#alternatives")
+    page.click("#on")
+    assert "place 2 of" in page.text_content("#place")
+
+
+def test_a_head_enlarged(page, found):
+    shown = page.locator("#attention .head")
+    assert shown.count() == 4
+    N = found.weights_LNTS[0].shape[0]
+    label = page.locator(f"[data-head='1,{N - 1}']").get_attribute("aria-label")
+    said = [number(x) for x in re.findall(r"[\d.]+%", label)]
+    assert label.startswith(f"layer 2, head {N}: previous") and said == pytest.approx(
+        shares(found.weights_LNTS[1])[-1], **NEAR
+    )
+    page.click("[data-head='1,0']")
+    assert page.text_content("#head-title") == "layer 2, head 1"
+    t = 9
+    page.locator("dialog .tok").nth(t).hover()
+    row = found.weights_LNTS[1][0, t]
+    rows = cells(page, "#looks")
+    assert int(rows[0][1]) == np.argmax(row) + 1
+    assert [number(r[2]) for r in rows] == pytest.approx(np.sort(row)[::-1][: len(rows)].tolist(), **NEAR)
+    much = page.eval_on_selector_all(
+        "dialog .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))"
+    )
+    np.testing.assert_allclose(much, 100 * row / row.max(), atol=2)
+    # On the map itself, by the pointer: the row under it.
+    box = page.locator("#map").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + (20.5 / len(PROMPT)) * box["height"])
+    assert "place 21," in page.text_content("#looks caption")
+    page.click("text=head →")
+    assert page.text_content("#head-title") == "layer 2, head 2"
+    page.keyboard.press("Escape")
+    assert not page.is_visible("dialog")
+
+
+def test_a_map_is_its_weights(page, found):
+    """The pixels of a small map, in which darker is more."""
+    alpha = page.evaluate("""() => {
+      const canvas = document.querySelector("[data-head='0,1'] canvas");
+      const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return [...image.data].filter((_, i) => i % 4 === 3);
+    }""")
+    T = len(PROMPT)
+    np.testing.assert_allclose(np.reshape(alpha, (T, T)) / 255, np.sqrt(found.weights_LNTS[0][1]), atol=1 / 255)
+
+
+def test_norms_as_the_formula_has_them(page, found):
+    page.locator("#surprise .tok").nth(4).click()
+    rows = cells(page, "#norms table >> nth=0") or cells(page, "#norms .scroll:first-of-type")
+    for row, norm in zip(rows, found.norms, strict=True):
+        x_D, y_D = norm.before_TD[4], norm.after_TD[4]
+        said = [number(row[i]) for i in (1, 2, 5, 6)]
+        assert said == pytest.approx([x_D.mean(), x_D.var(), y_D.mean(), y_D.var()], **NEAR)
+    page.select_option("#norm", "2")
+    x, inner, gamma, beta, result = cells(page, "#norm-numbers")
+    norm = found.norms[2]
+    assert [number(v) for v in x[1:]] == pytest.approx(norm.before_TD[4, :8].tolist(), **NEAR)
+    assert [number(v) for v in result[1:]] == pytest.approx(norm.after_TD[4, :8].tolist(), **NEAR)
+    assert number(inner[1]) * number(gamma[1]) + number(beta[1]) == pytest.approx(number(result[1]), **NEAR)
+
+
+def test_the_stream(page, found):
+    page.locator("#surprise .tok").nth(3).click()
+    start, *rows = cells(page, "#stream")
+    assert number(start[2]) == pytest.approx(found.start_T[3], **NEAR)
+    for row, branch in zip(rows, found.branches, strict=True):
+        assert [number(row[1]), number(row[2])] == pytest.approx([branch.added_T[3], branch.stream_T[3]], **NEAR)
+    assert [row[0] for row in rows] == ["attention 1", "MLP 1", "attention 2", "MLP 2"]
+
+
+def test_units_and_what_excites_them(page, run, found):
+    page.locator("#surprise .tok").nth(6).click()
+    page.select_option("#mlp-layer", "1")
+    hidden_F = found.hidden_LTF[1][6]
+    rows = cells(page, "#units")
+    assert [number(row[1]) for row in rows] == pytest.approx(np.sort(hidden_F)[::-1][:8].tolist(), **NEAR)
+    zeros = number(re.search(r"place: ([\d.]+%)", page.text_content("#units"))[1])
+    assert zeros == pytest.approx((hidden_F == 0).mean(), **NEAR)
+    page.click("#units button >> nth=2")
+    unit = int(page.input_value("#unit"))
+    assert unit == int(rows[2][0])
+    much = page.eval_on_selector_all("#mlp .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))")
+    of_unit_T = found.hidden_LTF[1][:, unit]
+    np.testing.assert_allclose(much, 100 * of_unit_T / of_unit_T.max(), atol=4)  # sixteen levels
+    places = cells(page, "#places")
+    assert len(places) == 4 and page.locator("#places mark").count() == 4
+    texts = [row[1].replace("↵", "\n") for row in places]
+    assert all(text.strip("\n") in TEXT.replace(" ", " ") or "␣" in text or "\n" in text for text in texts)
+    values = [number(row[0]) for row in places]
+    assert values == sorted(values, reverse=True) and values[0] >= 0.9 * of_unit_T.max()
+    page.fill("#unit", "99999")
+    page.keyboard.press("Enter")
+    assert page.input_value("#unit") == str(len(hidden_F) - 1)
+
+
+def test_the_lens(page, run, found):
+    t = 5
+    page.locator(f"#lens td[data-t='{t}']").first.click()
+    assert f"place {t + 1} of" in page.text_content("#place")
+    rows = cells(page, "#lens-said")
+    assert len(rows) == len(found.lens)
+    for row, guess in zip(rows, found.lens, strict=True):
+        assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t]), **NEAR)
+        assert number(re.findall(r"[\d.e-]+%", row[1])[0]) == pytest.approx(guess.probabilities_TK[t, 0], **NEAR)
+    assert page.locator("#lens .lens tbody tr").count() == len(found.lens)
+
+
+def test_embeddings_and_neighbours(page, run):
+    vectors_VD = np.asarray(run.params["wte"]["embedding"])
+    unit_VD = vectors_VD / np.linalg.norm(vectors_VD, axis=1, keepdims=True)
+    page.select_option("#embedding-token", "3")
+    cosine_V = np.delete(unit_VD @ unit_VD[3], 3)
+    said = [number(row[1]) for row in cells(page, "#neighbours")]
+    assert said == pytest.approx(np.sort(cosine_V)[::-1][:5].tolist(), **NEAR)
+    assert page.locator("#embeddings svg text").count() == run.tokenizer.vocab_size
+    page.locator("#embeddings svg text[data-i='0']").hover(force=True)
+    assert page.input_value("#embedding-token") == "0"
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}]
+)
+def test_sliders_draw_what_sampling_draws(page, found, how):
+    for name, value in ({"temperature": 1.0} | how).items():
+        page.locator(f"#{name.replace('_', '-')}").fill(str(value))
+    p_V = np.asarray(Sampling(**how).probabilities(jnp.asarray(found.logits_V)[None]))[0]
+    expected = np.sort(p_V[p_V > 0])[::-1]
+    assert re.search(r"be drawn: (\d+) of", page.text_content("#drawn"))[1] == str(len(expected))
+    said = page.eval_on_selector_all("#drawn td[data-p]", "all => all.map(e => Number(e.dataset.p))")
+    np.testing.assert_allclose(said, expected[:20], rtol=2e-3, atol=1e-6)
+    page.focus("#temperature")
+    before = page.text_content("#drawn")
+    page.keyboard.press("PageUp")
+    assert page.text_content("#drawn") != before
+
+
+def test_no_text_of_the_user_runs(page):
+    assert page.evaluate("typeof pwned") == "undefined"
+    assert page.locator("img").count() == 0
+    for unit in range(6):
+        page.fill("#unit", str(unit))
+        page.keyboard.press("Enter")
+    assert page.evaluate("typeof pwned") == "undefined"
+
+
+def test_everything_has_a_name_and_a_place_in_order(page):
+    """What a screen reader says of each control, and what the keyboard reaches."""
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input")].filter((e) =>
+      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
+    assert unnamed == []
+    assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
+    assert all(
+        page.locator(f"section#{id} > h2").count() == 1
+        for id in page.eval_on_selector_all("section", "a => a.map(e => e.id)")
+    )
+    reached = page.evaluate(
+        "[...document.querySelectorAll('.strip')].map(s => s.querySelectorAll('[tabindex=\"0\"]').length)"
+    )
+    assert set(reached) == {1}  # one stop for each text, not one for each token
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 380])
+def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
+    page = open_page(path, scheme, width)
+    light = page.evaluate("""() => ["backgroundColor", "color"].map((name) => {
+      const [r, g, b] = getComputedStyle(document.body)[name].match(/[\\d.]+/g).map(Number);
+      const linear = (c) => (c / 255 <= 0.04 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+      return 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+    })""")
+    assert (light[0] > light[1]) == (scheme == "light")
+    assert (max(light) + 0.05) / (min(light) + 0.05) >= 7  # WCAG 2, AAA
+    assert page.evaluate("document.documentElement.scrollWidth") <= width  # what is wide scrolls by itself
+    assert page.complaints == []
+    page.close()
+
+
+# What Run.xray takes --------------------------------------------------------------------------------------------------
+
+
+def data_of(html):
+    return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def test_a_packed_run_is_seen_as_it_reads(run):
+    """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
+    packed, whole = run.packed("int8"), data_of(xray(run, "la", corpus_tokens=0))
+    found = data_of(xray(packed, "la", corpus_tokens=0))
+    assert found["facts"] == whole["facts"]
+    rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)
+    assert (np.abs(rows_VD - exact_VD).max(axis=1) <= 0.51 / 127 * np.abs(exact_VD).max(axis=1)).all()
+    assert np.abs(rows_VD - exact_VD).max() > 0
+    with pytest.raises(UserError, match="corpus_tokens=-1: needs at least 0"):
+        xray(run, "la", corpus_tokens=-1)
+
+
+def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
+    assert "not asked for" in data_of(xray(run, "la", corpus_tokens=0))["why_no_corpus"]
+    moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
+    gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
+    assert data_of(xray(gone, "la"))["corpus"] is not None  # its tokens are in the cache
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
+    found = data_of(xray(gone, "la"))
+    assert found["corpus"] is None and "gone.txt" in found["why_no_corpus"] and "--data" in found["why_no_corpus"]
+    other = tmp_path / "other.txt"
+    other.write_text("un lugar de la " * 20)
+    assert data_of(xray(gone, "la", data=str(other)))["corpus"]["window"] == 48
+
+
+def test_what_it_refuses(run, tmp_path):
+    with pytest.raises(UserError, match="the prompt is empty"):
+        xray(run, "")
+    with pytest.raises(UserError, match="has 60 tokens, and the context of .* is 48"):
+        xray(run, "la Mancha " * 6)
+    short = tmp_path / "short.txt"
+    short.write_text("lugar")
+    with pytest.raises(UserError, match="has 5 tokens, needed 48"):
+        xray(run, "la", data=str(short))
+
+
+@pytest.mark.parametrize("prompt", ["E", "En", "\n"])
+def test_shortest_prompts(run, open_page, tmp_path, prompt):
+    path = tmp_path / "short.html"
+    path.write_text(xray(run, prompt, corpus_tokens=0), encoding="utf-8")
+    page = open_page(path)
+    assert page.locator("#surprise .tok").count() == len(prompt) and page.complaints == []
+    page.close()
