@@ -1,0 +1,1 @@
+"""A run directory: metadata, checkpoints, metrics, log."""

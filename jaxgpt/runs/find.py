@@ -1,0 +1,31 @@
+"""Find run directories."""
+
+from pathlib import Path
+
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
+
+RUNS = Path("runs")
+
+
+def is_run(directory: Path) -> bool:
+    return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
+
+
+def find_run(run: str | Path | None) -> Path:
+    """The run directory named, or with None the newest under `runs/`. Raises `UserError` if it is not one."""
+    if run is not None:
+        directory = Path(run)
+        if is_run(directory):
+            return directory
+        why = "it has no experiment.json" if directory.is_dir() else "there is no such directory"
+        known = ", ".join(str(r) for r in _runs()) or "none yet: train one with `jaxgpt train`"
+        raise UserError(f"{directory} is not a run directory: {why}. Runs here: {known}")
+    runs = _runs()
+    if not runs:
+        raise UserError(f"no run under {RUNS}/ here: train one with `jaxgpt train`, or name a run directory")
+    return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
+
+
+def _runs() -> list[Path]:
+    return sorted(d for d in RUNS.glob("*") if is_run(d)) if RUNS.is_dir() else []
