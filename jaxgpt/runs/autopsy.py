@@ -15,21 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.batch import Batch
+from jaxgpt.cluster import multihost
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.batch import Batch
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.errors import SaveFailed
-from jaxgpt.files import render_json
+from jaxgpt.errors import SaveFailed, shell_line
+from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.block import ON_ONE_DEVICE
 from jaxgpt.model import GPT
-from jaxgpt.cluster import multihost
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.files import write_whole
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample.quantize import unrolled
-from jaxgpt.errors import shell_line
 from jaxgpt.train import SPIKE, TrainState, batch_loss, micro_batches
 
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5

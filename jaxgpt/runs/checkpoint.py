@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxgpt.runs import manifest
-from jaxgpt.errors import SaveFailed, UserError, reason_of
-from jaxgpt.runs.manifest import Damaged, Removed
 from jaxgpt.cluster import multihost
+from jaxgpt.errors import SaveFailed, UserError, reason_of, shell_line
 from jaxgpt.files import delete
-from jaxgpt.errors import shell_line
+from jaxgpt.runs import manifest
+from jaxgpt.runs.manifest import Damaged, Removed
 from jaxgpt.train import TrainState
 
 if TYPE_CHECKING:  # half a second to import: only where it is used

@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxgpt.cluster import multihost
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.parallel.flops import train_flops_per_token
-from jaxgpt.runs.metrics import MetricsFile
-from jaxgpt.cluster import multihost
 from jaxgpt.parallel.device import device_kind
+from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import peaks
 from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.runs.progress import Display
 
 

@@ -16,17 +16,15 @@ from typing import Any
 
 import filelock
 
-from jaxgpt.config.validate import LARGEST_SIZE, check_types, short
 from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
-from jaxgpt.data.dataset import Dataset
+from jaxgpt.config.validate import LARGEST_SIZE, check_types, short
 from jaxgpt.data.chat.template import write_template
+from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer
-from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, json_sha256, read_json
+from jaxgpt.errors import UserError, shell_line
+from jaxgpt.files import is_there, json_sha256, read_json, refuse_links_out, write_whole
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.runs.find import is_run
-from jaxgpt.files import refuse_links_out, write_whole
-from jaxgpt.errors import shell_line
 
 FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
 OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import SaveFailed, UserError
-from jaxgpt.files import is_there, open_file, parse_json, render_json
-from jaxgpt.files import write_whole
+from jaxgpt.files import is_there, open_file, parse_json, render_json, write_whole
 
 CHECKSUM = "crc32"  # of the rest of a line
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
@@ -25,6 +24,7 @@ from jaxgpt.lora import init_adapters, merged
 from jaxgpt.model import GPT
 from jaxgpt.parallel.strategy import placed
 from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import Origin, Record, read_record, refuse_other_tokenizer
 from jaxgpt.sample.quantize import unrolled

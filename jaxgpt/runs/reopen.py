@@ -8,8 +8,7 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there
-from jaxgpt.files import cache_directory
+from jaxgpt.files import cache_directory, is_there
 from jaxgpt.runs.metadata import Record, refuse_other_data
 
 
