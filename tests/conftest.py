@@ -45,9 +45,9 @@ def private_cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def shared_trainers():
     """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
-    from jaxgpt import session as loop
+    from jaxgpt import session
 
-    make, made = loop.make_trainer, {}
+    make, made = session.make_trainer, {}
 
     def shared(e, devices=None, *, recorded=None):
         t = e.train
@@ -58,7 +58,7 @@ def shared_trainers():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_trainer", shared)
+        patch.setattr(session, "make_trainer", shared)
         yield
 
 

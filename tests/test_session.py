@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt import session as loop
+from jaxgpt import session
 from jaxgpt.cluster import multihost
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import differences
@@ -373,7 +373,7 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
         asked.append(function())
         return asked[0] if len(asked) == 1 else 2
 
-    monkeypatch.setattr(loop, "LONG", 0.0)  # by our own clock none
+    monkeypatch.setattr(session, "LONG", 0.0)  # by our own clock none
     monkeypatch.setattr(multihost, "by_leader", by_leader)
     monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
     monkeypatch.setattr(Log, "step", lambda self, step, **_: events.append(f"settle {step}"))

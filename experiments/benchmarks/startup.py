@@ -27,14 +27,14 @@ at, sums = {}, {}
 def reached(what):
     at.setdefault(what, time.time() - began)
 from jaxgpt import __main__
-from jaxgpt.cli import training
+from jaxgpt.cli import train
 reached("the command line is imported")
-start_jax = training.start_jax
+start_jax = train.start_jax
 def started():
     start_jax()
     reached("jax is imported")
     import jax.monitoring
-    from jaxgpt import loop
+    from jaxgpt import session
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
@@ -49,12 +49,12 @@ def started():
             reached(what)
             return found
         setattr(owner, name, timed)
-    after(loop, "prepare", "the data is there")
-    after(loop, "state_at", "the state is there")
-    after(loop.Log, "compiled", "the first step is done")
-    after(loop, "mean_loss", "the validation loss is known")
-    after(loop.Checkpoints, "wait", "it is saved")
-training.start_jax = started
+    after(session, "prepare", "the data is there")
+    after(session, "state_at", "the state is there")
+    after(session.Log, "compiled", "the first step is done")
+    after(session, "mean_loss", "the validation loss is known")
+    after(session.Checkpoints, "wait", "it is saved")
+train.start_jax = started
 __main__.main(sys.argv[1:])
 reached("the end")
 print(json.dumps({"at": at, "sums": sums}))

@@ -9,11 +9,10 @@ import warnings
 
 import pytest
 
-from jaxgpt.cli import console as tell
+from jaxgpt.cli import console
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.errors import UserError
-from jaxgpt.runs import autopsy, checkpoint
-from jaxgpt.runs import metadata as record
+from jaxgpt.errors import UserError, shell_line
+from jaxgpt.runs import autopsy, checkpoint, metadata
 from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
@@ -78,7 +77,7 @@ def test_a_stdout_of_ascii_alone():
 def test_what_is_changed_for_a_command_is_put_back():
     """`run_experiment` is called by programs that go on."""
     usual = (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors)
-    with tell.told_in_words():
+    with console.told_in_words():
         assert sys.unraisablehook is not usual[0] and sys.stderr is not usual[2]
     assert (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors) == usual
 
@@ -93,14 +92,14 @@ def test_what_is_changed_for_a_command_is_put_back():
     ],
 )
 def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):
-    with pytest.raises(SystemExit) as left, tell.told_in_words():
+    with pytest.raises(SystemExit) as left, console.told_in_words():
         raise error
     assert left.value.code == status and capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("error", [OSError(9, "Bad file descriptor"), BrokenPipeError(32, "Broken pipe"), KeyError(1)])
 def test_a_mistake_of_ours_keeps_its_traceback(error):
-    with pytest.raises(type(error)), tell.told_in_words():
+    with pytest.raises(type(error)), console.told_in_words():
         raise error
 
 
@@ -108,7 +107,7 @@ AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'
 
 
 def test_a_shell_reads_what_was_written():
-    line = tell.shell_line("printf", "%s|", AWKWARD, 3, "", "-x")
+    line = shell_line("printf", "%s|", AWKWARD, 3, "", "-x")
     assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60).stdout.decode() == f"{AWKWARD}|3||-x|"
 
 
@@ -121,7 +120,7 @@ def commands_for(directory, monkeypatch):
     dog.directory = directory
     yield [dog.words("stuck").partition("To continue: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
     monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
-    yield [record._command()], ["python", "x.py", "--run-dir", str(directory)]
+    yield [metadata._command()], ["python", "x.py", "--run-dir", str(directory)]
     place = autopsy._place(directory, 3)
     place.mkdir(parents=True)
     (place / "report.json").write_text("{}")

@@ -225,7 +225,7 @@ REFUSES = """
 import sys
 import jaxgpt.session
 from jaxgpt.errors import UserError
-from jaxgpt.parallel import multihost
+from jaxgpt.cluster import multihost
 
 def taken():
     raise UserError("this run directory is taken")

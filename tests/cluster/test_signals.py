@@ -12,7 +12,7 @@ import time
 import chex
 import pytest
 
-from jaxgpt import session as loop
+from jaxgpt import session
 from jaxgpt.run import load
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import Diverged, Interrupted, fit
@@ -40,7 +40,7 @@ def lines(directory):
 
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
-    directory, plain, seen = tmp_path / "r", loop.mean_loss, []
+    directory, plain, seen = tmp_path / "r", session.mean_loss, []
 
     def interrupted(*arguments):
         seen.append(at)
@@ -48,7 +48,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments)
 
-    monkeypatch.setattr(loop, "mean_loss", interrupted)
+    monkeypatch.setattr(session, "mean_loss", interrupted)
     with pytest.raises(Interrupted, match=f"SIGTERM: saved step {at} of 4"):
         fit(experiment, directory, progress=False)
     seen[:] = [at] * (at // 2 - 1)
@@ -64,7 +64,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
-    plain, steps = loop.mean_loss, iter(["stop", "nan"])
+    plain, steps = session.mean_loss, iter(["stop", "nan"])
 
     def scripted(*arguments):
         match next(steps, None):
@@ -74,7 +74,7 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
                 return math.nan, 1
         return plain(*arguments)
 
-    monkeypatch.setattr(loop, "mean_loss", scripted)
+    monkeypatch.setattr(session, "mean_loss", scripted)
     with pytest.raises(Interrupted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
     fit(experiment, tmp_path / "r", progress=False)
@@ -92,7 +92,7 @@ def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, m
         return math.nan, 1
 
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    monkeypatch.setattr(loop, "mean_loss", scripted)
+    monkeypatch.setattr(session, "mean_loss", scripted)
     for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
         with pytest.raises(Interrupted, match=said):
             fit(e, tmp_path / "r", progress=False)
@@ -117,7 +117,7 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 
     train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
-    monkeypatch.setattr(loop, "mean_loss", scripted)
+    monkeypatch.setattr(session, "mean_loss", scripted)
     with pytest.raises(Interrupted, match="saved step 2 of 4"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"
@@ -129,8 +129,8 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 # A save that takes for ever, so that the second signal finds the first one's work unfinished.
 SLOW = """
 import sys, time
-from jaxgpt import loop, __main__
-loop.Checkpoints.save = lambda *arguments: time.sleep(1000)
+from jaxgpt import session, __main__
+session.Checkpoints.save = lambda *arguments: time.sleep(1000)
 __main__.main(sys.argv[1:])
 """
 

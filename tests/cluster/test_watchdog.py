@@ -10,7 +10,7 @@ import time
 import pytest
 
 import jaxgpt
-from jaxgpt import session as loop
+from jaxgpt import session
 from jaxgpt.cli import train as training
 from jaxgpt.cluster import watchdog
 from jaxgpt.cluster.watchdog import Note, stuck
@@ -24,7 +24,7 @@ PROGRAM = f"""
 import os, signal, time
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxgpt.parallel import watchdog
+from jaxgpt.cluster import watchdog
 watchdog.INTERVAL = 0.1
 watchdog.ASLEEP = 5
 
@@ -118,7 +118,7 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
 
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(watchdog, "INTERVAL", 0.02)
-    monkeypatch.setattr(loop, "_fit", stuck_fit)
+    monkeypatch.setattr(session, "_fit", stuck_fit)
     monkeypatch.setattr(training, "start_jax", lambda: None)
     with pytest.raises(Over):
         if as_command:

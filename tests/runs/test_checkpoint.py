@@ -381,7 +381,8 @@ def test_a_disk_that_fails_ends_the_run_in_words_and_the_run_stays_good(small_di
     else:
         code = f"""
 import subprocess, sys
-from jaxgpt import checkpoint, __main__
+from jaxgpt import __main__
+from jaxgpt.runs import checkpoint
 seal = checkpoint.Checkpoints._seal
 def then_read_only(self, partial, about):
     seal(self, partial, about)
