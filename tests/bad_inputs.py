@@ -80,47 +80,6 @@ NO_TEXT = [
     ("surrogate.txt", "surrogate.txt is not UTF-8 text: byte 0xed at about offset 3"),
 ]
 
-# Questions that will not do: the task, the file, what is said.
-QUESTIONS = [
-    ("lambada", "nowhere.jsonl", "cannot read nowhere.jsonl: No such file"),
-    ("lambada", "empty", "empty is a directory, needs a regular file"),
-    ("lambada", "pipe", "pipe is a pipe, needs a regular file"),
-    ("lambada", "/dev/zero", "/dev/zero is a device, needs a regular file"),
-    ("lambada", "loop", "Too many levels of symbolic links"),
-    ("lambada", LONG, "File name too long"),
-    ("lambada", "empty.txt", 'empty.txt has no questions: a line of lambada needs to be like {"text"'),
-    ("arc", "q_blank.jsonl", 'q_blank.jsonl has no questions: a line of arc needs to be like {"question"'),
-    ("lambada", "t.txt", "t.txt:1: the line is damaged"),
-    ("lambada", "q_half.jsonl", "q_half.jsonl:2: the line is damaged"),
-    ("lambada", "q_list.jsonl", "q_list.jsonl:3: the line holds list, not an object"),
-    ("lambada", "q_deep.jsonl", "q_deep.jsonl:1: the line is damaged: nested too deeply"),
-    ("lambada", "q_twice.jsonl", "q_twice.jsonl:1: the line is damaged: the key 'text' is there twice"),
-    ("lambada", "q_latin1.jsonl", "q_latin1.jsonl:1: the line is damaged"),
-    ("lambada", "utf16.txt", "utf16.txt:1: the line is damaged"),
-    ("lambada", "picture.txt", "picture.txt:1: the line is damaged"),
-    ("lambada", "q_pickle.jsonl", "q_pickle.jsonl:1: the line is damaged"),
-    ("lambada", "q_other.jsonl", "q_other.jsonl:3: text=None: needs a text. A line of lambada needs to be like"),
-    ("lambada", "q_number.jsonl", "q_number.jsonl:1: text=15: needs a text"),
-    ("lambada", "q_word.jsonl", "q_word.jsonl:1: text='lance': needs a word, and words before it"),
-    ("lambada", "q_long.jsonl", "q_long.jsonl:1: text='xxx"),
-    ("lambada", "q_letters.jsonl", "q_letters.jsonl:2: not in this tokenizer's"),
-    ("lambada", "q_surrogate.jsonl", "q_surrogate.jsonl:1: not in this tokenizer's"),
-    ("hellaswag", "q_word.jsonl", "q_word.jsonl:1: ctx=None: needs a text. A line of hellaswag needs to be like"),
-    ("hellaswag", "q_nan.jsonl", "NaN is not JSON"),
-    ("hellaswag", "q_one.jsonl", "endings=['a']: needs a list of two texts or more, none empty"),
-    ("hellaswag", "q_far.jsonl", "q_far.jsonl:1: label=2: needs one of 0, 1"),
-    ("hellaswag", "q_true.jsonl", "label=True: needs one of 0, 1"),
-    ("hellaswag", "q_unlabelled.jsonl", "label='': needs one of 0, 1"),
-    ("hellaswag", "q_emptied.jsonl", "endings=['[step]', 'b']: needs words in each"),
-    ("hellaswag", "q_part.jsonl", "ctx_b=None: needs a text"),
-    ("arc", "q_word.jsonl", "question=None: needs a text. A line of arc needs to be like"),
-    ("arc", "q_key.jsonl", "q_key.jsonl:1: answerKey='C': needs one of A, B"),
-    ("arc", "q_labels.jsonl", "2 choices have 3 labels: needs one for each"),
-    ("arc", "q_texts.jsonl", "text='bc': needs a list of two texts"),
-    ("arc", "q_choices.jsonl", "choices=['b', 'c']: needs an object"),
-    ("arc", "q_stem.jsonl", "choices=[1, 2]: needs a list of objects"),
-]
-
 SHARDS = [
     ("odd.bin", "999 bytes are not whole 16-bit tokens"),
     ("none.bin", "0 bytes"),
@@ -353,12 +312,6 @@ OPTIONS = [
     (["evaluate", "runs/tiny", "--stride", "1" + "0" * 30], "needs at least 1 and at most block_size=8"),
     (["evaluate", "runs/tiny", "--stride", "0.5"], "0.5"),
     (["evaluate", "runs/tiny", "--stride", "８x"], "８x"),
-    (["evaluate", "runs/tiny", "--task"], "Missing value for argument '--task'"),
-    (["evaluate", "runs/tiny", "--task", "mmlu", "--data", "t.txt"], "mmlu"),
-    (["evaluate", "runs/tiny", "--task", ""], "--task"),
-    (["evaluate", "runs/tiny", "--task", "arc"], "--task arc needs --data FILE"),
-    (["evaluate", "runs/tiny", "--task", "arc", "--data", ""], "data is empty"),
-    (["evaluate", "runs/tiny", "--task", "arc", "--data", "q.jsonl", "--stride", "2"], "--stride is for texts"),
     (["evaluate", "runs/tiny", "--batch-size", "0"], "--batch-size 0: needs at least 1"),
     (["evaluate", "runs/tiny", "--batch-size", "1" + "0" * 30], "needs at most"),
     (["evaluate", "runs/tiny", "--batch-size", "many"], "many"),
@@ -672,7 +625,6 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [([verb, "broken/other_tokenizer"], {}, "not the tokenizer that") for verb in ("sample", "evaluate")]
     rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in NO_TEXT]
     rows += [(["evaluate", "runs/tiny", "--data", path], {}, said) for path, said in NO_TEXT]
-    rows += [(["evaluate", "runs/tiny", "--task", task, "--data", path], {}, said) for task, path, said in QUESTIONS]
     rows += [([*TRAIN[:-2], *IDS, "--data.path", path], {}, said) for path, said in SHARDS]
     rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in CHATS]
     for encoder in ([], ["--model.n-encoder-layer", "1"]):

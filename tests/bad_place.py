@@ -1,4 +1,4 @@
-"""The directory in which the table of bad inputs runs: bad texts, token files, tokenizers, experiments, questions and runs."""
+"""The directory in which the table of bad inputs runs: bad texts, token files, tokenizers, experiments and runs."""
 
 import gzip
 import json
@@ -26,7 +26,6 @@ def prepare_place(place: Path, run: Path) -> None:
     _chats(place)
     _pairs(place)
     _experiments(place)
-    _questions(place)
     _runs(place)
     prepare_models(place)
     (place / "empty").mkdir()
@@ -199,42 +198,6 @@ def _experiments(place: Path) -> None:
     (place / "folder.py").mkdir()
     (place / "loop.py").symlink_to("loop.py")
     os.mkfifo(place / "pipe.py")
-
-
-def _questions(place: Path) -> None:
-    def choices(**fields) -> str:
-        good = {"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answerKey": "A"}
-        return json.dumps(good | fields)
-
-    good = '{"text": "of a lance"}\n'
-    for name, text in {
-        "blank": "\n  \n\n",
-        "half": good + '{"text": "of a',
-        "list": good * 2 + "[1]\n",
-        "deep": DEEP,
-        "twice": '{"text": "of a", "text": "lance"}',
-        "nan": '{"ctx": "of", "endings": ["a", "b"], "label": NaN}',
-        "other": good + "\n" + '{"txt": "of a lance"}',
-        "number": '{"text": 15}',
-        "word": '{"text": "lance"}',
-        "letters": good + '{"text": "of ñandú"}',
-        "surrogate": '{"text": "of \\ud800"}',
-        "one": '{"ctx": "of", "endings": ["a"], "label": 0}',
-        "far": '{"ctx": "of", "endings": ["a", "b"], "label": 2}',
-        "true": '{"ctx": "of", "endings": ["a", "b"], "label": true}',
-        "unlabelled": '{"ctx": "of", "endings": ["a", "b"], "label": ""}',
-        "emptied": '{"ctx": "of", "endings": ["[step]", "b"], "label": 0}',
-        "part": '{"ctx_a": "of", "endings": ["a", "b"], "label": 0}',
-        "key": choices(answerKey="C"),
-        "labels": choices(choices={"text": ["b", "c"], "label": ["A"] * 3}),
-        "texts": choices(choices={"text": "bc", "label": ["A", "B"]}),
-        "choices": choices(choices=["b", "c"]),
-        "stem": choices(question={"stem": "a", "choices": [1, 2]}),
-        "long": json.dumps({"text": "x" * 100_000}),
-    }.items():
-        (place / f"q_{name}.jsonl").write_text(text)
-    (place / "q_latin1.jsonl").write_bytes('{"text": "of año"}'.encode("latin-1"))
-    (place / "q_pickle.jsonl").write_bytes(b"\x80\x04\x95\x1a\x00\x00\x00cos\nsystem\n")
 
 
 def _runs(place: Path) -> None:

@@ -713,20 +713,6 @@ MUTATIONS = (
         "sample/test_score.py::test_each_token_given_those_before_it_and_at_least_half_a_window",
     ),
     Mutation(
-        "acc-norm-by-bytes",
-        "tools/evaluate/tasks.py",
-        "e.logprob / len(text)",
-        "e.logprob / len(text.encode())",
-        "tools/evaluate/test_tasks.py::test_acc_norm_is_by_characters_and_not_by_bytes",
-    ),
-    Mutation(
-        "error-of-a-mean-uncorrected",
-        "tools/evaluate/tasks.py",
-        "ddof=1",
-        "ddof=0",
-        "tools/evaluate/test_tasks.py::test_acc_is_of_the_likeliest_ending_and_acc_norm_of_the_likeliest_per_character",
-    ),
-    Mutation(
         "error-of-a-share-without-its-root",
         "tools/evaluate/pairs.py",
         "(share * (1 - share) / len(order)) ** 0.5",

@@ -28,7 +28,7 @@ from jaxgpt.runs.metadata import read_record
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.session import Diverged, Interrupted, fit
 from jaxgpt.tools.diagnose.replay import replay
-from jaxgpt.tools.evaluate import evaluate_run
+from jaxgpt.tools.evaluate.text import evaluate_run
 from jaxgpt.train import Guard, TrainState
 from tests.helpers import chat_file, tiny_experiment
 

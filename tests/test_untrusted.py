@@ -110,9 +110,6 @@ NAMES = [
     "safetensors index",
     "conversations",
     "tokenizer_config.json",
-    "questions, hellaswag",
-    "questions, arc",
-    "questions, lambada",
 ]
 
 

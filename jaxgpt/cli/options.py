@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from jaxgpt.config import Experiment, Precision, Task
+from jaxgpt.config import Experiment, Precision
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -57,21 +57,17 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Loss, perplexity and bits per byte of a run, on its validation split or any text; or the questions it answers."""
+    """Loss, perplexity and bits per byte of a run, on its validation split or any text."""
 
     run: Annotated[str | None, tyro.conf.Positional] = None  # run directory; None: the newest under runs/
     # parameters are the mean of so many checkpoints, the last ones, of those that train.keep_last keeps; None: the best one
     average: int | None = None
-    data: str | None = (
-        None  # a UTF-8 text file, conversations (.jsonl), or with --task its questions; None: the run's validation split
-    )
-    # what --data has, a JSON object in each line: hellaswag (ctx, endings, label) and arc (question, choices, answerKey),
-    # endings to choose from; lambada (text), whose last word is to be guessed; None: a text
-    task: Task | None = None
+    # a UTF-8 text file, conversations (.jsonl) or pairs (.tsv); None: the run's validation split
+    data: str | None = None
     # tokens that each window moves on, and block_size less as many are what each token is given at least: the smaller,
     # the better the loss and the longer it takes; None: block_size, windows that touch
     stride: int | None = None
-    batch_size: int | None = None  # windows or endings that are read together; None: the run's, in training
+    batch_size: int | None = None  # windows that are read together; None: the run's, in training
     beams: int | None = None  # of pairs of texts: the likeliest text by a search with so many beams; None: greedy
     # of the matrices, to see what fewer bits cost; None: as trained
     weights: Precision | None = None

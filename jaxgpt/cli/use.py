@@ -18,7 +18,7 @@ from jaxgpt.cli.options import (
     parse,
 )
 from jaxgpt.config.validate import LARGEST_COUNT, LARGEST_SIZE
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import shell_line
 from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import start_jax
 from jaxgpt.runs.find import find_run
@@ -79,28 +79,15 @@ def evaluate(argv: list[str]) -> None:
         count_in_range("batch-size", options.batch_size, LARGEST_COUNT)
     if options.beams is not None:
         count_in_range("beams", options.beams, LARGEST_COUNT)
-    if options.task is not None and options.data is None:
-        raise UserError(f"--task {options.task} needs --data FILE, a file of its questions, one JSON object a line")
-    if options.task is not None and options.stride is not None:
-        raise UserError("--stride is for texts: leave it out with --task")
     find_run(options.run)
     start_jax()
     from jaxgpt.run import load
-    from jaxgpt.tools.evaluate import evaluate_run, evaluate_task, read_questions, task_table, text_table
+    from jaxgpt.tools.evaluate.text import evaluate_run, text_table
 
-    # Before the weights, so that a mistake answers at once.
-    questions = read_questions(options.task, options.data) if options.task and options.data else []
     run = load(options.run, average=options.average)
     run = run if options.weights is None else run.packed(options.weights)
-    if options.task is not None:
-        found = evaluate_task(run, options.task, questions, batch_size=options.batch_size)
-        table = task_table
-    else:
-        found = evaluate_run(
-            run, options.data, stride=options.stride, batch_size=options.batch_size, beams=options.beams
-        )
-        table = text_table
-    print(render_json(found) if options.json else table(found))
+    found = evaluate_run(run, options.data, stride=options.stride, batch_size=options.batch_size, beams=options.beams)
+    print(render_json(found) if options.json else text_table(found))
 
 
 def xray(argv: list[str]) -> None:

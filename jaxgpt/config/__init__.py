@@ -19,7 +19,6 @@ from jaxgpt.config.model import GPTConfig
 from jaxgpt.config.serialize import differences, from_dict, to_dict
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
-Task = Literal["hellaswag", "arc", "lambada"]  # whose shapes of files with questions can be read
 
 __all__ = [
     "NO_LORA",
@@ -30,7 +29,6 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "Precision",
-    "Task",
     "TrainConfig",
     "differences",
     "from_dict",

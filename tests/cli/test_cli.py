@@ -153,16 +153,6 @@ def test_evaluate(trained):
 
 
 @pytest.mark.slow
-def test_evaluate_a_task(trained):
-    directory, _ = trained
-    (directory / "q.jsonl").write_text('{"ctx": "a lean", "endings": ["hack", "lance"], "label": 0}\n')
-    line = "evaluate runs/quickstart --task hellaswag --data q.jsonl --batch-size 3"
-    assert jaxgpt(*line.split(), cwd=directory).stdout.startswith("hellaswag: 1 questions, 1 of them with")
-    found = json.loads(jaxgpt(*line.split(), "--json", cwd=directory).stdout)
-    assert set(found) == {"task", "n", "truncated", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr"}
-
-
-@pytest.mark.slow
 def test_training_again_goes_on_without_being_told_the_options(trained):
     directory, _ = trained
     done = jaxgpt("train", "--run-dir", "runs/quickstart", cwd=directory)

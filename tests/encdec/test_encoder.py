@@ -27,7 +27,7 @@ from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.session import Interrupted, fit
 from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.evaluate import evaluate_run, text_table
+from jaxgpt.tools.evaluate.text import evaluate_run, text_table
 from jaxgpt.tools.report.report import report
 from jaxgpt.tools.xray.activations import anatomy
 from jaxgpt.tools.xray.xray import xray

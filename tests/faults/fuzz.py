@@ -32,7 +32,6 @@ from jaxgpt.hf.families import family_of
 from jaxgpt.hf.safetensors_files import INDEX, Made, read, stored, write
 from jaxgpt.runs.metadata import FORMAT, changed_data, read_record
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
-from jaxgpt.tools.evaluate import read_questions
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
 from tests.hf.peers import SHAPES
@@ -185,11 +184,6 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
     write(folders["index"], made, shard=100)
     configs = [json.dumps({"model_type": kind} | options).encode() for kind, options in SHAPES.values()]
     chat = [{"role": "user", "content": "a 🐎"}, {"role": "assistant", "content": "b"}] * 2
-    questions = {
-        "hellaswag": {"ctx": "a b", "endings": ["c", "d"], "label": 1},
-        "arc": {"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answerKey": "B"},
-        "lambada": {"text": "a b c"},
-    }
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     return {
         "a model's config.json": (_read_model, directory / "model.json", configs),
@@ -205,14 +199,6 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
             folders["template"] / "tokenizer_config.json",
             [json.dumps({"chat_template": template, "bos_token": "<s>"}).encode()],
         ),
-        **{
-            f"questions, {task}": (
-                lambda path, task=task: read_questions(task, str(path)) and None,
-                directory / f"{task}.jsonl",
-                [json.dumps(question).encode() + b"\n"],
-            )
-            for task, question in questions.items()
-        },
     }
 
 

@@ -18,7 +18,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import begun
 from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
-from jaxgpt.tools.evaluate import evaluate_run
+from jaxgpt.tools.evaluate.text import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import edit_record, tiny_experiment
 

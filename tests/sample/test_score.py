@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.sample import score
-from jaxgpt.sample.score import _logprobs, likelihoods
+from jaxgpt.sample.score import _logprobs, likelihoods, pair_ids
+from tests.conftest import TEXT
 from tests.helpers import TINY, apply, make_model
 
 
@@ -57,3 +59,16 @@ def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():
     assert [got.greedy for got in found] == [True] * 3 + [False] * 5
     for got, alone in zip(found, likelihoods(model, params, pairs[::-1], batch_size=3)[::-1], strict=True):
         assert got.greedy == alone.greedy and got.logprob == pytest.approx(alone.logprob, rel=1e-5)
+
+
+def test_a_pair_is_its_text_cut_before_the_spaces():
+    tokenizer = train_bpe([TEXT], 300)
+    for context, continuation in (("of La Mancha", " the name"), ("of La Mancha  ", "the name"), ("keep a", "n old")):
+        before, new = pair_ids(tokenizer, context, continuation)
+        assert before == tokenizer.encode(context.rstrip()).tolist()
+        assert new == tokenizer.encode(context + continuation).tolist()[len(before) :]
+    assert pair_ids(tokenizer, "", "a") == ([tokenizer.end_of_text], tokenizer.encode("a").tolist())
+    assert pair_ids(ByteTokenizer(), "  ", "a") == ([10], [32, 32, 97])
+    for context, continuation in (("a", ""), ("keep a lan", "ce")):  # "lance" is one token
+        with pytest.raises(UserError, match=f"{continuation!r} adds no token to the context"):
+            pair_ids(tokenizer, context, continuation)

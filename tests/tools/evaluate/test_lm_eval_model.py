@@ -1,12 +1,13 @@
-"""lm-evaluation-harness itself, on tasks that are made here, beside what we find for the same questions."""
+"""lm-evaluation-harness itself, on tasks that are made here, beside what the run says of the same continuations."""
 
 import importlib.util
 import json
+import math
 
+import numpy as np
 import pytest
 
-from jaxgpt.tools.evaluate import evaluate_task, read_questions
-from jaxgpt.tools.evaluate.tasks import ids_of
+from jaxgpt.sample.score import pair_ids
 from tests.helpers import run_command
 
 SAME = 1e-4  # nats: float32 sums of other batches
@@ -110,26 +111,30 @@ def answers(theirs, task):
     return [answer for requests in theirs["resps"][task] for (answer,) in requests]
 
 
-def test_endings_have_the_same_likelihoods_and_the_same_is_answered(run, place, theirs):
-    questions = read_questions("hellaswag", str(place / "q.jsonl"))
-    ours = run.likelihoods([pair for each in ids_of(run, questions) for pair in each])
+def continuations(run, ending=None):
+    """Likelihoods of the endings of each line, or of its right one alone."""
+    pairs = [(line["ctx"], end) for line in LINES for end in (line["endings"] if ending is None else [ending(line)])]
+    return run.likelihoods([pair_ids(run.tokenizer, context, f" {end}") for context, end in pairs])
+
+
+def test_endings_have_the_likelihoods_of_the_run_and_acc_norm_is_by_characters(run, theirs):
+    ours = continuations(run)
     assert [float(logprob) for logprob, _ in answers(theirs, "choice")] == pytest.approx(
         [o.logprob for o in ours], abs=SAME
     )
     assert [str(greedy) for _, greedy in answers(theirs, "choice")] == [str(o.greedy) for o in ours]
-    figures, results = evaluate_task(run, "hellaswag", questions), theirs["results"]["choice"]
-    for name in ("acc", "acc_norm"):
-        assert results[f"{name},none"] == figures[name]
-        assert results[f"{name}_stderr,none"] == pytest.approx(figures[f"{name}_stderr"])
-    assert figures["acc"] != figures["acc_norm"]  # so that one cannot pass for the other
+    logprobs_NK = np.array([o.logprob for o in ours]).reshape(len(LINES), 3)
+    characters_NK = np.array([[len(ending) for ending in line["endings"]] for line in LINES])
+    right_N, results = [line["label"] for line in LINES], theirs["results"]["choice"]
+    acc, acc_norm = (np.mean(x.argmax(1) == right_N) for x in (logprobs_NK, logprobs_NK / characters_NK))
+    assert results["acc,none"] == acc and results["acc_norm,none"] == acc_norm
+    assert acc != acc_norm  # so that one cannot pass for the other
 
 
-def test_last_words_are_guessed_alike(run, place, theirs):
-    texts = [{"text": f"{line['ctx']} {line['endings'][line['label']]}"} for line in LINES]
-    (place / "words.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    ours = evaluate_task(run, "lambada", read_questions("lambada", str(place / "words.jsonl")))
-    assert 0 < ours["acc"] == theirs["results"]["word"]["acc,none"] < 1
-    assert theirs["results"]["word"]["perplexity,none"] == pytest.approx(ours["perplexity"], rel=SAME)
+def test_last_words_are_guessed_by_what_greedy_decoding_writes(run, theirs):
+    ours, results = continuations(run, lambda line: line["endings"][line["label"]]), theirs["results"]["word"]
+    assert 0 < results["acc,none"] == np.mean([o.greedy for o in ours]) < 1
+    assert results["perplexity,none"] == pytest.approx(math.exp(-np.mean([o.logprob for o in ours])), rel=SAME)
 
 
 @pytest.mark.filterwarnings("ignore:prompt 0 has")  # more tokens than fit

@@ -17,7 +17,7 @@ from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
-from jaxgpt.tools.evaluate import evaluate_run, text_table
+from jaxgpt.tools.evaluate.text import evaluate_run, text_table
 from jaxgpt.tools.xray.xray import xray
 from jaxgpt.train import eval_step, mean_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
