@@ -15,8 +15,9 @@ from jaxgpt.cluster.replicas import check
 from jaxgpt.cluster.signals import signals
 from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
-from jaxgpt.data.dataset import Dataset, prepare, resolve_vocab
+from jaxgpt.data.dataset import prepare, resolve_vocab
 from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import first_device, refuse_what_cannot_fit

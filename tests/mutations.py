@@ -657,16 +657,16 @@ MUTATIONS = (
     # Data
     Mutation(
         "targets-scored-twice",
-        "data/pipeline.py",
+        "data/tokens.py",
         "max(block_size - stride if start else 0,",
         "max(0,",
         "data/test_pipeline.py::test_windows_of_any_stride_have_every_target_once_and_none_to_spare",
     ),
     Mutation(
         "prefix-is-scored",
-        "data/pipeline.py",
-        "given - 1 - start",
-        "given - 2 - start",
+        "data/tokens.py",
+        "prefix_length - 1 - start",
+        "prefix_length - 2 - start",
         "tools/evaluate/test_text.py::test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with[prefix1]",
     ),
     Mutation(

@@ -29,9 +29,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import train_bpe
+from jaxgpt.data.tokens import Tokens
 
 PEER_CHARACTERS = 8_000_000  # the peers' share of the text: their lists of all of it would be gigabytes
 SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}

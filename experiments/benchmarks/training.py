@@ -38,8 +38,8 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     import numpy as np
 
     from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
-    from jaxgpt.data.dataset import Tokens
     from jaxgpt.data.pipeline import training_batches
+    from jaxgpt.data.tokens import Tokens
     from jaxgpt.parallel.trainer import make_trainer
     from jaxgpt.session import IN_FLIGHT
 

@@ -1,7 +1,7 @@
 """From text to batches: tokenizers, corpora, token files, and the pipeline that feeds a run."""
 
 from jaxgpt.data.corpus import CORPORA, Corpus
-from jaxgpt.data.dataset import Dataset, prepare
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import (
     BPETokenizer,
@@ -11,6 +11,7 @@ from jaxgpt.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from jaxgpt.data.tokens import Dataset
 
 __all__ = [
     "CORPORA",

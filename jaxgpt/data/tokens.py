@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxgpt.data.chat.conversations import Conversations
+from jaxgpt.data.pipeline import RowReader, pick_evenly, shuffle_epochs
 from jaxgpt.data.tokenizer import Tokenizer
 
 
@@ -22,7 +25,7 @@ class Tokens:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """`length` ids from `start` on, int32; windows cross from one shard to the next."""
+        """Return `length` ids from `start` on, int32; windows cross from one shard to the next."""
         assert start >= 0 and start + length <= len(self), (start, length, len(self))
         shard = int(np.searchsorted(self._ends, start, side="right"))
         start -= int(self._ends[shard - 1]) if shard else 0
@@ -34,10 +37,69 @@ class Tokens:
             shard, start = shard + 1, 0
         return np.concatenate(parts).astype(np.int32)
 
+    def training_rows(self, *, block_size: int, seed: int) -> RowReader:
+        """Return the reader of (inputs_T, targets_T): see `pipeline.Split`.
+
+        Each epoch cuts the text into windows that touch but do not overlap, and visits each once. Where the first
+        window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the fewer than
+        2 block_size tokens left over at the two ends are skipped in that epoch.
+        """
+        windows = windows_per_epoch(len(self), block_size)
+        order = shuffle_epochs(windows, seed)
+        most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
+
+        @functools.lru_cache(maxsize=16)  # drawn once an epoch, not once a window
+        def offset(epoch: int) -> int:
+            return int(np.random.default_rng([seed, epoch]).integers(most + 1))
+
+        def row(n: int) -> tuple[np.ndarray, np.ndarray]:
+            window = self.read(offset(n // windows) + order[n] * block_size, block_size + 1)
+            return window[:-1], window[1:]
+
+        return row
+
+    def validation_rows(
+        self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
+    ) -> tuple[int, RowReader]:
+        """Return the number and the reader of (inputs_T, targets_T, mask_T): see `pipeline.Split`."""
+        n_targets = len(self) - 1
+        starts: Sequence[int] = window_starts(n_targets, block_size=block_size, stride=stride)
+        if max_tokens is not None and max_tokens < n_targets:
+            starts = pick_evenly(starts, max_tokens // stride)
+
+        def row(n: int) -> tuple[np.ndarray, ...]:
+            inputs, targets = np.zeros(block_size, np.int32), np.zeros(block_size, np.int32)
+            mask = np.zeros(block_size, bool)
+            if n < len(starts):
+                start = starts[n]
+                length = min(block_size, n_targets - start)
+                window = self.read(start, length + 1)
+                inputs[:length], targets[:length] = window[:-1], window[1:]
+                mask[max(block_size - stride if start else 0, prefix_length - 1 - start) : length] = True
+            return inputs, targets, mask
+
+        return len(starts), row
+
+
+def windows_per_epoch(n_tokens: int, block_size: int) -> int:
+    """Count windows of block_size + 1 tokens, each sharing one token with the next, that fit wherever the cut falls."""
+    assert n_tokens > block_size
+    return max(1, n_tokens // block_size - 1)
+
+
+def window_starts(targets: int, *, block_size: int, stride: int) -> range:
+    """Return the starts of windows that move on by `stride` and together have every target: input i has target i + 1.
+
+    A window scores those of its inputs that no earlier one has: all of the first, and from input
+    block_size - stride on of the others.
+    """
+    assert 1 <= stride <= block_size, (stride, block_size)
+    return range(0, max(targets - (block_size - stride), min(targets, 1)), stride)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The two splits, the tokenizer they are written in, and what makes two runs comparable."""
+    """The two splits, the tokenizer they are encoded by, and what makes two runs comparable."""
 
     train: Tokens | Conversations
     val: Tokens | Conversations
@@ -46,6 +108,6 @@ class Dataset:
     val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
     fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
     # the chat template of conversations, as tokenizer_config.json has it; empty: it follows from the tokenizer; None: these
-    # are no conversations
+    # are not conversations
     tokenizer_config: dict[str, Any] | None = None
     said: tuple[str, ...] = ()  # what the user should know about it

@@ -18,9 +18,9 @@ from flax import linen as nn
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
 from jaxgpt.config import Experiment
-from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import Tokenizer
+from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.block import ON_ONE_DEVICE

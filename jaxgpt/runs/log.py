@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.cluster import multihost
 from jaxgpt.config import Experiment
-from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.tokens import Dataset
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import peaks

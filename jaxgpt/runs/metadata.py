@@ -19,8 +19,8 @@ import filelock
 from jaxgpt.config import Experiment, GPTConfig, differences, from_dict, to_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_types, short
 from jaxgpt.data.chat.template import write_template
-from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, load_tokenizer
+from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, refuse_links_out, write_whole
 from jaxgpt.parallel.device import device_kind

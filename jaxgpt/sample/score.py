@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config.validate import check_count, short
-from jaxgpt.data.pipeline import window_starts
 from jaxgpt.data.tokenizer import Tokenizer, start_token
+from jaxgpt.data.tokens import window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 

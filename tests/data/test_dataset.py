@@ -8,8 +8,9 @@ import pytest
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import cache, corpus, documents
-from jaxgpt.data.dataset import Tokens, encode_whole, prepare
+from jaxgpt.data.dataset import encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
 from tests.helpers import chat_file

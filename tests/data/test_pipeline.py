@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data.dataset import Tokens
-from jaxgpt.data.pipeline import training_batches, validation_batches, window_starts, windows_per_epoch
+from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.tokens import Tokens, window_starts, windows_per_epoch
 
 T = 8
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxgpt.config.validate import short
 from jaxgpt.data.chat.packing import Packing
 from jaxgpt.data.chat.template import MARKS, ROLES, ChatTemplate, Message, tokenise
+from jaxgpt.data.pipeline import RowReader
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, read_lines
@@ -103,8 +104,23 @@ class Conversations:
         """Which of them share a row: the same in each epoch and at each validation, so it is done once."""
         return Packing(self.sizes, self.block_size)
 
+    def training_rows(self, *, block_size: int, seed: int) -> RowReader:
+        """Return the reader of packed rows, with each conversation once an epoch: see `pipeline.Split`."""
+        assert block_size == self.block_size, (block_size, self.block_size)
+        members = self.packing.training_members(seed)
+        return lambda n: self.row(members(n))
+
+    def validation_rows(
+        self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
+    ) -> tuple[int, RowReader]:
+        """Return the number and the reader of packed rows: see `pipeline.Split`. Conversations are read whole."""
+        assert block_size == stride == self.block_size and not prefix_length, (block_size, stride, prefix_length)
+        members = self.packing.validation_members(max_tokens)
+        empty = np.zeros(0, np.int64)
+        return len(members), lambda n: self.row(members[n] if n < len(members) else empty)
+
     def __len__(self) -> int:
-        """Tokens, of all of them together."""
+        """Count the tokens of all of them together."""
         return int(self.lengths.sum())
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:

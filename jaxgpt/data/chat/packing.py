@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxgpt.data.pipeline import pick_evenly
+
 
 def best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
-    """row_N, int64, from 0 on: the row of each size where every one goes, largest first, to the fullest row it fits.
+    """Return row_N, int64, from 0 on: the row of each size if each goes, largest first, to the fullest row it fits.
 
     Johnson et al. 1974, SIAM J. Comput. 3(4): at most 11/9 of the fewest rows, and 4. Sizes are 1 to `room`.
     """
@@ -34,29 +37,43 @@ def best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
 class Packing:
     """Which conversations share a row: `rows` of them in every epoch, each conversation once.
 
-    Best fit looks at lengths alone, so it is done once: an epoch deals conversations of equal length out anew, and has
-    its own order of rows. That keeps the number of rows the same in each, and the n-th row of a run a matter of arithmetic.
+    Best fit looks at lengths alone, so it is done once: each epoch reshuffles conversations of equal length among the
+    rows, and has its own order of rows. That keeps the number of rows the same in each, and the n-th row of a run a
+    matter of arithmetic.
     """
 
     def __init__(self, sizes_N: np.ndarray, block_size: int):
-        self._places = np.argsort(-sizes_N, kind="stable")  # conversations, longest first
-        row_N = best_fit(sizes_N[self._places], block_size)
-        self._by_row = np.argsort(row_N, kind="stable")  # places
+        self._longest_first = np.argsort(-sizes_N, kind="stable")  # conversations
+        row_N = best_fit(sizes_N[self._longest_first], block_size)
+        self._by_row = np.argsort(row_N, kind="stable")  # ranks by length
         self._ends = np.cumsum(np.bincount(row_N))
-        self._sizes = sizes_N
+        self._sizes, self.block_size = sizes_N, block_size
         self.rows = len(self._ends)
-        self.filled = float(sizes_N.sum()) / (self.rows * block_size)  # share of the rows' tokens that are no padding
+        self.filled = float(sizes_N.sum()) / (self.rows * block_size)  # share of the rows' tokens that are not padding
 
-    def epoch(self, seed: int, number: int) -> Callable[[int], np.ndarray]:
-        """The conversations of each row of one epoch, by its number there."""
-        rng = np.random.default_rng([seed, number])
-        shuffled = rng.permutation(len(self._sizes))
-        dealt = shuffled[np.argsort(-self._sizes[shuffled], kind="stable")]
-        order = rng.permutation(self.rows)
-        return lambda row: self._of(dealt, order[row])
+    def training_members(self, seed: int) -> Callable[[int], np.ndarray]:
+        """Return the conversations of the n-th row of a run as a function of n."""
 
-    def unshuffled(self, row: int) -> np.ndarray:
-        return self._of(self._places, row)
+        @functools.lru_cache(
+            maxsize=2
+        )  # epochs: rows at the end of one and the beginning of the next are read together
+        def shuffle(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+            rng = np.random.default_rng([seed, epoch])
+            shuffled = rng.permutation(len(self._sizes))
+            return shuffled[np.argsort(-self._sizes[shuffled], kind="stable")], rng.permutation(self.rows)
 
-    def _of(self, places: np.ndarray, row: int) -> np.ndarray:
-        return places[self._by_row[self._ends[row - 1] if row else 0 : self._ends[row]]]
+        def members(n: int) -> np.ndarray:
+            longest_first, order = shuffle(n // self.rows)
+            return self._members(longest_first, order[n % self.rows])
+
+        return members
+
+    def validation_members(self, max_tokens: int | None) -> list[np.ndarray]:
+        """Return the conversations of each row, or of rows spread evenly with about `max_tokens` tokens."""
+        rows: Sequence[int] = range(self.rows)
+        if max_tokens is not None and max_tokens < self.rows * self.block_size:
+            rows = pick_evenly(rows, max_tokens // self.block_size)
+        return [self._members(self._longest_first, row) for row in rows]
+
+    def _members(self, longest_first: np.ndarray, row: int) -> np.ndarray:
+        return longest_first[self._by_row[self._ends[row - 1] if row else 0 : self._ends[row]]]

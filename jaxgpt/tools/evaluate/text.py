@@ -14,9 +14,10 @@ from jaxgpt.config import DataConfig
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.chat.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import user_files
-from jaxgpt.data.dataset import Tokens, encode_whole
+from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.runs.metadata import read_record
@@ -88,7 +89,7 @@ def evaluate_run(
     if config.n_encoder_layer and not pairs:
         raise UserError(f"{path} has no pairs, which a model with an encoder needs: give a .tsv file with --data FILE")
     windows = validation_batches(
-        held, block_size=config.block_size, batch_size=batch_size, stride=stride, given=len(prefix)
+        held, block_size=config.block_size, batch_size=batch_size, stride=stride, prefix_length=len(prefix)
     )
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
     if not math.isfinite(loss):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.config.validate import check_count
-from jaxgpt.data.dataset import Dataset, Tokens
+from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json, render_json
 from jaxgpt.parallel.flops import count_parameters

@@ -10,9 +10,10 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import user_files
-from jaxgpt.data.dataset import Tokens, encode_whole
+from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run

@@ -12,9 +12,10 @@ import pytest
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat.conversations import read_messages
 from jaxgpt.data.chat.template import PLAIN
-from jaxgpt.data.dataset import Tokens, prepare
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.tools.evaluate.text import evaluate_run, text_table
