@@ -1,0 +1,750 @@
+"""What this code computes, to the bit: losses, parameters, samples, scores, exports, lowered steps and plans of tiny runs.
+
+`python -m tests.golden.record` writes it to house.json; after a change that is to change no number, `--check` computes it
+again, prints each case that differs, and exits with 1 if one does; `--only NAME ...` takes some cases (names may have *),
+`--list` names them, and `--hlo DIR` writes the lowered steps as texts that can be compared by diff. On another processor, or
+with other versions of jax, last bits differ: `--check` then says at which commit to record first, and exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import hashlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+HOUSE = Path(__file__).parent / "house.json"
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE = 1500  # seconds, after which a process is killed
+# The programs are many and run for a moment: compiled fast, as in tests/conftest.py.
+FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+
+# What is used besides `jaxgpt`'s public names: one function for each, so that what moves is renamed in one place.
+
+
+def export_run(run: Path, out: Path) -> None:
+    from jaxgpt.export_hf import export_hf
+
+    export_hf(run, out)
+
+
+def import_model(model: Path, run: Path) -> None:
+    from jaxgpt.import_hf import import_hf
+
+    import_hf(str(model), run)
+
+
+def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str, Any]:
+    from jaxgpt.evaluate import evaluate_run
+
+    return evaluate_run(run, path, **options)
+
+
+def lowered_step(experiment: Any, devices: int) -> str:
+    """StableHLO of a training step, for the first so many devices."""
+    import jax
+
+    from jaxgpt.parallel.trainer import make_trainer
+
+    return make_trainer(experiment, jax.devices()[:devices]).lowered().as_text()
+
+
+def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str, Any]:
+    from jaxgpt.plan import plan
+
+    return dataclasses.asdict(plan(experiment, vocab_size, topology=topology))
+
+
+# Texts
+
+
+def text() -> str:
+    """Made of forty words, of which some like to follow each other."""
+    words = (
+        "a an the of in lance rack lean hack greyhound old buckler village name house garden river stone bridge man "
+    )
+    words += "woman reads writes sees keeps sells finds green narrow silent late when where because and but not 1605 42"
+    draw, listed = random.Random(0), words.split()
+    lines, at = [], 0
+    for _ in range(300):
+        line = []
+        for _ in range(draw.randint(4, 12)):
+            at = (at * 7 + draw.randint(0, 3)) % len(listed)
+            line.append(listed[at])
+        lines.append(" ".join(line).capitalize() + draw.choice([".", ".", "!", "?", "; ¿señor?"]))
+    return "\n".join(lines) + "\n"
+
+
+def conversations() -> str:
+    """Sums, in questions of several lengths."""
+    draw, lines = random.Random(1), []
+    for _ in range(60):
+        a, b = draw.randint(0, 20), draw.randint(0, 20)
+        messages = [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": str(a + b)}]
+        if draw.random() < 0.3:
+            messages += [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]
+        lines.append(json.dumps({"messages": messages}))
+    return "\n".join(lines) + "\n"
+
+
+def pairs() -> str:
+    """Words, and the same backwards."""
+    draw = random.Random(2)
+    words = ["".join(draw.choice("abcdefg") for _ in range(draw.randint(2, 10))) for _ in range(200)]
+    return "".join(f"{word}\t{word[::-1]}\n" for word in words)
+
+
+TEXTS = {"text.txt": text, "sums.jsonl": conversations, "words.tsv": pairs}
+CHAT, PAIRS = {"data": {"path": "sums.jsonl"}}, {"data": {"path": "words.tsv"}}
+
+# Experiments: what differs from `experiment`'s values, by part.
+
+LLAMA = dict(norm="rmsnorm", bias=False, position="rope", activation="swiglu", norm_eps=1e-6, tie_embeddings=False)
+GEMMA = LLAMA | dict(
+    activation="geglu_tanh", tie_embeddings=True, norm_offset=True, scale_embeddings=True, head_dim=16, n_kv_head=1
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA
+    | dict(n_kv_head=2, rope_scaling="llama3", rope_factor=8.0, rope_original_context=16, rope_theta=5e5),
+    "mistral": LLAMA | dict(n_kv_head=2, sliding_window=8),
+    "qwen2": LLAMA | dict(n_kv_head=2, qkv_bias=True, out_bias=False),
+    "qwen3": LLAMA | dict(n_kv_head=2, head_dim=16, qk_norm=True),
+    "gemma": GEMMA,
+    "gemma2": GEMMA
+    | dict(
+        norm_position="sandwich",
+        query_scale=24.0,
+        logit_softcap=30.0,
+        attention_softcap=50.0,
+        sliding_window=8,
+        global_every=2,
+    ),
+    "gemma3_text": GEMMA
+    | dict(
+        norm_position="sandwich",
+        query_scale=24.0,
+        qk_norm=True,
+        sliding_window=8,
+        global_every=2,
+        rope_theta=1e6,
+        rope_scaling="linear",
+        rope_factor=8.0,
+        rope_local_theta=1e4,
+    ),
+    "gpt_neox": dict(
+        position="rope",
+        rope_fraction=0.25,
+        parallel_residual=True,
+        activation="gelu",
+        tie_embeddings=False,
+    ),
+    "olmo2": LLAMA | dict(norm_position="output", qk_norm=True, qk_norm_over="heads"),
+}
+ENCODER = dict(n_encoder_layer=2, norm_position="post", activation="relu", position="sinusoidal", scale_embeddings=True)
+MESH = dict(strategy="mesh")
+RUNS: dict[str, dict[str, Any]] = {
+    **{family: {"model": model} for family, model in FAMILIES.items()},
+    "draft": {"model": {"n_layer": 1, "n_embd": 16}, "train": {"seed": 3}},
+    "none": {"model": {"position": "none", "activation": "relu2", "residual_init": "zero"}},
+    "sinusoidal": {"model": {"position": "sinusoidal", "activation": "geglu", "logit_softcap": 5.0}},
+    "accumulate": {"parallel": {"micro_batch_size": 2}},
+    "dropout": {"model": {"dropout": 0.2}},
+    "dropout-accumulate": {"model": {"dropout": 0.2}, "parallel": {"micro_batch_size": 4}},
+    "remat-dots": {"model": {"remat": "dots"}},
+    "remat-full": {"model": {"remat": "full", "dropout": 0.1}},
+    "scan": {"model": LLAMA | {"scan_layers": True}},
+    "scan-dropout-remat": {"model": {"scan_layers": True, "dropout": 0.1, "remat": "dots"}},
+    "loss-chunk": {"parallel": {"loss_chunk": 8}},
+    "kernel-xla": {"train": {"attention": "xla"}},
+    "bfloat16": {"train": {"dtype": "bfloat16"}, "model": LLAMA},
+    "bytes": {"data": {"tokenizer": "byte"}},
+    "lora": {"lora": {"rank": 4, "targets": ("q", "v", "c_proj")}, "train": {"init_from": "gpt2"}},
+    "finetune": {"train": {"init_from": "llama"}, "model": {"dropout": 0.1}},
+    "chat": CHAT | {"model": LLAMA, "optim": {"label_smoothing": 0.1}},
+    "pairs-decoder": PAIRS,
+    "encoder": PAIRS | {"model": ENCODER, "optim": {"label_smoothing": 0.1, "beta2": 0.98, "eps": 1e-9}},
+    "encoder-dropout": PAIRS
+    | {"model": ENCODER | {"dropout": 0.1, "norm_position": "pre", "position": "rope"}}
+    | {"parallel": {"micro_batch_size": 4}},
+    "muon": {"model": LLAMA, "optim": {"name": "muon"}},
+    "muon-scan": {"model": LLAMA | {"scan_layers": True}, "optim": {"name": "muon", "schedule": "wsd"}},
+    "adamw-constant": {"optim": {"schedule": "constant", "grad_clip": None, "weight_decay": 0.0}},
+    "adamw-inverse-sqrt": {"optim": {"schedule": "inverse_sqrt", "warmup_steps": 5, "beta1": 0.8, "grad_clip": 0.1}},
+    "smoothing": {"optim": {"label_smoothing": 0.2}},
+    "spike": {"optim": {"skip_spikes": 1.01, "max_skipped": 100}, "train": {"steps": 32, "eval_every": 8}},
+    "pmap2": {"devices": 2, "parallel": {"strategy": "pmap"}},
+    "pmap2-accumulate": {"devices": 2, "parallel": {"micro_batch_size": 1}, "model": {"dropout": 0.1}},
+    "pmap8": {"devices": 8, "parallel": {"strategy": "pmap"}},
+    "pmap8-chat": CHAT | {"devices": 8, "parallel": {"strategy": "pmap"}, "model": {"dropout": 0.1}},
+    "mesh-data": {"devices": 8, "parallel": MESH},
+    "mesh-fsdp": {"devices": 8, "parallel": MESH | {"data": 1, "fsdp": 8}},
+    "mesh-tensor": {"devices": 8, "parallel": MESH | {"data": 2, "tensor": 4}},
+    "mesh-mixed": {
+        "devices": 8,
+        "parallel": MESH | {"data": 2, "fsdp": 2, "tensor": 2, "micro_batch_size": 1, "loss_chunk": 8},
+        "model": LLAMA | {"dropout": 0.1},
+    },
+    "mesh-muon-scan": {
+        "devices": 8,
+        "parallel": MESH | {"fsdp": 4},
+        "model": LLAMA | {"scan_layers": True, "n_kv_head": 2},
+        "optim": {"name": "muon"},
+    },
+    "mesh-encoder": PAIRS | {"devices": 8, "parallel": MESH | {"fsdp": 2, "tensor": 2}, "model": ENCODER},
+    "mesh-lora": {
+        "devices": 8,
+        "parallel": MESH | {"fsdp": 2, "tensor": 2},
+        "lora": {"rank": 2},
+        "train": {"init_from": "mesh-data"},
+    },
+}
+
+# The cases: name -> (the process that computes it, function). Processes of one device share the work.
+
+CASES: dict[str, tuple[str, Callable[[], Any]]] = {}
+HLO: Path | None = None  # where lowered steps are written
+
+
+def case(name: str, process: str | int = "1") -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """process: its devices, and perhaps a letter."""
+
+    def keep(function: Callable[[], Any]) -> Callable[[], Any]:
+        CASES[name] = (str(process), function)
+        return function
+
+    return keep
+
+
+def process_of(name: str) -> str:
+    """Where one of RUNS is trained."""
+    return str(RUNS[name].get("devices", "1" if name in FAMILIES or name == "draft" else "1b"))
+
+
+def experiment(name: str, *, vocab_size: int | None = None) -> Any:
+    """One of RUNS. Files are in the working directory, which every process has its own of."""
+    import jaxgpt
+
+    given = RUNS[name]
+    model = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=vocab_size) | given.get("model", {})
+    optim = dict(learning_rate=1e-2, warmup_steps=2) | given.get("optim", {})
+    train = dict(steps=20, batch_size=8, log_every=1, eval_every=10, eval_tokens=512, dtype="float32", sample_tokens=0)
+    if "tensor" in given.get("parallel", {}) and vocab_size is None:
+        model["vocab_size"] = 64  # which divides
+    return jaxgpt.Experiment(
+        name=name,
+        model=jaxgpt.GPTConfig(**model),
+        data=jaxgpt.DataConfig(**({"path": "text.txt"} | given.get("data", {}))),
+        optim=jaxgpt.OptimConfig(**optim),
+        train=jaxgpt.TrainConfig(**(train | dict(checkpoint_every=10) | given.get("train", {}))),
+        lora=jaxgpt.LoraConfig(**given.get("lora", {})),
+        parallel=jaxgpt.ParallelConfig(**given.get("parallel", {})),
+    )
+
+
+@functools.cache
+def trained(name: str) -> Any:
+    """The run, with its last parameters; trained once in a process."""
+    import jaxgpt
+
+    base = RUNS[name].get("train", {}).get("init_from")
+    if base is not None:
+        trained(base)
+    jaxgpt.fit(experiment(name), name, progress=False)
+    return jaxgpt.load(name, which="last")
+
+
+def digest(parts: dict[str, Any]) -> str:
+    """SHA-256 of arrays by their names: of names, dtypes, shapes and bytes."""
+    import numpy as np
+
+    found = hashlib.sha256()
+    for name, value in sorted(parts.items()):
+        array = np.asarray(value)
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
+    return found.hexdigest()
+
+
+def parameters(run: Any) -> str:
+    import jax
+
+    return digest({jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(run.params)})
+
+
+def curve(run: Any) -> dict[str, Any]:
+    """What training left behind, without its times."""
+    lines = [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    said = [(x["step"], *(x.get(k) for k in ("loss", "grad_norm", "learning_rate", "skipped"))) for x in lines]
+    return {
+        "losses": list(map(repr, losses.values())),
+        "validation": {line["step"]: repr(line["val_loss"]) for line in lines if "val_loss" in line},
+        "skipped": [line["step"] for line in lines if "skipped" in line],
+        "metrics": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+        "parameters": parameters(run),
+    }
+
+
+def _train(name: str) -> dict[str, Any]:
+    return curve(trained(name))
+
+
+for _name in RUNS:
+    case(f"train.{_name}", process_of(_name))(functools.partial(_train, _name))
+
+
+def _resumed(name: str) -> dict[str, Any]:
+    """The first half is another run's: what was computed after it is taken away, and computed again."""
+    import jaxgpt
+
+    whole, half = trained(name), f"{name}-resumed"
+    shutil.copytree(name, half)
+    shutil.rmtree(f"{half}/checkpoints/20")
+    jaxgpt.fit(experiment(name), half, progress=False)
+    found = curve(jaxgpt.load(half, which="last"))
+    return found | {"equal": found == curve(whole)}
+
+
+for _name in ("gpt2", "dropout", "muon-scan", "lora", "chat", "encoder", "pmap8", "mesh-mixed"):
+    case(f"resume.{_name}", process_of(_name))(functools.partial(_resumed, _name))
+
+
+# Exports, and back
+
+
+def tensors_of(model: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return {name: x for file in sorted(model.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def _export(name: str) -> dict[str, Any]:
+    import jaxgpt
+
+    run, out, back = trained(name), Path(f"{name}-hf"), Path(f"{name}-back")
+    export_run(run.directory, out)
+    import_model(out, back)
+    export_run(back, Path(f"{name}-again"))
+    tensors, again = tensors_of(out), tensors_of(Path(f"{name}-again"))
+    return {
+        "files": sorted(path.name for path in out.iterdir()),
+        "config": json.loads((out / "config.json").read_text()),
+        "tokenizer": hashlib.sha256((out / "tokenizer.json").read_bytes()).hexdigest(),
+        "tensors": {name: digest({name: x})[:16] for name, x in sorted(tensors.items())},
+        "back equal": digest(again) == digest(tensors),
+        "text": jaxgpt.load(back).sample("The ", max_new_tokens=16, temperature=0.0),
+    }
+
+
+for _name in (*FAMILIES, "scan", "lora", "finetune"):
+    case(f"export.{_name}", process_of(_name))(functools.partial(_export, _name))
+
+
+# Samples
+
+
+PROMPTS = ["The lance", "A", "The village of the old man. W", "1605 greyhound and the narrow garden by the bridge"]
+
+
+def _hex(numbers: Any) -> list[str]:
+    return [float(x).hex() for x in numbers]
+
+
+def _ids(run: Any, prompts: list[str] = PROMPTS) -> list[list[int]]:
+    return [run.tokenizer.encode(prompt).tolist() for prompt in prompts]
+
+
+def _generated(
+    name: str, prompts: list[str], *, tokens: int = 16, weights: Any = None, cache: Any = None, **how: Any
+) -> dict[str, Any]:
+    """Ids and their log-probabilities, by the function that all sampling goes through."""
+    import jax
+
+    import jaxgpt
+
+    run = trained(name)
+    found = jaxgpt.generate(
+        *jaxgpt.for_decoding(run.model, run.params, weights),
+        [row[-run.model.config.block_size :] for row in _ids(run, prompts)],
+        key=jax.random.key(5),
+        max_new_tokens=tokens,
+        sampling=jaxgpt.Sampling(**how),
+        vocab_size=run.tokenizer.vocab_size,
+        cache_dtype=cache,
+        logprobs=True,
+    )
+    return {
+        "ids": found.tokens,
+        "logprobs": hashlib.sha256(json.dumps([_hex(row) for row in found.logprobs]).encode()).hexdigest(),
+        "prompts": hashlib.sha256(json.dumps([_hex(row) for row in found.prompt_logprobs]).encode()).hexdigest(),
+    }
+
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "repetition": {"repetition_penalty": 1.3},
+    "all": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
+    "greedy": {"greedy": True},
+    "int8": {"weights": "int8", "cache": "int8"},
+    "bfloat16": {"weights": "bfloat16", "cache": "bfloat16"},
+    "cache-int8": {"cache": "int8"},
+}
+for _name, _how in SAMPLES.items():
+    case(f"sample.{_name}")(functools.partial(_generated, "gpt2", PROMPTS, **_how))
+# Past the context of 32: positions that slide, and those whose table ends.
+for _name in (*FAMILIES, "none", "sinusoidal", "scan"):
+    case(f"slide.{_name}", process_of(_name))(functools.partial(_generated, _name, PROMPTS[:2], tokens=48))
+case("slide.int8")(functools.partial(_generated, "gemma3_text", PROMPTS[:2], tokens=48, weights="int8", cache="int8"))
+
+
+@case("sample.text")
+def _text() -> dict[str, Any]:
+    """By the run's own functions: batches, seeds, stop strings, and in pieces."""
+    run = trained("llama")
+    return {
+        "batch": run.sample(["The ", "A man", "The "], max_new_tokens=24, seed=3),
+        "stop": run.sample("The ", max_new_tokens=40, seed=1, stop=[".", "e "]),
+        "empty": run.sample("", max_new_tokens=12),
+        "stream": list(run.stream("The ", max_new_tokens=40, seed=3, every=5)),
+        "packed": run.packed("int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
+    }
+
+
+@case("sample.stream")
+def _stream() -> Any:
+    import jax
+
+    import jaxgpt
+
+    run = trained("gpt2")
+    decoder = jaxgpt.for_decoding(run.model, run.params)
+    return list(jaxgpt.stream(*decoder, _ids(run), key=jax.random.key(2), max_new_tokens=40, every=7))
+
+
+@case("sample.speculate")
+def _speculate() -> Any:
+    import jax
+
+    import jaxgpt
+
+    found: dict[str, Any] = {}
+    for name, how in {"drawn": {}, "greedy": {"greedy": True}, "penalty": {"repetition_penalty": 1.2}}.items():
+        run, draft = trained("llama"), trained("draft")
+        news = jaxgpt.speculate(
+            *jaxgpt.for_decoding(run.model, run.params),
+            *jaxgpt.for_decoding(draft.model, draft.params),
+            _ids(run)[2],
+            key=jax.random.key(4),
+            max_new_tokens=32,
+            sampling=jaxgpt.Sampling(**how),
+        )
+        found[name] = list(news)
+    return found | {"text": run.sample(["The ", "The "], draft=draft, max_new_tokens=20, seed=1)}
+
+
+@case("sample.pairs", "1b")
+def _pairs() -> dict[str, Any]:
+    """Of an encoder, and of a decoder that reads both texts."""
+    found = {}
+    for name in ("encoder", "encoder-dropout", "pairs-decoder"):
+        run, words = trained(name), ["abc", "gfedcba", "de\te"]
+        found[name] = {
+            "greedy": run.sample(words, greedy=True, max_new_tokens=12),
+            "drawn": run.sample(words, temperature=1.0, max_new_tokens=12, seed=7),
+            "beams": run.sample(words, beams=3, max_new_tokens=12),
+        }
+    return found
+
+
+@case("sample.chat", "1b")
+def _chat() -> Any:
+    run = trained("chat")
+    return [run.sample(["2+2?", "17+5?"], chat=True, max_new_tokens=8, temperature=t) for t in (0.0, 1.0)]
+
+
+# Scores
+
+
+@case("score.texts")
+def _scores() -> dict[str, Any]:
+    import jaxgpt
+
+    found = {}
+    for name in ("gpt2", "gemma3_text", "bytes"):
+        run = trained(name)
+        ids = [run.tokenizer.encode(line).tolist() for line in (PROMPTS[0], text()[:150])]
+        texts = run.score([PROMPTS[2], text()[300:380]])
+        found[name] = {
+            "run": [[score.bits.hex(), score.tokens, score.characters] for score in texts],
+            "logprobs": [_hex(row) for row in jaxgpt.score(run.model, run.params, [ids[0]])],
+            "windows": digest({"long": jaxgpt.score(run.model, run.params, ids)[1]}),
+            "int8": digest({"long": jaxgpt.score(*jaxgpt.for_decoding(run.model, run.params, "int8"), ids)[1]}),
+        }
+    return found
+
+
+@case("score.likelihoods")
+def _likelihoods() -> Any:
+    run = trained("llama")
+    a, b, c, _ = _ids(run)
+    return [[x.logprob.hex(), x.greedy] for x in run.likelihoods([(a, b), (b, c), (c, a * 5)])]
+
+
+@case("score.evaluate", "1b")
+def _evaluate() -> dict[str, Any]:
+    """The figures of the validation split, of another text, and of documents."""
+    Path("held.txt").write_text(text()[2000:3000], encoding="utf-8")
+
+    def exact(found: dict[str, Any]) -> dict[str, Any]:
+        return {key: value.hex() if isinstance(value, float) else value for key, value in found.items()}
+
+    return {
+        **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat", "encoder")},
+        "stride": exact(evaluate_text(trained("llama"), "held.txt", stride=8)),
+        "int8": exact(evaluate_text(trained("gpt2").packed("int8"), "held.txt", batch_size=3)),
+        "beams": exact(evaluate_text(trained("encoder"), beams=2)),
+        "decoder": exact(evaluate_text(trained("pairs-decoder"))),
+    }
+
+
+# Programs
+
+
+def _program(name: str, devices: int) -> str:
+    """The SHA-256 of a lowered step, in which functions have numbers for names, and results none."""
+    lowered = re.sub(r'jax\.result_info = "[^"]*"', 'jax.result_info = ""', lowered_step(experiment(name), devices))
+    numbers: dict[str, str] = {}
+    lowered = re.sub(r'@(?:[\w.$-]+|"[^"]*")', lambda m: numbers.setdefault(m[0], f"@{len(numbers)}"), lowered)
+    if HLO is not None:
+        (HLO / f"{name}.mlir").write_text(lowered)
+    return hashlib.sha256(lowered.encode()).hexdigest()
+
+
+PROGRAMS = ("gpt2", "gemma3_text", "scan-dropout-remat", "muon", "dropout-accumulate", "encoder", "chat", "pmap2")
+for _name in (*PROGRAMS, "mesh-fsdp", "mesh-mixed", "mesh-muon-scan"):
+    _devices = RUNS[_name].get("devices", 1)
+    # Whatever the text: the vocabulary is given.
+    RUNS[f"hlo-{_name}"] = RUNS[_name] | {"model": RUNS[_name].get("model", {}) | {"vocab_size": 64}}
+    case(f"hlo.{_name}", _devices)(functools.partial(_program, f"hlo-{_name}", _devices))
+
+
+def _plan(name: str, topology: str | None) -> dict[str, Any]:
+    """Its numbers, without those of this machine."""
+    found = planned(experiment(name), 64, topology)
+    here = () if topology else ("device", "available", "fits")
+    return {key: value.hex() if isinstance(value, float) else value for key, value in found.items() if key not in here}
+
+
+case("plan.here")(functools.partial(_plan, "llama", None))
+case("plan.here-mesh", 8)(functools.partial(_plan, "mesh-mixed", None))
+if util.find_spec("libtpu") is not None:
+    RUNS["tpu"] = {"model": LLAMA | {"n_head": 2}, "parallel": MESH | {"data": 2, "fsdp": 2}}
+    case("plan.tpu", "1b")(functools.partial(_plan, "tpu", "v5e:2x2"))
+
+
+# Recording
+
+
+def machine() -> dict[str, str]:
+    """What decides the last bits besides the code."""
+    said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    about = dict(re.findall(r"^(vendor_id|cpu family|model|flags)\s*: (.*)$", said, re.MULTILINE))
+    width = next((name for name in ("avx512f", "avx2", "avx") if name in about.get("flags", "").split()), "none")
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    python = {"python": ".".join(platform.python_version_tuple()[:2])}
+    return (
+        {key: about.get(key, "") for key in ("vendor_id", "cpu family", "model")}
+        | {"vectors": width}
+        | python
+        | versions
+    )
+
+
+def child(names: list[str], out: Path) -> None:
+    """Compute cases in this process, in its working directory; a line of JSON for each."""
+    for name, make in TEXTS.items():
+        Path(name).write_text(make(), encoding="utf-8")
+    with open(out, "w") as f:
+        for name in names:
+            began = time.monotonic()
+            try:
+                value = CASES[name][1]()
+            except Exception as e:
+                traceback.print_exc()
+                value = {"error": f"{type(e).__name__}: {e}"[:300]}
+            f.write(json.dumps([name, value, time.monotonic() - began]) + "\n")
+            f.flush()
+
+
+def start(devices: str, names: list[str], place: Path, cache: Path, hlo: Path | None) -> subprocess.Popen:
+    place.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX", "TPU_"))}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+        "JAXGPT_CACHE": str(place / "cache"),
+        "PYTHONPATH": str(REPOSITORY),
+        "MPLBACKEND": "agg",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another process that compiles: no TPU is opened
+    }
+    command = [sys.executable, "-m", "tests.golden.record", "--child", str(place / "found")]
+    command += [*(["--hlo", str(hlo.absolute())] if hlo else []), "--only", *names]
+    with open(place / "said", "wb") as said:
+        return subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said)
+
+
+def compute(names: list[str], cache: Path, hlo: Path | None) -> dict[str, Any]:
+    """The cases, in their processes, of which two run at a time."""
+    found: dict[str, Any] = {}
+    waiting = [(key, of) for key in ("8", "1b", "1", "2") if (of := [n for n in names if CASES[n][0] == key])]
+    running: list[tuple[Path, float, subprocess.Popen]] = []
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < 2:
+                    key, of = waiting.pop(0)
+                    place = Path(folder, key)
+                    running.append((place, time.monotonic(), start(key[0], of, place, cache, hlo)))
+                time.sleep(0.1)
+                for one in list(running):
+                    place, began, process = one
+                    if time.monotonic() - began > DEADLINE:
+                        process.kill()
+                        process.wait()
+                    if process.poll() is not None:
+                        running.remove(one)
+                        found |= read_child(place, process.returncode)
+        finally:
+            for _, _, process in running:
+                process.kill()
+                process.wait()
+    return {name: found[name] for name in names if name in found}
+
+
+def read_child(place: Path, status: int) -> dict[str, Any]:
+    """What a process found, as far as it came; what went wrong is printed."""
+    found = {}
+    lines = (place / "found").read_text().splitlines() if (place / "found").exists() else []
+    for line in lines:
+        name, value, seconds = json.loads(line)
+        found[name] = value
+        if failed(value):
+            print(f"{name}: {value['error']}")
+        if os.environ.get("GOLDEN_TIMES"):
+            print(f"{seconds:6.1f} s  {name}", flush=True)
+    if status:
+        print(f"process {place.name} ended with {status}:\n{(place / 'said').read_text(errors='replace')[-3000:]}")
+    return found
+
+
+def failed(value: Any) -> bool:
+    return isinstance(value, dict) and "error" in value
+
+
+def differing(name: str, before: Any, now: Any) -> list[str]:
+    """Where two values differ, a line for each place; of a list the first."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = list(dict.fromkeys([*before, *now]))
+        return [line for key in keys for line in differing(f"{name} {key}", before.get(key), now.get(key))]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next(
+            (d for i, pair in enumerate(zip(before, now, strict=True)) if (d := differing(f"{name}[{i}]", *pair))), []
+        )
+    return [] if before == now else [f"{name}: {str(before)[:80]} -> {str(now)[:80]}"]
+
+
+def git(*arguments: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return "unknown"
+
+
+def main() -> None:
+    global HLO
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with house.json instead of writing it")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="cases; * stands for anything")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the lowered steps there")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="compiled programs; else in ~/.cache/jaxgpt-golden")
+    parser.add_argument("--house", type=Path, default=HOUSE, metavar="FILE", help="instead of house.json")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes that were started
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
+    if options.child:
+        HLO = options.hlo
+        return child(names, options.child)
+    if options.list:
+        return print(*names, sep="\n")
+    if not names:
+        raise SystemExit(f"no case is named {' '.join(options.only)}: see --list")
+    there = json.loads(options.house.read_text()) if options.house.exists() else {"machine": machine(), "cases": {}}
+    if there["machine"] != machine():
+        print(
+            f"{options.house} was recorded at commit {there.get('commit')} on {there['machine']}; this is {machine()}. "
+            "Check out that commit and record there with --house FILE, then compare with --check --house FILE."
+        )
+        if options.check:
+            raise SystemExit(2)
+        there = {"cases": {}}
+    if options.hlo:
+        options.hlo.mkdir(parents=True, exist_ok=True)
+    cache = options.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt-golden"
+    cache.mkdir(parents=True, exist_ok=True)
+    found = json.loads(json.dumps(compute(names, cache.absolute(), options.hlo)))
+    broken = [name for name in names if name not in found or failed(found[name])]
+    if not options.check:
+        if broken:
+            raise SystemExit(f"nothing is recorded: {', '.join(broken)} failed")
+        cases = {name: value for name, value in (there["cases"] | found).items() if name in CASES}
+        commit = git("rev-parse", "HEAD").strip() + (" and changes" if git("status", "--porcelain", "jaxgpt") else "")
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(cases.items()))
+        head = f'"commit": {json.dumps(commit)},\n"machine": {json.dumps(machine())}'
+        options.house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
+        return print(f"{len(found)} cases recorded in {options.house}")
+    wrong = 0
+    for name in names:
+        if name not in there["cases"]:
+            lines = [f"{name}: is not recorded"]
+        elif name not in found:
+            lines = [f"{name}: was not computed"]
+        else:
+            lines = differing(name, there["cases"][name], found[name])
+        wrong += bool(lines)
+        print(
+            *lines[:8], *([f"{name}: and {len(lines) - 8} more"] if len(lines) > 8 else []), sep="\n"
+        ) if lines else None
+    print(f"{len(names) - wrong} of {len(names)} cases are equal to those of commit {there.get('commit')}")
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
