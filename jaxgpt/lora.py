@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import PartitionSpec
 
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
@@ -58,17 +57,6 @@ def merged(config: LoraConfig, params: dict, adapters: dict) -> dict:
             product_DF = jnp.matmul(a_DR, adapters[(*path[:-1], B)], precision="highest")
             flat[kernel] = flat[kernel] + config.alpha / config.rank * product_DF
     return traverse_util.unflatten_dict(flat)
-
-
-def adapter_axes(adapters: Any, axes: Any) -> dict:
-    """Their logical axes, from those of the kernels that they are of: the rank is never cut."""
-    kernels = _flat(axes)
-
-    def of(path: tuple[str, ...]) -> PartitionSpec:
-        *layers, D, F = kernels[(*path[:-1], "kernel")]
-        return PartitionSpec(*layers, D, None) if path[-1] == A else PartitionSpec(*layers, None, F)
-
-    return traverse_util.unflatten_dict({path: of(path) for path in _flat(adapters)})
 
 
 def _flat(tree: Any) -> dict[tuple[str, ...], Any]:

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import CUDNN_FORWARD
-from jaxgpt.layers.axes import named
 from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
 from jaxgpt.layers.kernels.splash import KEPT
@@ -41,26 +40,10 @@ class GPT(nn.Module):
     spread: Spread = ON_ONE_DEVICE
 
     @nn.nowrap
-    def init_with_output(self, *args, **kwargs):
-        """linen's, with plain arrays in place of boxes that name their axes: see `axes` for the names.
-
-        `init`, `lazy_init` and `tabulate` are made of this.
-        """
-        out, variables = super().init_with_output(*args, **kwargs)
-        return out, nn.unbox(variables)
-
-    @nn.nowrap
     def shapes(self) -> dict:
         """Shape and dtype of each parameter; nothing is computed."""
         tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         return jax.eval_shape(self.init, jax.random.key(0), tokens_BT)["params"]
-
-    @nn.nowrap
-    def axes(self) -> dict:
-        """The logical axes of each parameter, as a PartitionSpec: of `h_0/mlp/c_fc/kernel` ("embed", "mlp")."""
-        tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        _, boxed = jax.eval_shape(super().init_with_output, jax.random.key(0), tokens_BT)
-        return nn.get_partition_spec(boxed)["params"]
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -74,7 +57,7 @@ class GPT(nn.Module):
         init = nn.initializers.normal(INIT_STD)
         self.wte = Embedding(c.vocab_size, c.n_embd, init, self.spread.lookup)
         if c.position == "learned":
-            self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=named(init, None, "embed"))
+            self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
         self.drop = nn.Dropout(c.dropout)
         if c.n_encoder_layer:
             self.encoder = [
@@ -91,7 +74,6 @@ class GPT(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
                 length=c.n_layer,
-                metadata_params={nn.PARTITION_NAME: "layers"},
             )
             self.h: Any = scanned(c, self.attention, self.dtype, self.spread)
         else:
@@ -109,7 +91,7 @@ class GPT(nn.Module):
         if c.norm_position != "post":  # those blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
-            self.lm_head = self.param("lm_head", named(init, "embed", "vocab"), (c.n_embd, c.vocab_size), jnp.float32)
+            self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array, **how: Any) -> jax.Array:
         """Logits of each next token. T is at most block_size; what else there is: see `features`."""

@@ -466,8 +466,8 @@ MUTATIONS = (
     Mutation(
         "gate-and-hidden-swapped",
         "layers/mlp.py",
-        'h_BTF = act(linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD)) * h_BTF',
-        'h_BTF = linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD) * act(h_BTF)',
+        'h_BTF = act(linear(self.hidden, self.kernel_init, "c_gate")(x_BTD)) * h_BTF',
+        'h_BTF = linear(self.hidden, self.kernel_init, "c_gate")(x_BTD) * act(h_BTF)',
         "layers/test_mlp.py::test_the_formula[swiglu]",
     ),
     Mutation(

@@ -36,7 +36,7 @@ ROWS = [
 ]
 
 # Inside layers, the same again.
-LAYER_ROWS = [["block"], ["attention", "mlp"], ["cache", "kernels"], ["norm", "position", "linear"], ["axes"]]
+LAYER_ROWS = [["block"], ["attention", "mlp"], ["cache", "kernels"], ["norm", "position", "linear"]]
 
 # The only modules that may import a package.
 HOMES = {

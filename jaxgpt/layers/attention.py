@@ -175,7 +175,7 @@ class Attention(nn.Module):
     out_bias: bool
     dropout: float  # of the attention weights, and of the output
     qk_norm: str | None  # "head": over each query and key head; "heads": over all of them side by side; None: none
-    make_norm: Callable[..., nn.Module]  # (axis=) -> that norm
+    make_norm: Callable[..., nn.Module]
     rope: Rope | None  # None: no rotation
     scale: float | None  # of the scores; None: 1 / sqrt(H)
     window: int | None  # tokens that each one reads, itself included; None: all
@@ -189,14 +189,11 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         H, linear = self.head_dim, functools.partial(dense, dtype=self.dtype)
-        heads = functools.partial(linear, axes=("embed", "heads"), use_bias=self.qkv_bias, kernel_init=self.kernel_init)
+        heads = functools.partial(linear, use_bias=self.qkv_bias, kernel_init=self.kernel_init)
         self.q, self.k, self.v = heads(self.n_head * H), heads(self.n_kv_head * H), heads(self.n_kv_head * H)
-        self.c_proj = linear(
-            self.n_embd, axes=("heads", "embed"), use_bias=self.out_bias, kernel_init=self.residual_init
-        )
+        self.c_proj = linear(self.n_embd, use_bias=self.out_bias, kernel_init=self.residual_init)
         if self.qk_norm:
-            axis = "heads_bias" if self.qk_norm == "heads" else None
-            self.q_norm, self.k_norm = self.make_norm(axis=axis), self.make_norm(axis=axis)
+            self.q_norm, self.k_norm = self.make_norm(), self.make_norm()
 
     def _heads(self, projected_BTF: jax.Array, n: int, norm: nn.Module | None) -> jax.Array:
         B, T, _ = projected_BTF.shape

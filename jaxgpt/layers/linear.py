@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.axes import named
-
 
 class Packed(flax.struct.PyTreeNode):
     """A matrix as decoding reads it: `y_NF = x_ND @ (values_FD * scale_F).T`, each output's weights side by side.
@@ -90,8 +88,8 @@ class Embedding(nn.Module):
             self.packed = self.get_variable("params", "packed")
         else:
             self.packed = None
-            init = named(self.embedding_init, "vocab", "embed")
-            self.embedding = self.param("embedding", init, (self.vocab_size, self.width), jnp.float32)
+            shape = (self.vocab_size, self.width)
+            self.embedding = self.param("embedding", self.embedding_init, shape, jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         if self.packed is not None:
@@ -108,21 +106,16 @@ class Embedding(nn.Module):
 def dense(
     features: int,
     *,
-    axes: tuple[str, str],
     use_bias: bool,
     kernel_init: nn.initializers.Initializer,
     dtype: DTypeLike,
     name: str | None = None,
 ) -> Dense:
-    """x_BTD -> x_BTF. Parameters `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`.
-
-    axes: the kernel's logical axes, which `parallel.sharding` maps to those of a mesh.
-    """
+    """x_BTD -> x_BTF. Parameters `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`."""
     return Dense(
         features,
         use_bias=use_bias,
-        kernel_init=named(kernel_init, *axes),
-        bias_init=named(nn.initializers.zeros, axes[1] if axes[1] == "embed" else f"{axes[1]}_bias"),
+        kernel_init=kernel_init,
         dtype=dtype,
         param_dtype=jnp.float32,
         dot_general=_folded_dot_general,

@@ -52,15 +52,15 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
-        def linear(features: int, axes: tuple[str, str], init: nn.initializers.Initializer, name: str) -> Dense:
-            return dense(features, axes=axes, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
+        def linear(features: int, init: nn.initializers.Initializer, name: str) -> Dense:
+            return dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
 
         act = ACTIVATIONS[self.activation]
-        h_BTF = linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_fc")(x_BTD)
+        h_BTF = linear(self.hidden, self.kernel_init, "c_fc")(x_BTD)
         if "glu" in self.activation:
-            h_BTF = act(linear(self.hidden, ("embed", "mlp"), self.kernel_init, "c_gate")(x_BTD)) * h_BTF
+            h_BTF = act(linear(self.hidden, self.kernel_init, "c_gate")(x_BTD)) * h_BTF
         else:
             h_BTF = act(h_BTF)
         self.sow("intermediates", "hidden_BTF", h_BTF)
-        out_BTD = linear(x_BTD.shape[-1], ("mlp", "embed"), self.residual_init, "c_proj")(h_BTF)
+        out_BTD = linear(x_BTD.shape[-1], self.residual_init, "c_proj")(h_BTF)
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.axes import named
-
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
     """`(x - mean) / sqrt(var + eps) * scale + bias`, each token by itself; the variance divides by D.
@@ -36,14 +34,12 @@ class LayerNorm(nn.Module):
     eps: float = 1e-5
     use_bias: bool = True
     param_dtype: DTypeLike = jnp.float32
-    axis: str | None = "embed"  # logical name of the parameters' axis
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         D = x_BTD.shape[-1]
-        scale_D = self.param("scale", named(nn.initializers.ones, self.axis), (D,), self.param_dtype)
-        zeros = named(nn.initializers.zeros, self.axis)
-        bias_D = self.param("bias", zeros, (D,), self.param_dtype) if self.use_bias else None
+        scale_D = self.param("scale", nn.initializers.ones, (D,), self.param_dtype)
+        bias_D = self.param("bias", nn.initializers.zeros, (D,), self.param_dtype) if self.use_bias else None
         return layer_norm(x_BTD, scale_D, bias_D, self.eps)
 
 
@@ -52,13 +48,12 @@ class RMSNorm(nn.Module):
 
     eps: float = 1e-5
     param_dtype: DTypeLike = jnp.float32
-    axis: str | None = "embed"
     offset: bool = False  # the parameter is the scale minus 1
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         init = nn.initializers.zeros if self.offset else nn.initializers.ones
-        scale_D = self.param("scale", named(init, self.axis), (x_BTD.shape[-1],), self.param_dtype)
+        scale_D = self.param("scale", init, (x_BTD.shape[-1],), self.param_dtype)
         if self.offset:
             scale_D = 1.0 + scale_D.astype(jnp.float32)
         return rms_norm(x_BTD, scale_D, self.eps)

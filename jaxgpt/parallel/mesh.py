@@ -39,7 +39,7 @@ def mesh(
     rows = NamedSharding(grid, BATCH)
     whole = NamedSharding(grid, P())
     init, shapes = initial(model, optimizer, lora)
-    places = state_shardings(shapes, model.axes(), optimizer, grid)
+    places = state_shardings(shapes, model.config, optimizer, grid)
 
     def my_rows(B: int) -> np.ndarray:
         parts = rows.addressable_devices_indices_map((B, 1)).values()

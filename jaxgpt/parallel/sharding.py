@@ -1,5 +1,6 @@
-"""Where each parameter lies on a mesh: one table from the logical axes that `layers` name to the mesh's."""
+"""The sharding of each parameter on a mesh: one table from paths to logical axes, one from those to the mesh's."""
 
+import re
 from typing import Any
 
 import jax
@@ -10,12 +11,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.lora import adapter_axes
 from jaxgpt.train import TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))  # the rows of a batch; every device of a tensor group reads the same ones
 
+# Logical axes of each parameter, by the end of its path. Every parameter matches exactly one, which a test holds.
+PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
+    r"wte/embedding": ("vocab", "embed"),
+    r"wpe/embedding": (None, "embed"),
+    r"lm_head": ("embed", "vocab"),
+    r"(attn|cross)/[qkv]/kernel": ("embed", "heads"),
+    r"(attn|cross)/[qkv]/bias": ("heads_bias",),
+    r"(attn|cross)/c_proj/kernel": ("heads", "embed"),
+    r"mlp/(c_fc|c_gate)/kernel": ("embed", "mlp"),
+    r"mlp/(c_fc|c_gate)/bias": ("mlp_bias",),
+    r"mlp/c_proj/kernel": ("mlp", "embed"),
+    r"c_proj/bias": ("embed",),
+    r"(encoder_)?ln_\w+/(scale|bias)": ("embed",),
+    r"(attn|cross)/[qk]_norm/scale": (None,),  # over one head; of all heads side by side: heads_bias
+}
+
+# Mesh axes of each logical axis.
 # fsdp cuts each matrix along the model's width, to be gathered when its layer runs (ZeRO, arXiv:1910.02054).
 # tensor cuts the work: each device has some heads, some hidden units and some of the vocabulary, and only the sums
 # over them are exchanged (Megatron, arXiv:1909.08053).
@@ -30,14 +47,35 @@ RULES = [
 ]
 
 
-def state_shardings(state: TrainState, axes: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every array of a state: the optimiser's lie as the parameters that they belong to.
+def parameter_axes(params: Any, config: GPTConfig) -> Any:
+    """Return the logical axes of each parameter, or adapter, as a PartitionSpec: an adapter's rank is never cut."""
+    rules = dict(PARAMETER_AXES)
+    if config.qk_norm_over == "heads":
+        rules[r"(attn|cross)/[qk]_norm/scale"] = ("heads_bias",)
 
-    state: shapes. axes: the logical axes of the model's parameters, `GPT.axes()`.
+    def find_axes(path: tuple, x: Any) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        matrix = re.sub("lora_[ab]$", "kernel", name)
+        [axes] = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
+        if name != matrix:
+            axes = (axes[0], None) if name.endswith("lora_a") else (None, axes[1])
+        return PartitionSpec(*["layers"] * (x.ndim - len(axes)), *axes)  # scan_layers stacks the blocks
+
+    return jax.tree.map_with_path(find_axes, params)
+
+
+def state_shardings(
+    state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Return a NamedSharding for every array of a state: the optimiser's are those of the parameters they belong to.
+
+    state: shapes. config: of the model.
     """
-    params, base = nn.logical_to_mesh_sharding(axes, mesh, RULES), None
-    if state.base is not None:
-        base, params = params, nn.logical_to_mesh_sharding(adapter_axes(state.params, axes), mesh, RULES)
+
+    def shard(params: Any) -> Any:
+        return nn.logical_to_mesh_sharding(parameter_axes(params, config), mesh, RULES)
+
+    params, base = shard(state.params), None if state.base is None else shard(state.base)
     whole = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer.init,
