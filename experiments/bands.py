@@ -23,10 +23,9 @@ from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_record
 from jaxgpt.runs.metrics import read_metrics, validations
 from jaxgpt.session import fit
-from jaxgpt.tools.report.report import band_file
-from jaxgpt.tools.study.curve_check import band_of
+from jaxgpt.tools.report.reference_band import fit_band, render_band
 
-BANDS = Path(__file__).parent.parent / "jaxgpt" / "bands"
+BANDS = Path(__file__).parent.parent / "jaxgpt/tools/report/bands"
 
 
 def curve(directory: Path) -> list[tuple[int, float]]:
@@ -51,7 +50,7 @@ def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
     }
     out.mkdir(exist_ok=True)
     path = out / f"{experiment.name}.json"
-    write_whole(path, band_file(read_record(runs / experiment.name / "seed-0"), band_of(curves), made))
+    write_whole(path, render_band(read_record(runs / experiment.name / "seed-0"), fit_band(curves), made))
     return path
 
 

@@ -15,8 +15,7 @@ from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.model import GPT
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.session import fit
-from jaxgpt.tools.report.report import differing_fields
-from jaxgpt.tools.study.curve_check import as_band
+from jaxgpt.tools.report.reference_band import differing_fields, parse_band
 from jaxgpt.tools.study.study import comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
@@ -52,11 +51,13 @@ def test_a_band_is_shipped_for_every_one_that_runs_on_a_cpu():
     """Its configuration is still the experiment's, and at least five seeds made it."""
     ours = {e.name: e for e in map(load_experiment, variants())}
     elsewhere = {"finetune-quijote", "gpt2-124m", "shakespeare-char-wide", "transformer-2017-base"}  # weights, or a GPU
-    shipped = {path.stem: json.loads(path.read_text()) for path in (REPOSITORY / "jaxgpt/bands").glob("*.json")}
+    shipped = {
+        path.stem: json.loads(path.read_text()) for path in (REPOSITORY / "jaxgpt/tools/report/bands").glob("*.json")
+    }
     assert shipped.keys() == ours.keys() - elsewhere
     for name, held in shipped.items():
         assert differing_fields(ours[name], from_dict(Experiment, held["experiment"], "")) == [], name
-        assert as_band(held["band"]).seeds >= 5 and held["band"]["steps"][-1] == ours[name].train.steps, name
+        assert parse_band(held["band"]).seeds >= 5 and held["band"]["steps"][-1] == ours[name].train.steps, name
 
 
 @pytest.fixture(scope="module")

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from importlib import resources
-from importlib.resources.abc import Traversable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences, from_dict, to_dict
+from jaxgpt.config import Experiment, differences, to_dict
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.errors import UserError
-from jaxgpt.files import read_json, render_json
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load
 from jaxgpt.runs.checkpoint import open_checkpoints
-from jaxgpt.runs.metadata import CHANGEABLE, Record, changed_data, read_record
+from jaxgpt.runs.metadata import Record, read_record
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.tools.html_page import Arrays, page, rounded
+from jaxgpt.tools.report.curve_check import check_curve
 from jaxgpt.tools.report.memorization import Corpus, Novelty, novelty
-from jaxgpt.tools.report.views import report_page
-from jaxgpt.tools.study.curve_check import Band, as_band, judge
+from jaxgpt.tools.report.reference_band import find_band
 
 MOST_TEXT = 2**26  # characters of a corpus that are looked in, from its beginning
-LARGEST_BAND = 2**20  # bytes of a band's file
-# Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
-FREE = (*CHANGEABLE, "train.seed")
 
 
 def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
@@ -40,8 +36,8 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
     record, lines = read_record(run.directory), read_metrics(run.directory / "metrics.jsonl")
     training = [(line["step"], _number(line.get("loss"))) for line in lines if "loss" in line]
     validation = [(line["step"], _number(line.get("val_loss"))) for line in lines if "val_loss" in line]
-    band, why_no_band = band_for(record)
-    verdict = judge(validation, training, band)
+    band, why_no_band = find_band(record)
+    check = check_curve(validation, training, band)
     finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
     best = min(finite, default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
@@ -52,8 +48,8 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
     summary: dict[str, Any] = {
         "run": str(run.directory),
         "experiment": run.experiment.name,
-        "verdict": verdict.words,
-        "judged": dataclasses.asdict(verdict),
+        "verdict": check.words,
+        "judged": dataclasses.asdict(check),
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
         "validation_loss": {"best": best[0], "at": best[1], "last": finite[-1][0] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
@@ -74,48 +70,9 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
         "why_no_memorisation": why,
         "configuration": to_dict(run.experiment),
     }
-    return summary, report_page(summary, lines, changed=_changed(run.experiment))
-
-
-def band_for(record: Record) -> tuple[Band | None, str]:
-    """The band that is shipped for this very experiment on these very data; or None, and why."""
-    file = bands().joinpath(f"{record.experiment.name}.json")
-    if not file.is_file():
-        return None, f"None is shipped for {record.experiment.name}."
-    with resources.as_file(file) as path:
-        held = read_json(path, LARGEST_BAND)
-    differing = differing_fields(record.experiment, from_dict(Experiment, held["experiment"], ""))
-    if differing:
-        return None, f"The one that is shipped has another configuration: {', '.join(differing[:6])}."
-    if changed_data(record.data, held["data"]):
-        return None, "The one that is shipped is of another text."
-    return as_band(held["band"]), ""
-
-
-def bands() -> Traversable:
-    """The directory of those that are shipped."""
-    return resources.files("jaxgpt.tools.study").joinpath("bands")
-
-
-def band_file(record: Record, band: Band, made: dict[str, Any]) -> str:
-    """What `bands/NAME.json` holds."""
-    held = {
-        "experiment": to_dict(record.experiment),
-        "data": record.data,
-        "made": made,
-        "band": dataclasses.asdict(band),
-    }
-    return render_json(held, indent=1) + "\n"
-
-
-def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:
-    """Of those that decide where a curve lies."""
-    return [name for name in differences(ours, theirs) if not name.startswith(FREE)]
-
-
-def _changed(experiment: Experiment) -> list[str]:
-    """Fields that are not at their default."""
-    return list(differences(experiment, Experiment(name=experiment.name)))
+    return summary, _report_page(
+        summary, lines, changed=list(differences(run.experiment, Experiment(name=run.experiment.name)))
+    )
 
 
 def _number(value: Any) -> float:
@@ -180,3 +137,28 @@ def _told(found: Novelty, beside: Novelty, samples: int) -> dict[str, Any]:
         return dataclasses.asdict(n) | {"novel": {str(length): share for length, share in n.novel.items()}}
 
     return {"samples": samples, "written": one(found), "held_out": one(beside)}
+
+
+def _report_page(summary: dict[str, Any], lines: Sequence[dict[str, Any]], changed: Sequence[str]) -> str:
+    """Return one self-contained HTML file. lines: of metrics.jsonl. changed: fields that are not at their default."""
+
+    def points(name: str) -> list[list[Any]]:
+        return [[line["step"], rounded(line[name], 6)] for line in lines if line.get(name) is not None]
+
+    configuration = [
+        [f"{part}.{name}", value, f"{part}.{name}" in changed]
+        for part, values in summary["configuration"].items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    ]
+    data = {
+        "title": f"Report of {summary['experiment']}",
+        "summary": {name: value for name, value in summary.items() if name != "configuration"},
+        "training": points("loss"),
+        "validation": points("val_loss"),
+        "rates": points("tokens_per_second"),
+        "learning_rates": points("learning_rate"),
+        "grad_norms": points("grad_norm"),
+        "configuration": configuration,
+    }
+    return page("report/report", data["title"], data, Arrays())

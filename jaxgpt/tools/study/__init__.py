@@ -1,1 +1,1 @@
-"""Compare variants of an experiment, and curves with earlier ones."""
+"""Train variants of an experiment with several seeds and compare them."""

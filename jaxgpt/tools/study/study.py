@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -221,18 +220,13 @@ def table_rows(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
 
 
 def interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """(mean, half of the 95% interval around it) of paired differences, by Student's t; None: too few."""
+    """Return (mean, half of the 95% confidence interval of it) of paired differences; None: too few."""
     n = len(differences)
     if n < 2:
         return (differences[0] if n else None), None
-    return float(np.mean(differences)), _student(n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    from scipy.stats import sem, t  # jax depends on scipy; 2 s to import
 
-
-@functools.cache
-def _student(freedom: int) -> float:
-    from scipy.stats import t  # of jax's own dependencies; 2 s to import
-
-    return float(t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return float(np.mean(differences)), float(t.ppf((1 + CONFIDENCE) / 2, n - 1) * sem(differences))
 
 
 def _verdict(is_first: bool, diverged: int, difference: float | None, margin: float | None) -> str:

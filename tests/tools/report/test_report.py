@@ -15,10 +15,10 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_record
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
-from jaxgpt.tools.report import report as reports
+from jaxgpt.tools.report import reference_band
 from jaxgpt.tools.report.memorization import Corpus
-from jaxgpt.tools.report.report import band_file, band_for, report
-from jaxgpt.tools.study.curve_check import band_of
+from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band
+from jaxgpt.tools.report.report import report
 from tests.helpers import run_command, script, tiny_experiment
 
 pytest.importorskip("pydivsufsort")
@@ -85,10 +85,10 @@ def test_memorisation_is_of_what_it_writes(run, found):
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
     """(record, curves) -> ships their band."""
-    monkeypatch.setattr(reports, "bands", lambda: tmp_path)
+    monkeypatch.setattr(reference_band, "bands_directory", lambda: tmp_path)
 
     def ship(record, curves):
-        text = band_file(record, band_of(curves), {"date": "today"})
+        text = render_band(record, fit_band(curves), {"date": "today"})
         (tmp_path / f"{record.experiment.name}.json").write_text(text)
 
     return ship
@@ -109,17 +109,19 @@ def test_a_band_is_for_one_experiment_on_one_text(run, shipped):
     record = read_record(run.directory)
     shipped(record, [[(1, 2.0)], [(1, 2.1)]])
     e = record.experiment
-    assert band_for(record)[0].seeds == 2
+    assert find_band(record)[0].seeds == 2
 
     def changed(**parts):
         return dataclasses.replace(record, experiment=dataclasses.replace(e, **parts))
 
     # Another seed, another place of the same text, other checkpoints: the same curve is expected.
-    assert band_for(changed(train=dataclasses.replace(e.train, seed=7, checkpoint_every=99)))[0] is not None
-    assert band_for(changed(data=dataclasses.replace(e.data, path="elsewhere.txt")))[0] is not None
-    other, why = band_for(changed(optim=dataclasses.replace(e.optim, learning_rate=0.5)))
+    assert find_band(changed(train=dataclasses.replace(e.train, seed=7, checkpoint_every=99)))[0] is not None
+    assert find_band(changed(data=dataclasses.replace(e.data, path="elsewhere.txt")))[0] is not None
+    other, why = find_band(changed(optim=dataclasses.replace(e.optim, learning_rate=0.5)))
     assert other is None and why.endswith("has another configuration: optim.learning_rate.")
-    other, why = band_for(dataclasses.replace(record, data=record.data | {"tokens_sha256": "other", "val_sha256": "x"}))
+    other, why = find_band(
+        dataclasses.replace(record, data=record.data | {"tokens_sha256": "other", "val_sha256": "x"})
+    )
     assert other is None and "another text" in why
 
 
@@ -214,5 +216,5 @@ def test_bands_are_made_of_runs(run, tmp_path, monkeypatch):
     again = tmp_path / "again"
     bands.main(["it", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(again)])
     assert json.loads((again / "reported.json").read_text())["band"] == held["band"]
-    monkeypatch.setattr(reports, "bands", lambda: again)
+    monkeypatch.setattr(reference_band, "bands_directory", lambda: again)
     assert "inside" in report(run, samples=1, tokens=8)[0]["verdict"]

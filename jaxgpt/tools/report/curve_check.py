@@ -1,0 +1,106 @@
+"""Check a loss curve: whether it lies in its experiment's band, and whether the model still learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxgpt.tools.report.reference_band import ReferenceBand
+
+RISE = 0.01  # the last validation loss is worse if it is above the best by more than this share of it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurveCheck:
+    """The result of `check_curve`."""
+
+    band: str | None  # "inside", "above" or "below"; None: there is no band
+    since: int | None  # the step since which the curve has been out of the band
+    learning: str  # "yes", "over-fitting", "diverging" or "unknown"
+    learning_since: int | None  # the step of the best validation loss, if over-fitting or diverging
+    words: str
+
+
+def check_curve(
+    validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]], band: ReferenceBand | None = None
+) -> CurveCheck:
+    """Compare a run's losses, each (step, nats per token), with one another and with a band.
+
+    Over-fitting: validation is above its best by more than 1%, and by more than it has lately risen and come back, while
+    training has gone on falling. Diverging: training has risen as well, or a loss is no number. Training is smoothed over
+    a tenth of the lines, for it is that of one batch.
+    """
+    learning, worse_since = _learning(validation, training)
+    position, since = _position(validation, band)
+    words = {
+        "yes": "it learns",
+        "unknown": "there is too little of it to say whether it learns",
+        "over-fitting": f"over-fitting since step {worse_since:,}" if worse_since is not None else "",
+        "diverging": f"diverging since step {worse_since:,}" if worse_since is not None else "diverging from the start",
+    }[learning]
+    if band is not None:
+        own = f"this experiment's band of {band.seeds} seeds"
+        beside = {
+            "inside": f"inside {own}",
+            "above": f"above {own} since step {since}",
+            "below": f"below {own}, which is better, since step {since}",
+            None: "nowhere near the steps of this experiment's band",
+        }[position]
+        # A run that is validated once, at its end, is judged by the band alone.
+        words = beside if learning == "unknown" and position else f"{words}; {beside}"
+    return CurveCheck(band=position, since=since, learning=learning, learning_since=worse_since, words=words)
+
+
+def _position(validation: Sequence[tuple[int, float]], band: ReferenceBand | None) -> tuple[str | None, int | None]:
+    """Return where the curve ends relative to the band, and since which step it has been there."""
+    if band is None:
+        return None, None
+    positions: list[tuple[int, str]] = []
+    for step, loss in validation:
+        if (edges := band.at(step)) is not None:
+            low, high = edges
+            positions.append((step, "below" if loss < low else "inside" if loss <= high else "above"))
+    if not positions:
+        return None, None
+    since, last = positions[-1]
+    for step, position in reversed(positions):
+        if position != last:
+            break
+        since = step
+    return last, None if last == "inside" else since
+
+
+def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> tuple[str, int | None]:
+    """Return `learning` and `learning_since` of a `CurveCheck`."""
+    if any(not math.isfinite(loss) for _, loss in (*validation, *training)):
+        finite = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+        return "diverging", min(finite, key=lambda point: point[1])[0] if finite else None
+    if len(validation) < 2:
+        return "unknown", None
+    best_step, best = min(validation, key=lambda point: point[1])
+    last_step, last = validation[-1]
+    if last - best <= max(RISE, _swing(validation)) * best or not training:
+        return "yes", None
+    then, now = (_smoothed(training, step) for step in (best_step, last_step))
+    return ("over-fitting" if now <= then else "diverging"), best_step
+
+
+def _swing(validation: Sequence[tuple[int, float]]) -> float:
+    """Return the largest relative rise that the curve's second half has recovered from: the next may be as large."""
+    losses = [loss for step, loss in validation if 2 * step >= validation[-1][0]]
+    rises = [0.0]
+    for i, loss in enumerate(losses[:-1]):
+        best = min(losses[: i + 1])
+        if best > 0 and min(losses[i + 1 :]) <= best * (1 + RISE):
+            rises.append(loss / best - 1)
+    return max(rises)
+
+
+def _smoothed(training: Sequence[tuple[int, float]], step: int) -> float:
+    """Return the median loss of a tenth of the lines around a step."""
+    half = max(len(training) // 20, 1)
+    at = int(np.argmin([abs(s - step) for s, _ in training]))
+    return float(np.median([loss for _, loss in training[max(at - half, 0) : at + half + 1]]))

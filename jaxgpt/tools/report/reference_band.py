@@ -1,0 +1,109 @@
+"""Reference bands: where the validation losses of an experiment lie, from runs with several seeds; some are shipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import Experiment, differences, from_dict, to_dict
+from jaxgpt.errors import UserError
+from jaxgpt.files import read_json, render_json
+from jaxgpt.runs.metadata import CHANGEABLE, Record, changed_data
+
+CONFIDENCE = 0.95
+LARGEST_BAND = 2**20  # bytes of a band's file
+# Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
+FREE = (*CHANGEABLE, "train.seed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceBand:
+    """A prediction interval for the validation loss of one more run, step by step.
+
+    low and high: a further run's loss is expected between them with 95% probability at each step, by Student's t of the
+    losses' logarithms: a loss is not below 0, and where one seed is late, it is far above the others.
+    """
+
+    steps: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    seeds: int
+
+    def __post_init__(self) -> None:
+        sizes = {len(x) for x in (self.steps, self.mean, self.low, self.high)}
+        if len(sizes) != 1 or not self.steps or any(a >= b for a, b in zip(self.steps, self.steps[1:], strict=False)):
+            raise UserError("a band needs steps in order, and a mean, a low and a high for each")
+
+    def at(self, step: int) -> tuple[float, float] | None:
+        """Return (low, high) at a step, interpolated between measured ones; None outside of them."""
+        if not self.steps[0] <= step <= self.steps[-1]:
+            return None
+        return float(np.interp(step, self.steps, self.low)), float(np.interp(step, self.steps, self.high))
+
+
+def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
+    """Return the band of runs, each [(step, validation loss), ...] at the same steps. Raises `UserError`."""
+    steps = [step for step, _ in curves[0]]
+    if any([step for step, _ in curve] != steps for curve in curves):
+        raise UserError("the runs of a band need validations at the same steps")
+    if len(curves) < 2:
+        raise UserError(f"a band needs at least two runs, got {len(curves)}")
+    from scipy.stats import t  # jax depends on scipy; 2 s to import
+
+    losses_NS = np.array([[loss for _, loss in curve] for curve in curves])
+    n, logs_NS = len(curves), np.log(losses_NS)
+    margin_S = t.ppf((1 + CONFIDENCE) / 2, n - 1) * logs_NS.std(axis=0, ddof=1) * math.sqrt(1 + 1 / n)
+    center_S = logs_NS.mean(axis=0)
+    return ReferenceBand(
+        steps=steps,
+        mean=losses_NS.mean(axis=0).tolist(),
+        low=np.exp(center_S - margin_S).tolist(),
+        high=np.exp(center_S + margin_S).tolist(),
+        seeds=n,
+    )
+
+
+def find_band(record: Record) -> tuple[ReferenceBand | None, str]:
+    """Return the band that is shipped for this experiment on these data; or None, and why."""
+    file = bands_directory().joinpath(f"{record.experiment.name}.json")
+    if not file.is_file():
+        return None, f"None is shipped for {record.experiment.name}."
+    with resources.as_file(file) as path:
+        values = read_json(path, LARGEST_BAND)
+    differing = differing_fields(record.experiment, from_dict(Experiment, values["experiment"], ""))
+    if differing:
+        return None, f"The one that is shipped has another configuration: {', '.join(differing[:6])}."
+    if changed_data(record.data, values["data"]):
+        return None, "The one that is shipped is of another text."
+    return parse_band(values["band"]), ""
+
+
+def parse_band(values: Any) -> ReferenceBand:
+    """Return the band in a file's JSON. Raises `UserError`."""
+    fields = {field.name for field in dataclasses.fields(ReferenceBand)}
+    if not isinstance(values, dict) or not fields <= set(values):
+        raise UserError(f"a band needs {', '.join(sorted(fields))}")
+    return ReferenceBand(**{name: values[name] for name in fields})
+
+
+def render_band(record: Record, band: ReferenceBand, made: dict[str, Any]) -> str:
+    """Return the text of `bands/NAME.json`. made: how and when the band was made."""
+    parts = {"experiment": to_dict(record.experiment), "data": record.data, "made": made}
+    return render_json(parts | {"band": dataclasses.asdict(band)}, indent=1) + "\n"
+
+
+def bands_directory() -> Traversable:
+    """Return the directory of the bands that are shipped."""
+    return resources.files("jaxgpt.tools.report").joinpath("bands")
+
+
+def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:
+    """Return the names of the fields that differ and that decide where a curve lies."""
+    return [name for name in differences(ours, theirs) if not name.startswith(FREE)]
