@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ import numpy as np
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.generate import padded_stops
+from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
 from jaxgpt.sample.quantize import unrolled
 from jaxgpt.sample.score import token_ids
-from jaxgpt.sample.state import BUCKET, Texts, begin, known_vocabulary, read, read_all
+from jaxgpt.sample.state import Texts, begin, read, read_all
 
 NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
 
@@ -64,8 +65,8 @@ def beam_search(
     Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`. What is found for a prompt does not depend on
     the others. Raises `UserError` for a prompt of more than block_size tokens.
     """
-    V = known_vocabulary(model, vocab_size)
-    beams, max_new_tokens = check_count("beams", beams), check_count("max_new_tokens", max_new_tokens)
+    beams = check_count("beams", beams)
+    decoding = Decoding(max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, vocab_size=vocab_size, bucket=bucket)
     if not len(stop_tokens):
         raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
     if not 0 <= length_penalty < math.inf:
@@ -77,23 +78,17 @@ def beam_search(
         raise UserError(
             f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
         )
-    max_new_tokens = min(max_new_tokens, max(room_B, default=max_new_tokens))
+    max_new_tokens = min(decoding.max_new_tokens, max(room_B, default=decoding.max_new_tokens))
+    decoding = dataclasses.replace(decoding, max_new_tokens=max_new_tokens)
 
     def each(rows: Sequence[Sequence[int]] | None) -> list[Sequence[int]] | None:
         return None if rows is None else [row for row in rows for _ in range(beams)]
 
-    texts = begin(
-        model,
-        params,
-        each(prompts) or [],
-        key=jax.random.key(0),
-        max_new_tokens=max_new_tokens,
-        bucket=bucket,
-        sources=each(sources),
-    )
+    texts = begin(model, params, each(prompts) or [], decoding, key=jax.random.key(0), sources=each(sources))
     first = int(texts.written)
     limit_B = first + np.minimum(room_B, max_new_tokens).astype(np.int32)
-    searched = _search(model, params, texts, padded_stops(stop_tokens), limit_B, length_penalty, beams, V)
+    stops, V = pad_stop_tokens(decoding.stop_tokens), decoding.known_ids(model)
+    searched = _search(model, params, texts, stops, limit_B, length_penalty, beams, V)
     tokens_BWX, lengths_BW, scores_BW = jax.device_get(searched)
     order_BW = np.argsort(-scores_BW, axis=1, kind="stable")
     found = Found([], [])

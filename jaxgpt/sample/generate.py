@@ -16,23 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
-from jaxgpt.config.validate import LARGEST_SIZE, check_count
 from jaxgpt.model import GPT
+from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.quantize import unrolled
 from jaxgpt.sample.score import score
-from jaxgpt.sample.state import (
-    BUCKET,
-    Texts,
-    begin,
-    doubled,
-    full_B,
-    known_vocabulary,
-    read,
-    read_all,
-    restarted,
-    slides,
-)
+from jaxgpt.sample.state import Texts, begin, full_B, read, read_all, restarted, slides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,35 +71,32 @@ def generate(
         compile anew (nor does another max_new_tokens up to the next power of two). More room, fewer compilations;
         but attention passes over it, which in GPT-2 124M costs a quarter of the speed for 256 in place of 64.
     sources: of a model with an encoder, the text that it reads for each prompt, at most block_size ids.
-    `sample.weights.for_decoding` gives a faster form of `model` and `params`.
+    `for_decoding` gives a faster form of `model` and `params`.
     Raises `UserError` for no prompts, an empty prompt, max_new_tokens below 1, and ids the model does not have; of
     a prompt longer than block_size the end is read, with a warning.
     """
-    ((first, texts),) = _written(
-        model,
-        params,
-        prompts,
-        key,
-        [max_new_tokens],
-        sampling=sampling,
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
         stop_tokens=stop_tokens,
         logprobs=logprobs,
         vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
-        sources=sources,
     )
-    lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
-    rows = [slice(first, first + int(length)) for length in lengths]
-    out = Generated(tokens=[row[kept].tolist() for row, kept in zip(tokens_BX, rows, strict=True)])
+    ((start, texts),) = _decode(model, params, prompts, decoding, key=key, sources=sources)
+    ends = start + np.asarray(texts.length_B)
+
+    def completions(values_BX: jax.Array | None) -> list[list]:
+        return [row[start:end].tolist() for row, end in zip(np.asarray(values_BX), ends, strict=True)]
+
     if not logprobs:
-        return out
-    logprobs_BX = np.asarray(texts.logprobs_BX)
-    of_prompts = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
-    return dataclasses.replace(
-        out,
-        logprobs=[row[kept].tolist() for row, kept in zip(logprobs_BX, rows, strict=True)],
-        prompt_logprobs=[row.tolist() for row in of_prompts],
+        return Generated(tokens=completions(texts.tokens_BX))
+    prompt_logprobs = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
+    return Generated(
+        tokens=completions(texts.tokens_BX),
+        logprobs=completions(texts.logprobs_BX),
+        prompt_logprobs=[row.tolist() for row in prompt_logprobs],
     )
 
 
@@ -129,63 +115,55 @@ def stream(
     every: int = 8,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[list[int]]]:
-    """`generate`, told as it goes: for each prompt the ids since last time, the first at once, then every `every`.
+    """Continue prompts like `generate`, but yield new ids as they are drawn: the first at once, then every `every`.
 
-    Joined, they are what `generate` returns, by the same program. Arguments are checked at the first `next`.
+    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns, by the same program.
+    Arguments are checked at the first `next`.
     """
-    max_new_tokens, every = check_count("max_new_tokens", max_new_tokens), check_count("every", every)
-    told = np.zeros(len(prompts), int)
-    for first, texts in _written(
-        model,
-        params,
-        prompts,
-        key,
-        [*range(1, max_new_tokens, every), max_new_tokens],
-        sampling=sampling,
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
         stop_tokens=stop_tokens,
         vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
-        sources=sources,
-    ):
-        lengths, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
-        yield [row[first + a : first + b].tolist() for row, a, b in zip(tokens_BX, told, lengths, strict=True)]
-        told = lengths
-
-
-def _written(
-    model,
-    params,
-    prompts,
-    key,
-    stages,
-    *,
-    sampling,
-    stop_tokens,
-    vocab_size,
-    cache_dtype,
-    bucket,
-    sources,
-    logprobs=False,
-) -> Iterator[tuple[int, Texts]]:
-    """(the column of the first new token, the texts) with each number of new tokens in turn, until all have stopped."""
-    sampling = sampling or Sampling()
-    texts = begin(
-        model,
-        params,
-        prompts,
-        key=key,
-        max_new_tokens=stages[-1],
-        seen=sampling.repetition_penalty is not None,
-        logprobs=logprobs,
-        cache_dtype=cache_dtype,
-        bucket=bucket,
-        sources=sources,
+        every=every,
     )
-    first, stops = int(texts.written), padded_stops(stop_tokens)
-    for new in stages:
-        texts = advance(model, params, texts, sampling, stops, first + new, known_vocabulary(model, vocab_size))
-        yield first, texts
+    yield from stream_tokens(model, params, prompts, decoding, key=key, sources=sources)
+
+
+def stream_tokens(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Iterator[list[list[int]]]:
+    """Yield the new ids of each prompt as `stream` does, with its options as one value."""
+    shown_B = np.zeros(len(prompts), int)
+    for start, texts in _decode(model, params, prompts, decoding, key=key, sources=sources):
+        length_B, tokens_BX = np.asarray(texts.length_B), np.asarray(texts.tokens_BX)
+        yield [row[start + a : start + b].tolist() for row, a, b in zip(tokens_BX, shown_B, length_B, strict=True)]
+        shown_B = length_B
+
+
+def _decode(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    sources: Sequence[Sequence[int]] | None,
+) -> Iterator[tuple[int, Texts]]:
+    """Yield (column of the first new token, texts) at each of the limits, until all rows have stopped."""
+    texts = begin(model, params, prompts, decoding, key=key, sources=sources)
+    start, stops = int(texts.written), pad_stop_tokens(decoding.stop_tokens)
+    for limit in decoding.limits:
+        texts = advance(model, params, texts, decoding.sampling, stops, start + limit, decoding.known_ids(model))
+        yield start, texts
         if np.asarray(texts.stopped_B).all():
             return
 
@@ -238,10 +216,3 @@ def advance(model, params, texts, sampling, stops, limit, vocab_size) -> Texts:
 
 def _column(values_BX: jax.Array, value_B: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(values_BX, value_B[:, None].astype(values_BX.dtype), at, axis=1)
-
-
-def padded_stops(stop_tokens: Sequence[int]) -> np.ndarray:
-    """With an id that is never drawn, so that one more stop token rarely compiles anew."""
-    stops = np.full(doubled(4, len(stop_tokens)), -1, np.int32)
-    stops[: len(stop_tokens)] = [check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in stop_tokens]
-    return stops

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
-from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling, draw
-from jaxgpt.sample.generate import padded_stops
 from jaxgpt.sample.quantize import unrolled
-from jaxgpt.sample.state import BUCKET, Texts, begin, full_B, known_vocabulary, read, read_all, restarted, slides
+from jaxgpt.sample.state import Texts, begin, full_B, read, read_all, restarted, slides
+
+GUESSES = 4  # tokens that the draft writes between two passes of the model
 
 
 def speculate(
@@ -37,7 +39,7 @@ def speculate(
     vocab_size: int | None = None,
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
-    guesses: int = 4,
+    guesses: int = GUESSES,
     every: int = 8,
 ) -> Iterator[list[int]]:
     """`stream` for one prompt, with a draft of the same tokenizer: lists of new ids, about `every` at a time.
@@ -47,9 +49,31 @@ def speculate(
     guesses: tokens that the draft writes between two passes of the model, at most half of either's block_size.
     Raises `UserError` as `generate` does, for another vocabulary, and for guesses out of range.
     """
-    sampling = sampling or Sampling()
-    max_new_tokens, every = check_count("max_new_tokens", max_new_tokens), check_count("every", every)
-    vocab_size = known_vocabulary(model, vocab_size)
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        stop_tokens=stop_tokens,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+        every=every,
+    )
+    yield from speculate_tokens(model, params, draft, draft_params, prompt, decoding, key=key, guesses=guesses)
+
+
+def speculate_tokens(
+    model: GPT,
+    params: dict,
+    draft: GPT,
+    draft_params: dict,
+    prompt: Sequence[int],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    guesses: int = GUESSES,
+) -> Iterator[list[int]]:
+    """Yield new ids as `speculate` does, with its options as one value."""
+    vocab_size, every = decoding.known_ids(model), decoding.every or decoding.max_new_tokens
     assert draft.config.vocab_size is not None
     if draft.config.vocab_size < vocab_size:
         raise UserError(
@@ -59,43 +83,20 @@ def speculate(
     guesses = check_whole("guesses", guesses)
     if not 1 <= guesses <= most:
         raise UserError(f"guesses={guesses}: needs 1 to {most}, half of the shorter block_size")
-
-    def texts(of: GPT, parameters: dict, prompt) -> Texts:
-        return begin(
-            of,
-            parameters,
-            [prompt],
-            key=key,
-            max_new_tokens=max_new_tokens,
-            seen=sampling.repetition_penalty is not None,
-            cache_dtype=cache_dtype,
-            bucket=bucket,
-            extra_slots=guesses + 1,  # guesses that fail must not overwrite what the window still reads
-        )
-
-    t = texts(model, params, prompt)
-    d = texts(draft, draft_params, prompt[-draft.config.block_size :])
-    first, told, upto = int(t.written), 0, 1
+    extra_slots = guesses + 1  # guesses that fail must not overwrite what the window still reads
+    t = begin(model, params, [prompt], decoding, key=key, extra_slots=extra_slots)
+    of_draft = prompt[-draft.config.block_size :]
+    d = begin(draft, draft_params, [of_draft], decoding, key=key, extra_slots=extra_slots)
+    sampling, stops = decoding.sampling, pad_stop_tokens(decoding.stop_tokens)
+    start, shown, limit = int(t.written), 0, 1
     while True:
-        t, d = _advance(
-            model,
-            draft,
-            params,
-            draft_params,
-            t,
-            d,
-            sampling,
-            padded_stops(stop_tokens),
-            first + upto,
-            vocab_size,
-            guesses,
-        )
-        written = min(int(t.length_B[0]), max_new_tokens)
-        yield np.asarray(t.tokens_BX)[0, first + told : first + written].tolist()
-        told = written
-        if told == max_new_tokens or bool(t.stopped_B[0]):
+        t, d = _advance(model, draft, params, draft_params, t, d, sampling, stops, start + limit, vocab_size, guesses)
+        length = min(int(t.length_B[0]), decoding.max_new_tokens)
+        yield np.asarray(t.tokens_BX)[0, start + shown : start + length].tolist()
+        shown = length
+        if shown == decoding.max_new_tokens or bool(t.stopped_B[0]):
             return
-        upto = min(told + every, max_new_tokens)
+        limit = min(shown + every, decoding.max_new_tokens)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 9, 10), donate_argnums=(4, 5))

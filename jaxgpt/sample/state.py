@@ -11,23 +11,20 @@ import functools
 import warnings
 import zlib
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config import Precision
-from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import EMPTY, KVCache, Place
 from jaxgpt.model import GPT
+from jaxgpt.sample.decoding import Decoding, next_bucket
 from jaxgpt.sample.score import token_ids
 
 CHUNK = 64  # columns that prefill reads at a time; fewer waste less on padding, more use the hardware better
-
-BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, four times ... as many
 
 
 class Texts(flax.struct.PyTreeNode):
@@ -49,30 +46,23 @@ def begin(
     model: GPT,
     params: dict,
     prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
     *,
     key: jax.Array,
-    max_new_tokens: int,
-    seen: bool = False,
-    logprobs: bool = False,
-    cache_dtype: Precision | None = None,
-    bucket: int,
     extra_slots: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Texts:
     """The prompts as texts, nothing read yet but the sources. Raises and warns as `generate` says.
 
-    seen: keep account of the tokens that the texts have. extra_slots: of the cache, beyond block_size.
+    extra_slots: of the cache, beyond block_size.
     """
     c = model.config
     prompts = _checked(model, prompts)
     memory = _source(model, sources, len(prompts))
-    max_new_tokens, bucket = check_count("max_new_tokens", max_new_tokens), check_count("bucket", bucket)
-    if cache_dtype not in (None, *get_args(Precision)):
-        raise UserError(f"cache_dtype={cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
     longest, chunk = max(len(prompt) for prompt in prompts), chunk_of(c.block_size)
-    columns = min(doubled(bucket, longest), c.block_size)
+    columns = min(next_bucket(decoding.bucket, longest), c.block_size)
     columns = -(-columns // chunk) * chunk
-    X = columns + doubled(CHUNK, max_new_tokens + extra_slots)
+    X = columns + next_bucket(CHUNK, decoding.max_new_tokens + extra_slots)
     tokens_BX = np.zeros((len(prompts), X), np.int32)
     for row, prompt in enumerate(prompts):
         tokens_BX[row, columns - len(prompt) : columns] = prompt
@@ -84,9 +74,9 @@ def begin(
         np.int32(columns - -(-longest // chunk) * chunk),
         jax.tree.leaves(params)[0],
         config=c,
-        cache_dtype=str(jnp.dtype(cache_dtype or model.dtype)),
-        logprobs=logprobs,
-        seen=seen,
+        cache_dtype=str(jnp.dtype(decoding.cache_dtype or model.dtype)),
+        logprobs=decoding.logprobs,
+        seen=decoding.sampling.repetition_penalty is not None,
         slots=min(c.block_size + extra_slots, X),
     )
     return texts if memory is None else texts.replace(cache=_remembered(model, params, texts.cache, *memory))
@@ -105,7 +95,7 @@ def _source(model: GPT, sources: Sequence[Sequence[int]] | None, rows: int) -> t
         source = token_ids(model, source, f"source {number}")
         if not 1 <= len(source) <= window:
             raise UserError(f"source {number} has {len(source)} tokens: needs 1 to {window}, the context of the model")
-    S = min(doubled(16, max(len(source) for source in sources)), window)
+    S = min(next_bucket(16, max(len(source) for source in sources)), window)
     source_BS, segments_BS = np.zeros((rows, S), np.int32), np.zeros((rows, S), np.int32)
     for row, source in enumerate(sources):
         source_BS[row, : len(source)], segments_BS[row, : len(source)] = source, 1
@@ -231,19 +221,5 @@ def slides(model: GPT) -> bool:
     return model.config.position in ("rope", "none")
 
 
-def known_vocabulary(model: GPT, vocab_size: int | None) -> int:
-    """Return how many ids may be written: those below vocab_size that the model has. None means all that it has."""
-    known = model.config.vocab_size
-    assert known is not None, "a model with parameters has one"
-    return known if vocab_size is None else min(known, check_count("vocab_size", vocab_size))
-
-
 def chunk_of(block_size: int) -> int:
     return min(CHUNK, block_size)
-
-
-def doubled(least: int, wanted: int) -> int:
-    """The least of `least`, 2 `least`, 4 `least` ... that is at least `wanted`."""
-    while least < wanted:
-        least *= 2
-    return least

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
+from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.state import begin, read
 from tests.helpers import TINY, apply, make_model, stack_layers
@@ -45,7 +46,7 @@ def read_logits(model, params, texts, T):
 
 def cached_logits(model, params, **kwargs):
     """Of each row's tokens and what follows, [tokens, V]: prompts in one pass, the rest one by one."""
-    texts = begin(model, params, ROWS, key=jax.random.key(0), max_new_tokens=8, bucket=1, **kwargs)
+    texts = begin(model, params, ROWS, Decoding(max_new_tokens=8, bucket=1, **kwargs), key=jax.random.key(0))
     columns = int(texts.written)
     texts = texts.replace(tokens_BX=texts.tokens_BX.at[:, columns : columns + 3].set(AFTER))
     texts, logits_BTV = read_logits(model, params, texts, columns - int(texts.cached))

@@ -9,6 +9,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.sample import for_decoding, generate, score, stream
+from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
 from jaxgpt.sample.state import begin, row_keys
@@ -133,7 +134,8 @@ def test_log_probabilities_are_the_models(position):
 
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
-    texts = begin(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=1, seen=True, bucket=1)
+    decoding = Decoding(max_new_tokens=1, sampling=Sampling(repetition_penalty=3.0), bucket=1)
+    texts = begin(model, params, PROMPTS, decoding, key=jax.random.key(0))
     assert [set(np.flatnonzero(seen_V)) for seen_V in texts.seen_BV] == [set(prompt) for prompt in PROMPTS]
     for prompt in PROMPTS[:2]:
         new = C - len(prompt)
@@ -227,6 +229,13 @@ def test_what_no_stream_takes(every):
     model, params = make_model(TINY)
     with pytest.raises(UserError, match=f"every={every}: needs"):
         next(stream(model, params, [[1]], key=jax.random.key(0), max_new_tokens=3, every=every))
+
+
+def test_options_of_decoding_are_a_value():
+    """Equal ones are equal and hash alike, whatever kind of numbers and lists they were made of."""
+    one = Decoding(max_new_tokens=np.int64(3), stop_tokens=np.array([1, 2]), sampling=Sampling(top_k=2))
+    assert {one} == {Decoding(max_new_tokens=3, stop_tokens=[1, 2], sampling=Sampling(top_k=2))}
+    assert one.limits == [3] and dataclasses.replace(one, every=1).limits == [1, 2, 3]
 
 
 def test_ids_and_counts_may_be_numpys():

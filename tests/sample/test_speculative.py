@@ -12,7 +12,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling, generate, speculate
-from jaxgpt.sample.generate import padded_stops
+from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
 from jaxgpt.sample.state import begin
 from tests.helpers import TINY, apply, make_model
 
@@ -69,7 +69,11 @@ def test_the_distribution_is_exact():
     prompt = (1, 2)
 
     texts = functools.partial(
-        begin, prompts=[prompt], key=jax.random.key(0), max_new_tokens=new, bucket=1, extra_slots=3
+        begin,
+        prompts=[prompt],
+        decoding=Decoding(max_new_tokens=new, bucket=1),
+        key=jax.random.key(0),
+        extra_slots=3,
     )
     t, d = texts(model, params), texts(draft, draft_params)
     first = int(t.written)
@@ -79,7 +83,7 @@ def test_the_distribution_is_exact():
     def five(key):
         keyed = (text.replace(keys_B=key[None]) for text in (t, d))
         done, _ = speculative._advance(
-            model, draft, params, draft_params, *keyed, sampling, padded_stops([]), first + new, V, 2
+            model, draft, params, draft_params, *keyed, sampling, pad_stop_tokens([]), first + new, V, 2
         )
         return jax.lax.dynamic_slice(done.tokens_BX, (0, first), (1, new))[0]
 

@@ -1,0 +1,70 @@
+"""The options of decoding, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from jaxgpt.config import Precision
+from jaxgpt.config.validate import LARGEST_SIZE, check_count
+from jaxgpt.errors import UserError
+from jaxgpt.model import GPT
+from jaxgpt.sample.filters import Sampling
+
+BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, four times ... as many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How prompts are continued, whatever the model and the prompts. `generate` says what each option means.
+
+    every: tokens between two results, of which the first has one token. None means one result, at the end.
+    Raises `UserError` for values out of range.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    stop_tokens: Sequence[int] = ()
+    vocab_size: int | None = None
+    cache_dtype: Precision | None = None
+    bucket: int = BUCKET
+    logprobs: bool = False
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "vocab_size", "bucket", "every"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(name, value))
+        stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
+        object.__setattr__(self, "stop_tokens", stop_tokens)
+        if self.cache_dtype not in (None, *get_args(Precision)):
+            raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
+
+    @property
+    def limits(self) -> list[int]:
+        """How many new tokens each result has, at most, together with those before it."""
+        most = self.max_new_tokens
+        return [most] if self.every is None else [*range(1, most, self.every), most]
+
+    def known_ids(self, model: GPT) -> int:
+        """Return how many ids may be drawn: those below `vocab_size` that the model has."""
+        known = model.config.vocab_size
+        assert known is not None, "a model with parameters has one"
+        return known if self.vocab_size is None else min(known, self.vocab_size)
+
+
+def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
+    """Return the ids and at least as many of -1, which is never drawn: one more stop token rarely compiles anew."""
+    stops = np.full(next_bucket(4, len(stop_tokens)), -1, np.int32)
+    stops[: len(stop_tokens)] = stop_tokens
+    return stops
+
+
+def next_bucket(least: int, wanted: int) -> int:
+    """Return the first of `least`, 2 `least`, 4 `least` ... that is at least `wanted`."""
+    while least < wanted:
+        least *= 2
+    return least
