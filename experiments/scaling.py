@@ -89,16 +89,16 @@ class Prepared:
         )
         strategy = self.trainer.strategy
         key = jax.random.key(1)
-        self.compiled = self.trainer.lowered().compile()
+        self.compiled = self.trainer.lower().compile()
         point.flops, point.memory = read_hlo(self.compiled.as_text()).flops, memory_of_program(self.compiled)
         tokens = np.random.default_rng(0).integers(0, 65, (point.batch, point.context + 1)).astype(np.int32)
-        self.batch = strategy.place(Batch(tokens[:, :-1], tokens[:, 1:]))
+        self.batch = strategy.shard_batch(Batch(tokens[:, :-1], tokens[:, 1:]))
         self.key, self.state, self.steps = key, None, 1
 
     def start(self) -> None:
         """Begin with weights drawn here: to compile a model's own initialisation takes as long as its step."""
         rng = np.random.default_rng(0)
-        shapes = self.trainer.strategy.state
+        shapes = self.trainer.abstract_state
 
         def draw(x: jax.ShapeDtypeStruct) -> np.ndarray:
             return 0.02 * rng.standard_normal(x.shape, np.float32)

@@ -24,7 +24,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
-from jaxgpt.parallel.strategy import placed
+from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.manifest import Removed
@@ -299,7 +299,7 @@ def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
             step = checkpoints.good(which if average is None else "last")
         if step is None:
             raise Removed(f"the checkpoints of {directory} were removed while they were read")
-        like = placed(model.shapes(), whole_everywhere())
+        like = with_shardings(model.shapes(), whole_everywhere())
         params, earlier = restored_params(record, checkpoints, step, like), step
         for number in range(1, average or 1):
             earlier = checkpoints.good(before=earlier)

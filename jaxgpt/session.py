@@ -101,8 +101,8 @@ def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: 
     resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=read_record(directory).given if existing else None)
     strategy, model = trainer.strategy, resolved.model
-    hidden_bytes = trainer.shares.micro * model.block_size * model.n_embd * 2  # of one activation in 16 bits
-    refuse_what_cannot_fit(strategy.state, hidden_bytes, strategy.devices)
+    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
+    refuse_what_cannot_fit(trainer.abstract_state, hidden_bytes, strategy.devices)
     multihost.meet("everything is checked")
 
     with contextlib.ExitStack() as owned:
@@ -155,7 +155,7 @@ def _train(
 ) -> None:
     """From the checkpoint of step `start`, 0 for none, to the end. experiment: with the size of its vocabulary.
     weights: see `state_at`."""
-    train, strategy, shares = experiment.train, trainer.strategy, trainer.shares
+    train, strategy, split = experiment.train, trainer.strategy, trainer.split
     leader = multihost.is_leader()
     init_key, dropout_key = run_keys(train.seed)
     state = state_at(trainer, weights, init_key, checkpoints, start)
@@ -169,7 +169,7 @@ def _train(
         batch_size=train.batch_size,
         seed=train.seed,
         start_step=start,
-        rows=strategy.rows(train.batch_size),
+        rows=strategy.local_rows(train.batch_size),
     )
     pending: deque = deque()  # (step, its metrics, still on the device)
     in_row, examined = 0, False  # steps skipped up to the last one settled; whether an autopsy was made
@@ -234,19 +234,19 @@ def _train(
         windows = validation_batches(
             dataset.val,
             block_size=experiment.model.block_size,
-            batch_size=shares.rows,
+            batch_size=split.sequences_at_once,
             max_tokens=train.eval_tokens,
-            rows=strategy.rows(shares.rows),
+            rows=strategy.local_rows(split.sequences_at_once),
         )
 
         def until_asked() -> Iterable:
             for window in windows:
-                yield strategy.place(window)
+                yield strategy.shard_batch(window)
                 if caught:
                     return
 
         with log.clock.paused():
-            val_loss, _ = mean_loss(trainer.evaluate, trainer.whole(state), watchdog.each(until_asked(), step))
+            val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), watchdog.each(until_asked(), step))
         return None if caught else val_loss
 
     def refuse_last(step: int, val_loss: float) -> None:
@@ -276,12 +276,12 @@ def _train(
                 raise Interrupted(f"{caught[0].name}: step {start} of {train.steps} is saved. {again}")
             for step in range(start + 1, train.steps + 1):
                 began = time.monotonic()
-                batch = strategy.place(next(batches))
+                batch = strategy.shard_batch(next(batches))
                 watchdog.beat(step)
-                state, on_device = trainer.step(state, batch, dropout_key)
+                state, on_device = trainer.train_step(state, batch, dropout_key)
                 every = experiment.parallel.check_replicas_every
-                if strategy.checksums and every and step % every == 0:
-                    on_device["checksums"] = strategy.checksums(state)
+                if trainer.checksums and every and step % every == 0:
+                    on_device["checksums"] = trainer.checksums(state)
                 pending.append((step, on_device))
                 settle(in_flight)
                 took = time.monotonic() - began
@@ -311,8 +311,8 @@ def _train(
                 if due and (not in_row or val_loss is not None or stop):
                     due = False
                     watchdog.beat(step, slow=True)
-                    if strategy.checksums and checked < step:
-                        compare(step, strategy.checksums(state))
+                    if trainer.checksums and checked < step:
+                        compare(step, trainer.checksums(state))
                     if leader and not is_run(directory):
                         raise SaveFailed(f"{directory} was deleted or moved, so step {step} is not saved")
                     with log.clock.paused():

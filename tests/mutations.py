@@ -815,8 +815,8 @@ MUTATIONS = (
     Mutation(
         "pmap-validation-averaged",
         "parallel/pmap.py",
-        "jax.lax.psum(eval_step(params, batch), AXIS)",
-        "jax.lax.pmean(eval_step(params, batch), AXIS)",
+        "jax.lax.psum(step(params, batch), AXIS)",
+        "jax.lax.pmean(step(params, batch), AXIS)",
         "parallel/test_strategies.py::test_twenty_steps_are_the_same[pmap, adamw]",
     ),
     Mutation(

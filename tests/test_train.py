@@ -14,7 +14,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import OptimConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.single import single
+from jaxgpt.parallel.strategy import SingleDevice
 from jaxgpt.train import ENOUGH, NOT_FINITE, SPIKE, TAKEN, WINDOW, Guard, eval_step, init_state, judged, train_step
 from tests.helpers import TINY, tokens_BT
 
@@ -146,7 +146,7 @@ def test_one_compilation_and_donated_state():
     state = jax.tree.map(jnp.copy, state)
     chex.clear_trace_counter()
     traced = chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1)
-    compiled = single(GPT(CONFIG), make_optimizer(OPTIM, STEPS)).step(traced)
+    compiled = SingleDevice().jit_train_step(traced, state)
     for seed in range(3):
         before = state
         state, _ = compiled(state, make_batch(), jax.random.key(seed))

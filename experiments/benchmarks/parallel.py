@@ -77,7 +77,7 @@ def depth() -> None:
         made = trainer(config, "single")
         began = time.perf_counter()
         key = jax.eval_shape(lambda: jax.random.key(0))
-        lowered = made.step.lower(made.strategy.state, made.strategy.batch(2, config.block_size), key)
+        lowered = made.train_step.lower(made.abstract_state, made.strategy.abstract_batch(2, config.block_size), key)
         traced = time.perf_counter()
         lowered.compile()
         print(f"| {layers} | {scan} | {traced - began:.1f} | {time.perf_counter() - traced:.1f} |", flush=True)
@@ -87,16 +87,16 @@ def overhead() -> None:
     config = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=1, n_embd=8)
     tokens = np.zeros((2, 8), np.int32)
     made = {name: trainer(config, name) for name in ("single", "pmap", "mesh")}
-    states, key = {name: m.strategy.init(jax.random.key(0)) for name, m in made.items()}, jax.random.key(1)
+    states, key = {name: m.init_state(jax.random.key(0)) for name, m in made.items()}, jax.random.key(1)
     times, placing = ({name: [] for name in made} for _ in range(2))
     for number in range(1 + ROUNDS):  # in turns, since the machine's speed wanders; the first compiles
         for name, m in made.items():
             began, placed = time.perf_counter(), 0.0
             for _ in range(STEPS):
                 before = time.perf_counter()
-                batch = m.strategy.place(Batch(tokens, tokens))
+                batch = m.strategy.shard_batch(Batch(tokens, tokens))
                 placed += time.perf_counter() - before
-                states[name], metrics = m.step(states[name], batch, key)
+                states[name], metrics = m.train_step(states[name], batch, key)
                 jax.block_until_ready(metrics)
             if number:
                 times[name].append((time.perf_counter() - began) / STEPS * 1e6)

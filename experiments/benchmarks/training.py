@@ -55,13 +55,13 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     text = Tokens([np.random.default_rng(0).integers(0, VOCAB, TEXT).astype(np.uint16)])
     batches = training_batches(text, block_size=shape["block_size"], batch_size=shape["batch_size"], seed=0)
     key = jax.random.key(1)
-    state = trainer.strategy.init(jax.random.key(0))
+    state = trainer.init_state(jax.random.key(0))
 
     def run(steps: int) -> float:
         nonlocal state
         pending = deque()
         for _ in range(steps):
-            state, metrics = trainer.step(state, trainer.strategy.place(next(batches)), key)
+            state, metrics = trainer.train_step(state, trainer.strategy.shard_batch(next(batches)), key)
             pending.append(metrics["loss"])
             if len(pending) > IN_FLIGHT:
                 float(pending.popleft())

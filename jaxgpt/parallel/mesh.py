@@ -14,59 +14,72 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxgpt.batch import Batch
 from jaxgpt.cluster.replicas import checksum
-from jaxgpt.config import NO_LORA, LoraConfig, ParallelConfig
+from jaxgpt.config import GPTConfig
 from jaxgpt.layers.block import Spread
-from jaxgpt.model import GPT
-from jaxgpt.parallel.sharding import BATCH, MESH_AXES, check_divisible, make_mesh, mesh_shape, state_shardings
-from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
+from jaxgpt.parallel.sharding import BATCH, MESH_AXES, make_mesh, mesh_shape, state_shardings
+from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
 from jaxgpt.train import TrainState
 
 
-def mesh(
-    model: GPT,
-    optimizer: optax.GradientTransformation,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    config: ParallelConfig,
-    lora: LoraConfig = NO_LORA,
-) -> Strategy:
-    """devices: None: all, those of other processes too. Raises `UserError` where sizes do not divide."""
-    devices = jax.devices() if devices is None else devices
-    sizes = mesh_shape(len(devices), config.data, config.fsdp, config.tensor)
-    grid = make_mesh(list(devices), sizes)
-    check_divisible(model.config, grid)
-    rows = NamedSharding(grid, BATCH)
-    whole = NamedSharding(grid, P())
-    init, shapes = initial(model, optimizer, lora)
-    places = state_shardings(shapes, model.config, optimizer, grid)
+class MeshStrategy(Strategy):
+    """`jax.jit` of one program over a mesh, whose arrays are sharded as `sharding.RULES` say."""
 
-    def my_rows(B: int) -> np.ndarray:
-        parts = rows.addressable_devices_indices_map((B, 1)).values()
+    def __init__(self, devices: Sequence[jax.Device] | None = None, *, data: int = -1, fsdp: int = 1, tensor: int = 1):
+        """Take all of `devices`. None: all there are, those of other processes too.
+
+        data, fsdp, tensor: sizes of the mesh; -1: the rest. Raises `UserError` unless they multiply to the devices.
+        """
+        devices = jax.devices() if devices is None else devices
+        sizes = mesh_shape(len(devices), data, fsdp, tensor)
+        self.mesh = make_mesh(list(devices), sizes)
+        self.devices = tuple(self.mesh.devices.flat)
+        self.data_parallel_size = sizes["data"] * sizes["fsdp"]
+        self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
+        self.spread = _spread(self.mesh)
+        self._batch = NamedSharding(self.mesh, BATCH)
+        self._replicated = NamedSharding(self.mesh, P())
+
+    def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:
+        shapes = eval_shape(init)
+        return with_shardings(shapes, state_shardings(shapes, config, optimizer, self.mesh))
+
+    def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
+        return jax.jit(init, out_shardings=_shardings(state))
+
+    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+        return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(state), self._replicated))
+
+    def jit_eval_step(self, step: EvalFn) -> EvalFn:
+        return jax.jit(step, out_shardings=self._replicated)
+
+    def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
+        if self.mesh.shape["data"] == 1:
+            return None
+        specs = jax.tree.map(lambda sharding: sharding.spec, _shardings(state))
+
+        def gather_checksums(state: TrainState) -> jax.Array:
+            part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
+            return jax.lax.all_gather(part.reshape(-1), "data")
+
+        return jax.jit(
+            jax.shard_map(gather_checksums, mesh=self.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        )
+
+    def abstract_batch(self, B: int, T: int) -> Batch:
+        return token_batch((B, T), self._batch)
+
+    def local_rows(self, B: int) -> np.ndarray:
+        parts = self._batch.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
-    def sums(state: TrainState) -> jax.Array:
-        part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
-        return jax.lax.all_gather(part.reshape(-1), "data")
+    def shard_batch(self, batch: Batch) -> Batch:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
 
-    def checksums(state: TrainState) -> jax.Array:
-        specs = jax.tree.map(lambda place: place.spec, places)
-        return jax.shard_map(sums, mesh=grid, in_specs=(specs,), out_specs=P(), check_vma=False)(state)
 
-    return Strategy(
-        name="mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items()),
-        devices=tuple(grid.devices.flat),
-        shards=sizes["data"] * sizes["fsdp"],
-        init=jax.jit(init, out_shardings=places),
-        state=placed(shapes, places),
-        step=lambda step: jax.jit(step, donate_argnums=0, out_shardings=(places, whole)),
-        evaluate=lambda step: jax.jit(step, out_shardings=whole),
-        batch=lambda B, T: abstract_batch((B, T), rows),
-        rows=my_rows,
-        place=lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch),
-        checksums=jax.jit(checksums) if sizes["data"] > 1 else None,
-        spread=_spread(grid),
-    )
+def _shardings(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, state)
 
 
 def _spread(grid: jax.sharding.Mesh) -> Spread:

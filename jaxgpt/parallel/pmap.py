@@ -15,92 +15,79 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxgpt.batch import Batch
 from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.cluster.replicas import checksum
-from jaxgpt.config import NO_LORA, LoraConfig
-from jaxgpt.model import GPT
-from jaxgpt.parallel.strategy import Strategy, abstract_batch, initial, placed
+from jaxgpt.config import GPTConfig
+from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
+from jaxgpt.train import TrainState
 
 AXIS = "devices"
 
 
-def pmap(
-    model: GPT,
-    optimizer: optax.GradientTransformation,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    lora: LoraConfig = NO_LORA,
-) -> Strategy:
-    """devices: None: all, those of other processes too."""
-    init, shapes = initial(model, optimizer, lora)
-    everywhere = jax.devices() if devices is None else list(devices)
-    here = jax.local_devices() if devices is None else everywhere
-    copies = NamedSharding(Mesh(np.asarray(here), AXIS), PartitionSpec())
-    processes = len(everywhere) // len(here)
+class PmapStrategy(Strategy):
+    """`jax.pmap`: a program for each device, with a copy of the state and its own rows."""
 
-    def step(train_step: Callable) -> Callable:
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        """Take all of `devices`. None: all there are, those of other processes too."""
+        self._given = devices
+        self.devices = tuple(jax.devices() if devices is None else devices)
+        self._local = jax.local_devices() if devices is None else list(devices)
+        self._processes = len(self.devices) // len(self._local)
+        self._copies = NamedSharding(Mesh(np.asarray(self._local), AXIS), PartitionSpec())
+        # A replicated array is never saved: the first copy stands for all. With several processes, each of which holds
+        # copies that the others cannot see, they save an array over all devices, and Orbax writes its first copy.
+        self._saved_as = SingleDeviceSharding(self._local[0]) if self._processes == 1 else whole_everywhere()
+        self.data_parallel_size = self.num_replicas = len(self.devices)
+        self.name = f"pmap over {len(self.devices)} devices"
+
+    def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:
+        return with_shardings(eval_shape(init), self._saved_as)
+
+    def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
+        return jax.jit(init, out_shardings=self._copies)
+
+    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
         def on_each(state, batch, key):
             # A key of its own for each device: else all would drop the same units of their rows.
             key = jax.random.fold_in(key, jax.lax.axis_index(AXIS))
-            return train_step(state, batch, key, mean=lambda sums: jax.lax.pmean(sums, AXIS))
+            return step(state, batch, key, mean=lambda sums: jax.lax.pmean(sums, AXIS))
 
         # The state is passed as a whole and comes back as a whole: `None` where pmap would want an axis of devices.
-        return jax.pmap(on_each, AXIS, in_axes=(None, 0, None), out_axes=None, donate_argnums=0, devices=devices)
+        return self._pmap(on_each, in_axes=(None, 0, None), donate_argnums=0)
 
-    def evaluate(eval_step: Callable) -> Callable:
-        def on_each(params, batch):
-            return jax.lax.psum(eval_step(params, batch), AXIS)
+    def jit_eval_step(self, step: EvalFn) -> EvalFn:
+        return self._pmap(lambda params, batch: jax.lax.psum(step(params, batch), AXIS), in_axes=(None, 0))
 
-        return jax.pmap(on_each, AXIS, in_axes=(None, 0), out_axes=None, devices=devices)
+    def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
+        if len(self.devices) == 1:
+            return None
+        # pmap wants an argument with an axis of devices: a number for each.
+        on_all = self._pmap(lambda state, _: jax.lax.all_gather(checksum(state)[None], AXIS), in_axes=(None, 0))
+        return lambda state: on_all(state, np.arange(len(self._local)))
 
-    # pmap wants an argument with an axis of devices: a number for each.
-    on_all = jax.pmap(
-        lambda state, _: jax.lax.all_gather(checksum(state)[None], AXIS),
-        AXIS,
-        in_axes=(None, 0),
-        out_axes=None,
-        devices=devices,
-    )
+    def _pmap(self, function: Callable, **options: Any) -> Any:
+        return jax.pmap(function, AXIS, out_axes=None, devices=self._given, **options)
 
-    def checksums(state: Any) -> jax.Array:
-        return on_all(state, np.arange(len(here)))
+    def abstract_batch(self, B: int, T: int) -> Batch:
+        return token_batch((len(self._local), B // len(self.devices), T))
 
-    def rows(B: int) -> np.ndarray:
-        part = B // processes
+    def local_rows(self, B: int) -> np.ndarray:
+        part = B // self._processes
         return np.arange(B)[jax.process_index() * part :][:part]
 
-    def place(batch: Batch) -> Batch:
-        return jax.tree.map(lambda x: x.reshape(len(here), -1, *x.shape[1:]), batch)  # [P, B / P, T]
+    def shard_batch(self, batch: Batch) -> Batch:
+        return jax.tree.map(lambda x: x.reshape(len(self._local), -1, *x.shape[1:]), batch)  # [P, B / P, T]
 
-    # A replicated array is never saved: the first copy stands for all. With several processes, each of which holds
-    # copies that the others cannot see, they save an array over all devices, and Orbax writes its first copy.
-    saved_as = SingleDeviceSharding(here[0]) if processes == 1 else whole_everywhere()
+    def to_checkpoint(self, state: Any) -> Any:
+        if self._processes == 1:
+            return one_copy(state)
+        return jax.tree.map(lambda x: _same_copies(x, self._saved_as), state)
 
-    def to_checkpoint(state: Any) -> Any:
-        return one_copy(state) if processes == 1 else jax.tree.map(lambda x: _same_copies(x, saved_as), state)
-
-    def from_checkpoint(state: Any) -> Any:
-        if processes == 1:
-            return jax.device_put(state, copies)
-        return jax.tree.map(lambda x: _same_copies(x, copies), state)
-
-    return Strategy(
-        name=f"pmap over {len(everywhere)} devices",
-        devices=tuple(everywhere),
-        shards=len(everywhere),
-        programs=len(everywhere),
-        init=jax.jit(init, out_shardings=copies),
-        state=placed(shapes, saved_as),
-        step=step,
-        evaluate=evaluate,
-        batch=lambda B, T: abstract_batch((len(here), B // len(everywhere), T)),
-        rows=rows,
-        place=place,
-        to_checkpoint=to_checkpoint,
-        from_checkpoint=from_checkpoint,
-        checksums=checksums if len(everywhere) > 1 else None,
-    )
+    def from_checkpoint(self, state: Any) -> Any:
+        if self._processes == 1:
+            return jax.device_put(state, self._copies)
+        return jax.tree.map(lambda x: _same_copies(x, self._copies), state)
 
 
 def _same_copies(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """The copies that this process holds, seen as part of another replicated array; nothing is moved."""
+    """Return the copies that this process holds as part of another replicated array; nothing is moved."""
     mine = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, mine)

@@ -2,91 +2,172 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment
+from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
+from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.choose import choose_layout
 from jaxgpt.parallel.device import ComputeOptions, compute_options
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.parallel.strategy import Share, Strategy
-from jaxgpt.train import eval_step, train_step, whole
+from jaxgpt.parallel.mesh import MeshStrategy
+from jaxgpt.parallel.pmap import PmapStrategy
+from jaxgpt.parallel.sharding import check_divisible
+from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
+from jaxgpt.train import TrainState, eval_step, init_state, train_step, whole
+
+Devices = Sequence[jax.Device] | None  # None: all there are; a topology's, to compile for them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    options: ComputeOptions
-    model: GPT  # with the dtype, the kernel and the spread of its devices
-    strategy: Strategy
-    shares: Share
-    step: Any  # `train_step(state, batch, key)`, compiled by the strategy
-    evaluate: Any  # `eval_step(params, batch)`, likewise
-    whole: Any  # state -> the parameters that `evaluate` takes
-    batch: Batch  # shapes and places of a training batch
-    instead: str | None = None  # how the strategy differs from the recorded one, in words; None: it does not
+    """The compiled steps of one experiment on its devices, and the arrays that they take."""
 
-    def lowered(self) -> Any:
-        """`step` for the states and batches of this experiment, before XLA compiles it."""
-        return self.step.lower(self.strategy.state, self.batch, jax.eval_shape(lambda: jax.random.key(0)))
+    options: ComputeOptions
+    model: GPT  # with the dtype, the kernel and the sharding of its devices
+    strategy: Strategy
+    split: BatchSplit
+    init_state: InitFn  # (key, params=None) -> the state of step 0
+    train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
+    eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
+    merged_params: Callable[[TrainState], Any]  # state -> the parameters that `eval_step` takes
+    checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy.jit_checksums`
+    abstract_state: TrainState  # shapes and shardings, as checkpoints are read
+    abstract_batch: Batch  # shapes and shardings of a training batch
+    fallback: str | None = None  # how the strategy differs from the recorded one, in words; None: it does not
+
+    def lower(self) -> Any:
+        """Lower `train_step` for the states and batches of this experiment, to be compiled by XLA."""
+        jitted: Any = self.train_step
+        return jitted.lower(self.abstract_state, self.abstract_batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """(of the model, in adapters)."""
-        state = self.strategy.state
+        """Count the parameters (of the model, in adapters)."""
+        state = self.abstract_state
         if state.base is None:
             return count_parameters(state.params), 0
         return count_parameters(state.base), count_parameters(state.params)
 
 
-def make_trainer(
-    experiment: Experiment, devices: Sequence[jax.Device] | None = None, *, recorded: Experiment | None = None
-) -> Trainer:
-    """experiment: with the size of its vocabulary. devices: as for `choose_strategy`.
+def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
+    """Build the model, its optimizer and the compiled steps of an experiment.
 
+    experiment: with the size of its vocabulary.
     recorded: the experiment of a run that is resumed, perhaps on other hardware: a kernel or a strategy that is still the
         recorded one gives way to what these devices can do. None: a new run.
     Raises `UserError` for sizes that do not divide over the devices, and for what they cannot do.
     """
-    train, parallel = experiment.train, experiment.parallel
+    train, lora, loss_chunk = experiment.train, experiment.lora, experiment.parallel.loss_chunk
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
-    model = GPT(experiment.model, **options.for_model())
+    strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
+    plain = GPT(experiment.model, **options.for_model())  # initialises: a batch of one token divides over no devices
+    model = plain.clone(spread=strategy.spread)
     optimizer = make_optimizer(experiment.optim, train.steps)
-    strategy, shares, instead = choose_layout(experiment, model, optimizer, devices, recorded=recorded)
-    model = model.clone(spread=strategy.spread)
+    init = functools.partial(init_state, plain, optimizer, lora=lora)
+    state = strategy.abstract_state(init, experiment.model, optimizer)
     step = functools.partial(
         train_step,
         model=model,
         optimizer=optimizer,
         schedule=learning_rate(experiment.optim, train.steps),
-        lora=experiment.lora,
-        accumulation=shares.accumulation,
-        loss_chunk=parallel.loss_chunk,
+        lora=lora,
+        accumulation=split.grad_accum_steps,
+        loss_chunk=loss_chunk,
         label_smoothing=experiment.optim.label_smoothing,
         skip_spikes=experiment.optim.skip_spikes,
     )
-    evaluate = functools.partial(eval_step, model=model, loss_chunk=parallel.loss_chunk)
-    together = functools.partial(whole, lora=experiment.lora)
-    batch = strategy.batch(train.batch_size, experiment.model.block_size)
-    if experiment.data.is_packed:
-        counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
-        batch = batch._replace(mask_BT=counted, segments_BT=batch.inputs_BT)
-    if experiment.model.n_encoder_layer:
-        batch = batch._replace(source_BS=batch.inputs_BT, source_segments_BS=batch.inputs_BT)
+    merged_params = functools.partial(whole, lora=lora)
     return Trainer(
         options=options,
         model=model,
         strategy=strategy,
-        shares=shares,
-        step=strategy.step(step),
-        evaluate=strategy.evaluate(evaluate),
-        whole=together if experiment.lora.rank is None else jax.jit(together),
-        batch=batch,
-        instead=instead,
+        split=split,
+        init_state=strategy.jit_init_state(init, state),
+        train_step=strategy.jit_train_step(step, state),
+        eval_step=strategy.jit_eval_step(functools.partial(eval_step, model=model, loss_chunk=loss_chunk)),
+        merged_params=merged_params if lora.rank is None else jax.jit(merged_params),
+        checksums=strategy.jit_checksums(state),
+        abstract_state=state,
+        abstract_batch=_abstract_batch(experiment, strategy),
+        fallback=fallback,
     )
+
+
+def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:
+    batch = strategy.abstract_batch(experiment.train.batch_size, experiment.model.block_size)
+    tokens = batch.inputs_BT
+    if experiment.data.is_packed:
+        counted = jax.ShapeDtypeStruct(tokens.shape, bool, sharding=tokens.sharding)
+        batch = batch._replace(mask_BT=counted, segments_BT=tokens)
+    if experiment.model.n_encoder_layer:
+        batch = batch._replace(source_BS=tokens, source_segments_BS=tokens)
+    return batch
+
+
+def choose_layout(
+    experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None
+) -> tuple[Strategy, BatchSplit, str | None]:
+    """Return the strategy, the split of a batch, and how they differ from the recorded ones, in words or None.
+
+    recorded: see `make_trainer`. Raises `UserError` where they do not fit the devices.
+    """
+    parallel = experiment.parallel
+    choices = [parallel]
+    if recorded is not None and _layout(parallel) == _layout(recorded.parallel):
+        choices += alternatives(parallel, jax.device_count() if devices is None else len(devices))
+    errors: list[UserError] = []
+    for choice in choices:
+        try:
+            strategy = choose_strategy(choice, experiment.model, devices)
+            split = split_batch(experiment.train.batch_size, strategy.data_parallel_size, choice)
+        except UserError as e:
+            errors.append(e)
+            continue
+        fallback = (
+            f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
+            if errors
+            else None
+        )
+        return strategy, split, fallback
+    raise errors[0]
+
+
+def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices = None) -> Strategy:
+    """Return the strategy that a configuration asks for. Raises `UserError` where devices or model do not fit it."""
+    name = config.strategy
+    if name == "auto":
+        name = "single" if (jax.device_count() if devices is None else len(devices)) == 1 else "pmap"
+    if name != "mesh" and (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
+        raise UserError(
+            f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, not {config.strategy}"
+        )
+    if name == "single":
+        if devices is None and jax.process_count() > 1:
+            raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
+        return SingleDevice(devices)
+    if name == "pmap":
+        return PmapStrategy(devices)
+    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor)
+    check_divisible(model, strategy.mesh)
+    return strategy
+
+
+def _layout(config: ParallelConfig) -> tuple[str, int, int, int]:
+    return config.strategy, config.data, config.fsdp, config.tensor
+
+
+def alternatives(config: ParallelConfig, devices: int) -> list[ParallelConfig]:
+    """Return what to try on other devices: sharded as before over those there are, then auto, then one device."""
+    found = []
+    if config.strategy == "mesh" and devices > 1:
+        rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": 1, "fsdp": -1}
+        found = [dataclasses.replace(config, **rest, tensor=tensor) for tensor in (max(config.tensor, 1), 1)]
+    names = ("auto", "single")
+    return found + [dataclasses.replace(config, strategy=name, data=-1, fsdp=1, tensor=1) for name in names]

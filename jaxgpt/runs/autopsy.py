@@ -83,7 +83,7 @@ def params_here(trainer: Trainer, state: TrainState) -> Any:
     Adapters are merged in after that: a program over all devices is none for one process to start.
     """
     held = multihost.on_one_device(dataclasses.replace(state, opt_state=()))
-    return None if held is None else trainer.whole(held)
+    return None if held is None else trainer.merged_params(held)
 
 
 def _watched(model: GPT) -> tuple[Any, list[str]]:
@@ -127,12 +127,12 @@ def _finite(tree: Any) -> jax.Array:
 
 def _micros(trainer: Trainer, batch: Batch, key: jax.Array, step: int) -> Iterator[tuple[Batch, jax.Array]]:
     """The micro-batches of a step with their keys, one after the other: as `train_step` and pmap cut and draw them."""
-    programs = trainer.strategy.programs
+    programs = trainer.strategy.num_replicas
     parts = jax.tree.map(lambda x: x.reshape(programs or 1, -1, *x.shape[1:]), batch)
     for number in range(programs or 1):
         step_key = jax.random.fold_in(key if programs is None else jax.random.fold_in(key, number), step - 1)
-        micros = micro_batches(jax.tree.map(lambda x, n=number: x[n], parts), trainer.shares.accumulation)
-        for index in range(trainer.shares.accumulation):
+        micros = micro_batches(jax.tree.map(lambda x, n=number: x[n], parts), trainer.split.grad_accum_steps)
+        for index in range(trainer.split.grad_accum_steps):
             yield jax.tree.map(lambda x, i=index: x[i], micros), jax.random.fold_in(step_key, index)
 
 

@@ -38,19 +38,19 @@ class Log:
         self._display = Display(train.steps, start, show=show)  # last: a bar that is shown has to be closed
 
     def introduce(self, dataset: Dataset) -> None:
-        experiment, strategy, shares = self._experiment, self._trainer.strategy, self._trainer.shares
+        experiment, strategy, split = self._experiment, self._trainer.strategy, self._trainer.split
         say, train = self._display.say, experiment.train
         hardware = f"{len(strategy.devices)} x {device_kind()}, {self._trainer.options.reason}"
         adapters = f" and {self._in_adapters:,} in adapters, which alone are trained" if self._in_adapters else ""
         say(f"{experiment.name}: {self._n_params:,} parameters{adapters}, {hardware}")
-        if self._trainer.instead is not None:
-            say(self._trainer.instead)
+        if self._trainer.fallback is not None:
+            say(self._trainer.fallback)
         if train.init_from is not None and not self._start:
             say(f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens")
-        if shares.shards * shares.accumulation > 1:
+        if split.data_parallel_size * split.grad_accum_steps > 1:
             say(
-                f"{strategy.name}: {train.batch_size} sequences per step are {shares.shards} parts of "
-                f"{shares.accumulation} micro-batch{'es' * (shares.accumulation > 1)} of {shares.micro}"
+                f"{strategy.name}: {train.batch_size} sequences per step are {split.data_parallel_size} parts of "
+                f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
             )
         say(
             f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "

@@ -22,7 +22,7 @@ from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
 from jaxgpt.lora import init_adapters, merged
 from jaxgpt.model import GPT
-from jaxgpt.parallel.strategy import placed
+from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.find import is_run
@@ -176,7 +176,7 @@ def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: d
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
-    adapters = placed(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
+    adapters = with_shardings(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
     return jax.jit(merged, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
         lora, params, checkpoints.restore_params(step, adapters)
     )
@@ -190,13 +190,15 @@ def state_at(
     weights: what it starts from; None: nothing. key: of random parameters, and of adapters.
     """
     strategy = trainer.strategy
-    base = strategy.state.base
+    base = trainer.abstract_state.base
     read = None
     if weights is not None and (base is not None or not step):
-        read = weights().read(strategy.state.params if base is None else base)
+        read = weights().read(trainer.abstract_state.params if base is None else base)
     if step:
-        return strategy.from_checkpoint(dataclasses.replace(checkpoints.restore(step, strategy.state), base=read))
-    return strategy.init(key, None if read is None else strategy.from_checkpoint(read))
+        return strategy.from_checkpoint(
+            dataclasses.replace(checkpoints.restore(step, trainer.abstract_state), base=read)
+        )
+    return trainer.init_state(key, None if read is None else strategy.from_checkpoint(read))
 
 
 def _places(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:

@@ -67,7 +67,7 @@ def lowered_step(experiment: Any, devices: int) -> str:
 
     from jaxgpt.parallel.trainer import make_trainer
 
-    return make_trainer(experiment, jax.devices()[:devices]).lowered().as_text()
+    return make_trainer(experiment, jax.devices()[:devices]).lower().as_text()
 
 
 def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str, Any]:

@@ -75,18 +75,19 @@ class Run:
             parallel=STRATEGIES[name],
         )
         trainer = make_trainer(experiment, jax.devices()[:devices])
-        self.strategy, self.step, self.evaluate = trainer.strategy, trainer.step, trainer.evaluate
-        self.whole, self.model = trainer.whole, trainer.model
+        self.trainer, self.strategy, self.model = trainer, trainer.strategy, trainer.model
+        self.init_state, self.step = trainer.init_state, trainer.train_step
+        self.abstract_state, self.checksums = trainer.abstract_state, trainer.checksums
         self.state = None
 
     def batch(self, step: int) -> Batch:
-        rows = self.strategy.rows(BATCH)
+        rows = self.strategy.local_rows(BATCH)
         text, counted = tokens(step)[rows], np.arange(T) <= rows[:, None]  # other numbers of targets on each device
-        return self.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=counted))
+        return self.strategy.shard_batch(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=counted))
 
     def run(self, start: int = 0, stop: int = STEPS) -> list[float]:
         if self.state is None:
-            self.state = self.strategy.init(jax.random.key(0))
+            self.state = self.init_state(jax.random.key(0))
         losses = []
         for t in range(start, stop):
             self.state, metrics = self.step(self.state, self.batch(t), jax.random.key(1))
@@ -98,14 +99,14 @@ class Run:
         mask[3:] = False  # some devices have nothing to count
         text = tokens(99)
         batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask, segments_BT=DOCUMENTS)
-        nats, count = self.evaluate(self.whole(self.state), self.strategy.place(batch))
+        nats, count = self.trainer.eval_step(self.trainer.merged_params(self.state), self.strategy.shard_batch(batch))
         assert float(count) == 3 * T
         return float(nats)
 
     def compiled(self) -> str:
-        key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.strategy.batch(BATCH, T)
+        key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.strategy.abstract_batch(BATCH, T)
         counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
-        return self.step.lower(self.strategy.state, batch._replace(mask_BT=counted), key).compile().as_text()
+        return self.step.lower(self.abstract_state, batch._replace(mask_BT=counted), key).compile().as_text()
 
 
 def curves(*wanted: str) -> dict:
@@ -117,11 +118,11 @@ def curves(*wanted: str) -> dict:
         run = Run(name, optimizer)
         losses, first = run.run(), jax.devices()[0]
         shards = [shard for x in jax.tree.leaves(run.state) for shard in x.addressable_shards if shard.device == first]
-        held = [bytes_held(run.strategy.state), sum(shard.data.nbytes for shard in shards)]
+        held = [bytes_held(run.abstract_state), sum(shard.data.nbytes for shard in shards)]
         found[f"{name}, {optimizer}"] = {"losses": losses, "validation": run.validation(), "held": held}
     run = Run("single", "adamw")
     loss = jax.jit(functools.partial(batch_loss, key=None, model=run.model, label_smoothing=SMOOTHING))
-    nats, count = loss(run.strategy.init(jax.random.key(0)).params, run.batch(0))
+    nats, count = loss(run.init_state(jax.random.key(0)).params, run.batch(0))
     found["single, adamw"]["smoothed"] = float(nats / count)
     return found
 
@@ -134,7 +135,7 @@ def whole_arrays() -> dict:
     """Of each strategy: the parameters and moments that a device holds whole, by path."""
     found = {}
     for name in ("fsdp", "tensor", "all"):
-        state = Run(name, "muon").strategy.state
+        state = Run(name, "muon").abstract_state
         found[name] = [
             jax.tree_util.keystr(path)
             for path, x in jax.tree.leaves_with_path((state.params, state.opt_state))
@@ -155,7 +156,7 @@ def crossings(directory: str) -> dict:
         checkpoints.save(first.strategy.to_checkpoint(first.state), STEPS // 2, None)
         checkpoints.wait()
         second = Run(then, "adamw", devices_then)
-        second.state = second.strategy.from_checkpoint(checkpoints.restore(STEPS // 2, second.strategy.state))
+        second.state = second.strategy.from_checkpoint(checkpoints.restore(STEPS // 2, second.abstract_state))
         checkpoints.close()
         found[f"{name} on {devices} -> {then} on {devices_then}"] = second.run(STEPS // 2)
     return found
@@ -165,8 +166,8 @@ def made() -> dict:
     """Bytes of the result and the temporaries of making a state."""
     found = {}
     for name in ("single", "fsdp"):
-        strategy = Run(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64)).strategy
-        analysis = strategy.init.lower(jax.random.key(0)).compile().memory_analysis()
+        run = Run(name, "adamw", model=dataclasses.replace(CONFIG, n_embd=64))
+        analysis = run.init_state.lower(jax.random.key(0)).compile().memory_analysis()
         found[name] = [analysis.output_size_in_bytes, analysis.temp_size_in_bytes]
     return found
 
@@ -179,8 +180,8 @@ def dropped() -> dict:
     for name, devices, rows in (("pmap", 8, 16), ("pmap", 1, 2), ("all", 8, 16)):
         run = Run(name, "adamw", devices, dropping)
         text = np.repeat(row, rows, axis=0)
-        batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
-        state = run.strategy.init(jax.random.key(0))
+        batch = run.strategy.shard_batch(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]))
+        state = run.init_state(jax.random.key(0))
         losses[f"{name} on {devices}"] = float(run.step(state, batch, jax.random.key(1))[1]["loss"])
     return losses
 
@@ -211,7 +212,7 @@ def with_encoder() -> dict:
     found = {}
     for name in ("single", "pmap", "all, in pieces"):
         run = Run(name, "muon", model=model)
-        state, found[name] = run.strategy.init(jax.random.key(0)), []
+        state, found[name] = run.init_state(jax.random.key(0)), []
         for t in range(4):
             text = tokens(t)
             pairs = Batch(
@@ -222,7 +223,7 @@ def with_encoder() -> dict:
                 source_BS=text[:, 1:],
                 source_segments_BS=DOCUMENTS,
             )
-            state, metrics = run.step(state, run.strategy.place(pairs), jax.random.key(1))
+            state, metrics = run.step(state, run.strategy.shard_batch(pairs), jax.random.key(1))
             found[name].append(float(metrics["loss"]))
     return found
 
@@ -241,7 +242,7 @@ def imported() -> dict:
             params = unflatten_dict(flat, sep="/")
             write(Path(directory), to_tensors(params, family, config))
             for name in ("fsdp", "tensor", "all"):
-                wanted = Run(name, "adamw", model=config).strategy.state.params
+                wanted = Run(name, "adamw", model=config).abstract_state.params
                 places = {path: x.sharding for path, x in flatten_dict(wanted, sep="/").items()}
                 read = read_params(stored(Path(directory)), family, config, places=places)
                 held = [0] * 8
@@ -265,12 +266,14 @@ def guarded() -> dict:
     found = {}
     for name in ("single", "pmap", "all, in pieces"):
         run = Run(name, "adamw")
-        state, seen, told = run.strategy.init(jax.random.key(0)), [], []
+        state, seen, told = run.init_state(jax.random.key(0)), [], []
         for t in range(3):
             text = tokens(t)
             if t == 1:
                 text[-1, -1] = 16  # on the last device alone
-            batch = run.strategy.place(Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], segments_BT=DOCUMENTS))
+            batch = run.strategy.shard_batch(
+                Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], segments_BT=DOCUMENTS)
+            )
             state, metrics = run.step(state, batch, jax.random.key(1))
             seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
             told.append([int(metrics["skipped"]), float(metrics["learning_rate"]), float(metrics["loss"])])
@@ -284,14 +287,14 @@ def adapters() -> dict:
     found = {}
     for name in ("single", "pmap", "all"):
         run = Run(name, "muon", lora=LoraConfig(rank=2, targets=("q", "c_fc", "c_proj")))
-        given = jax.device_get(Run(name, "muon").strategy.init(jax.random.key(0)).params)
-        run.state = run.strategy.init(jax.random.key(0), run.strategy.init(jax.random.key(0)).base)
+        given = jax.device_get(Run(name, "muon").init_state(jax.random.key(0)).params)
+        run.state = run.init_state(jax.random.key(0), run.init_state(jax.random.key(0)).base)
         before = run.validation()
         losses = run.run(0, 6)
         same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), given, jax.device_get(run.state.base))
         whole = [
             jax.tree_util.keystr(path)
-            for path, x in jax.tree.leaves_with_path((run.strategy.state.params, run.strategy.state.base))
+            for path, x in jax.tree.leaves_with_path((run.abstract_state.params, run.abstract_state.base))
             if x.sharding.shard_shape(x.shape) == x.shape
         ]
         found[name] = {
@@ -308,7 +311,7 @@ def drift() -> dict:
     found = {}
     for name, devices, at in (("pmap", 8, 5), ("pmap", 2, 1), ("data", 8, 5), ("all", 8, 5)):
         run = Run(name, "adamw", devices)
-        run.state = run.strategy.init(jax.random.key(0))
+        run.state = run.init_state(jax.random.key(0))
         assert compare(run) == "all are equal"
         kernel = run.state.params["h"]["block"]["mlp"]["c_fc"]["kernel"]
         copies = [np.array(shard.data) for shard in sorted(kernel.addressable_shards, key=lambda s: s.device.id)]
@@ -320,13 +323,13 @@ def drift() -> dict:
         if name == "pmap" and devices == 8:
             run.run(0, 2)
             found["pmap on 8, later"] = compare(run)
-    assert Run("fsdp", "adamw").strategy.checksums is None and Run("single", "adamw").strategy.checksums is None
+    assert Run("fsdp", "adamw").checksums is None and Run("single", "adamw").checksums is None
     return found
 
 
 def compare(run: Run) -> str:
     try:
-        check(run.strategy.checksums(run.state), run.strategy.devices, 100, 200)
+        check(run.checksums(run.state), run.strategy.devices, 100, 200)
     except ReplicasDiffer as e:
         return str(e)
     return "all are equal"

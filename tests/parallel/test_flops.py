@@ -76,7 +76,7 @@ def trainer_of(name: str) -> Trainer:
 
 def counts_of(trainer: Trainer) -> dict[str, int]:
     """Of one training step, by kind."""
-    compiled = trainer.lowered().compile()
+    compiled = trainer.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     program = read_hlo(text)
     return {
@@ -140,7 +140,7 @@ def test_a_step_costs_no_more(counts, name, kind):
 @every_kind_of_device
 def test_the_whole_state_is_donated(counts, cpu, name):
     trainer = cpu if name == "cpu" else None
-    leaves = len(jax.tree.leaves(trainer.strategy.state)) if trainer else SEEN[name]["donated"]
+    leaves = len(jax.tree.leaves(trainer.abstract_state)) if trainer else SEEN[name]["donated"]
     assert counts(name)["donated"] == leaves == SEEN[name]["donated"]
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_compiled_after_the_first_step_and_evaluation(cpu):
     shape = (experiment.train.batch_size, experiment.model.block_size)
     # Zeros, for to compile a model's own initialisation takes seconds; copied, since it is donated.
     state = jax.tree.map(
-        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding, may_alias=False), cpu.strategy.state
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding, may_alias=False), cpu.abstract_state
     )
     key = jax.random.key(1)
     jax.monitoring.register_event_duration_secs_listener(on_event)
@@ -164,10 +164,10 @@ def test_nothing_is_compiled_after_the_first_step_and_evaluation(cpu):
     try:
         for _ in range(4):
             tokens = rng.integers(0, 65, (2, *shape)).astype(np.int32)
-            batch = cpu.strategy.place(Batch(*tokens))
+            batch = cpu.strategy.shard_batch(Batch(*tokens))
             before = jax.tree.leaves(state)
-            state, metrics = cpu.step(state, batch, key)
-            nats, _ = cpu.evaluate(cpu.whole(state), batch)
+            state, metrics = cpu.train_step(state, batch, key)
+            nats, _ = cpu.eval_step(cpu.merged_params(state), batch)
             assert np.isfinite(float(metrics["loss"])) and np.isfinite(float(nats))
             assert all(x.is_deleted() for x in before)  # donated, not copied
             after.append(len(compiled))

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from jaxgpt.cluster.replicas import checksum
-from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig
+from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.optim import make_optimizer
-from jaxgpt.parallel.choose import alternatives, choose_strategy
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
-from jaxgpt.parallel.strategy import share
+from jaxgpt.parallel.strategy import split_batch
+from jaxgpt.parallel.trainer import alternatives, choose_strategy
 from jaxgpt.tools.plan.hlo import read_hlo
 from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
@@ -278,8 +277,8 @@ def mesh(config, **sizes):
         ),
         (lambda: mesh(GPTConfig(n_head=8, bias=False, qkv_bias=True), fsdp=256, tensor=8), "n_head x head size = 768"),
         (lambda: mesh(GPTConfig(), fsdp=512), r"n_embd=768 does not divide over parallel.fsdp=512"),
-        (lambda: share(12, 8, ParallelConfig()), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
-        (lambda: share(4, 8, ParallelConfig()), "batch_size=4 does not divide over 8 devices: .* 8,"),
+        (lambda: split_batch(12, 8, ParallelConfig()), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
+        (lambda: split_batch(4, 8, ParallelConfig()), "batch_size=4 does not divide over 8 devices: .* 8,"),
         (lambda: ParallelConfig(strategy="ddp"), "strategy='ddp': needs one of auto, single, pmap, mesh"),
         (lambda: in_chunks(48), "loss_chunk=48 does not divide model.block_size=1024: take 32 or 64"),
         (lambda: in_chunks(600), "loss_chunk=600 .* take 512 or 1024"),
@@ -300,7 +299,7 @@ def in_chunks(n):
 
 
 def choose(config):
-    return choose_strategy(config, GPT(CONFIG), make_optimizer(OptimConfig(), 200))
+    return choose_strategy(config, CONFIG)
 
 
 def test_auto_takes_one_device_plainly():
@@ -312,9 +311,9 @@ def test_auto_takes_one_device_plainly():
     [(480, 1, 12, (12, 40)), (480, 8, 12, (12, 5)), (480, 16, 12, (10, 3)), (480, 8, None, (60, 1)), (8, 8, 4, (1, 1))],
 )
 def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micro, expected):
-    found = share(batch, shards, ParallelConfig(micro_batch_size=micro))
-    assert (found.micro, found.accumulation) == expected
-    assert found.rows * found.accumulation == batch
+    found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))
+    assert (found.micro_batch_size, found.grad_accum_steps) == expected
+    assert found.sequences_at_once * found.grad_accum_steps == batch
 
 
 def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxgpt.data.pipeline
-import jaxgpt.parallel.strategy
+import jaxgpt.parallel.trainer
 import jaxgpt.session
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
@@ -47,7 +47,7 @@ def plant(monkeypatch, index, value, *path):
         place[path[-1]] = place[path[-1]].at[index].set(value)
         return state
 
-    monkeypatch.setattr(jaxgpt.parallel.strategy, "init_state", planted)
+    monkeypatch.setattr(jaxgpt.parallel.trainer, "init_state", planted)
 
 
 def report_of(directory, step):
@@ -124,10 +124,10 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
     trainer = make_trainer(small)
     text = np.random.default_rng(0).integers(0, 11, (4, 9)).astype(np.int32)
     batch, key = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]), jax.random.key(1)
-    state = trainer.strategy.init(jax.random.key(0))
+    state = trainer.init_state(jax.random.key(0))
     state = dataclasses.replace(state, step=state.step + 2)
     found = examine(trainer, multihost.on_one_device(state.params), batch, key, 3)
-    _, metrics = trainer.step(state, trainer.strategy.place(batch), key)
+    _, metrics = trainer.train_step(state, trainer.strategy.shard_batch(batch), key)
     assert math.hypot(*found.gradient_norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
     assert found.first is None and found.bad_parameters == found.bad_gradients == ()
 

@@ -65,12 +65,12 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         batch_size=train.batch_size,
         seed=train.seed,
         start_step=start,
-        rows=strategy.rows(train.batch_size),
+        rows=strategy.local_rows(train.batch_size),
     )
     metrics: Any = None
     with contextlib.closing(batches):
         for _ in range(start, step):
-            state, metrics = trainer.step(state, strategy.place(next(batches)), key)
+            state, metrics = trainer.train_step(state, strategy.shard_batch(next(batches)), key)
             float(metrics["loss"])  # one step in flight
     assert int(state.step) == step
     findings = None

@@ -17,7 +17,7 @@ from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.device import all_devices, bytes_held, memory_of
 from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
-from jaxgpt.parallel.strategy import share
+from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import Collective, Program, read_hlo
 from jaxgpt.tools.plan.topology import tpu_devices
@@ -144,14 +144,14 @@ def _variants(experiment: Experiment, devices: int) -> Iterator[Experiment]:
 
 def _smaller(experiment: Experiment, devices: list[jax.Device]) -> Iterator[Experiment]:
     """With the micro-batches that the configuration gives, then with halves of them, down to one sequence."""
-    shares = make_trainer(experiment, devices).shares
+    split = make_trainer(experiment, devices).split
     while True:
-        parallel = dataclasses.replace(experiment.parallel, micro_batch_size=shares.micro)
+        parallel = dataclasses.replace(experiment.parallel, micro_batch_size=split.micro_batch_size)
         yield dataclasses.replace(experiment, parallel=parallel)
-        if shares.micro == 1:
+        if split.micro_batch_size == 1:
             return
-        half = dataclasses.replace(parallel, micro_batch_size=shares.micro // 2)
-        shares = share(experiment.train.batch_size, shares.shards, half)
+        half = dataclasses.replace(parallel, micro_batch_size=split.micro_batch_size // 2)
+        split = split_batch(experiment.train.batch_size, split.data_parallel_size, half)
 
 
 def _strategy(experiment: Experiment) -> str:
@@ -161,7 +161,7 @@ def _strategy(experiment: Experiment) -> str:
 
 def _compiled(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
     trainer = make_trainer(experiment, devices)
-    lowered = trainer.lowered()
+    lowered = trainer.lower()
     try:
         executable = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
@@ -223,14 +223,14 @@ def _read(
         strategy=strategy.name,
         compute=trainer.options.reason,
         remat=config.remat,
-        micro_batch_size=trainer.shares.micro,
-        accumulation=trainer.shares.accumulation,
+        micro_batch_size=trainer.split.micro_batch_size,
+        accumulation=trainer.split.grad_accum_steps,
         parameters=parameters,
         tokens_per_step=tokens,
         flops_per_token=flops_per_token,
         executed_flops_per_token=flops * len(used) / tokens,
         memory=memory,
-        state_memory=bytes_held(strategy.state),
+        state_memory=bytes_held(trainer.abstract_state),
         available=available,
         fits=None if available is None else True,
         exchanges=exchanges,
@@ -256,7 +256,7 @@ def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
         return 0.0
     calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call" or "fmha" in target)
     # One forward and one backward for each layer and micro-batch, and those that remat runs anew.
-    forward = calls - config.n_layer * trainer.shares.accumulation
+    forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0
     share = 0.5

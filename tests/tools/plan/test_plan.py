@@ -66,7 +66,7 @@ def test_the_roofline(monkeypatch):
 def kernel_flops(calls: dict[str, int], attention: str, **model) -> float:
     """Of two layers and three micro-batches."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
-    trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), shares=SimpleNamespace(accumulation=3))
+    trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
     program = read_hlo("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
     program = dataclasses.replace(program, custom_calls=tuple(calls.items()))
     return (
