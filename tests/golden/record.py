@@ -44,21 +44,31 @@ FLAGS = (
 
 
 def export_run(run: Path, out: Path) -> None:
-    from jaxgpt.export_hf import export_hf
+    from jaxgpt.tools.convert.export_hf import export_hf
 
     export_hf(run, out)
 
 
 def import_model(model: Path, run: Path) -> None:
-    from jaxgpt.import_hf import import_hf
+    from jaxgpt.tools.convert.import_hf import import_hf
 
     import_hf(str(model), run)
 
 
 def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str, Any]:
-    from jaxgpt.evaluate import evaluate_run
+    from jaxgpt.tools.evaluate.text import evaluate_run
 
     return evaluate_run(run, path, **options)
+
+
+def quantized(run: Any, weights: str) -> Any:
+    """The run with its parameters as decoding reads them."""
+    return run.packed(weights)
+
+
+def likelihoods(run: Any, pairs: list[tuple[list[int], list[int]]]) -> list[Any]:
+    """Each with `logprob` and `greedy`."""
+    return run.likelihoods(pairs)
 
 
 def lowered_step(experiment: Any, devices: int) -> str:
@@ -71,7 +81,7 @@ def lowered_step(experiment: Any, devices: int) -> str:
 
 
 def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str, Any]:
-    from jaxgpt.plan import plan
+    from jaxgpt.tools.plan.plan import plan
 
     return dataclasses.asdict(plan(experiment, vocab_size, topology=topology))
 
@@ -431,7 +441,7 @@ def _text() -> dict[str, Any]:
         "stop": run.sample("The ", max_new_tokens=40, seed=1, stop=[".", "e "]),
         "empty": run.sample("", max_new_tokens=12),
         "stream": list(run.stream("The ", max_new_tokens=40, seed=3, every=5)),
-        "packed": run.packed("int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
+        "packed": quantized(run, "int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
     }
 
 
@@ -512,7 +522,7 @@ def _scores() -> dict[str, Any]:
 def _likelihoods() -> Any:
     run = trained("llama")
     a, b, c, _ = _ids(run)
-    return [[x.logprob.hex(), x.greedy] for x in run.likelihoods([(a, b), (b, c), (c, a * 5)])]
+    return [[x.logprob.hex(), x.greedy] for x in likelihoods(run, [(a, b), (b, c), (c, a * 5)])]
 
 
 @case("score.evaluate", "1b")
@@ -526,7 +536,7 @@ def _evaluate() -> dict[str, Any]:
     return {
         **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat", "encoder")},
         "stride": exact(evaluate_text(trained("llama"), "held.txt", stride=8)),
-        "int8": exact(evaluate_text(trained("gpt2").packed("int8"), "held.txt", batch_size=3)),
+        "int8": exact(evaluate_text(quantized(trained("gpt2"), "int8"), "held.txt", batch_size=3)),
         "beams": exact(evaluate_text(trained("encoder"), beams=2)),
         "decoder": exact(evaluate_text(trained("pairs-decoder"))),
     }
@@ -683,7 +693,7 @@ def differing(name: str, before: Any, now: Any) -> list[str]:
 def git(*arguments: str) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    return "unknown"
+    return ""
 
 
 def main() -> None:
@@ -708,9 +718,11 @@ def main() -> None:
         raise SystemExit(f"no case is named {' '.join(options.only)}: see --list")
     there = json.loads(options.house.read_text()) if options.house.exists() else {"machine": machine(), "cases": {}}
     if there["machine"] != machine():
+        agreed = git("log", "-1", "--format=%h", "--", str(options.house)).strip()
         print(
-            f"{options.house} was recorded at commit {there.get('commit')} on {there['machine']}; this is {machine()}. "
-            "Check out that commit and record there with --house FILE, then compare with --check --house FILE."
+            f"{options.house} is of {there['machine']}, with the code of commit {there.get('commit')}; this is {machine()}. "
+            f"Check out {agreed or 'the commit that wrote it'}, which computes the same, and record there with "
+            "--house FILE; then compare with --check --house FILE."
         )
         if options.check:
             raise SystemExit(2)
@@ -725,7 +737,9 @@ def main() -> None:
         if broken:
             raise SystemExit(f"nothing is recorded: {', '.join(broken)} failed")
         cases = {name: value for name, value in (there["cases"] | found).items() if name in CASES}
-        commit = git("rev-parse", "HEAD").strip() + (" and changes" if git("status", "--porcelain", "jaxgpt") else "")
+        commit = (git("rev-parse", "HEAD").strip() or "unknown") + (
+            " and changes" if git("status", "--porcelain", "jaxgpt") else ""
+        )
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(cases.items()))
         head = f'"commit": {json.dumps(commit)},\n"machine": {json.dumps(machine())}'
         options.house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
