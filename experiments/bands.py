@@ -20,7 +20,7 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.files import write_whole
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics, validations
 from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import fit_band, render_band
@@ -50,7 +50,7 @@ def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
     }
     out.mkdir(exist_ok=True)
     path = out / f"{experiment.name}.json"
-    write_whole(path, render_band(read_record(runs / experiment.name / "seed-0"), fit_band(curves), made))
+    write_whole(path, render_band(read_metadata(runs / experiment.name / "seed-0"), fit_band(curves), made))
     return path
 
 

@@ -28,7 +28,7 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.manifest import Removed
-from jaxgpt.runs.metadata import own_tokenizer, read_record
+from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restored_params
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.detokenize import TextStream, pieces
@@ -46,6 +46,7 @@ class Run:
     """A trained model and all that is needed to use it."""
 
     directory: Path
+    metadata: RunMetadata
     experiment: Experiment
     model: GPT
     params: dict
@@ -157,9 +158,8 @@ class Run:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """How it was taught to read conversations: the tokenizer's own template, or one of `data.template`."""
-        record = read_record(self.directory)
-        template = find_template(self.tokenizer, self.directory, prefixed=record.prefixed)
-        known = record.data.get("template_sha256")
+        template = find_template(self.tokenizer, self.directory, prefixed=self.metadata.prefixed)
+        known = self.metadata.data.get("template_sha256")
         if known is not None and known != template_fingerprint(template):
             raise UserError(
                 f"the chat template in {self.directory / 'tokenizer_config.json'} is not the one that the run was trained "
@@ -174,7 +174,7 @@ class Run:
         if not self.experiment.data.is_pairs:
             ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
             return [row or [start_token(self.tokenizer)[0]] for row in ids], None
-        prefixed = not self.tokenizer.prefix or read_record(self.directory).prefixed
+        prefixed = not self.tokenizer.prefix or self.metadata.prefixed
         pairs = [pair_prompt(prompt, self.tokenizer, prefixed=prefixed) for prompt in prompts]
         if self.model.config.n_encoder_layer:
             return [target for _, target in pairs], [source for source, _ in pairs]
@@ -269,22 +269,24 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
         best so far count too: for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
     Raises `UserError` if there is no run or no checkpoint.
     """
+    return load_run(read_metadata(find_run(run)), which=which, average=average)
+
+
+def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:
+    """Load a run whose metadata are read: see `load`."""
     for _ in range(4):
         with contextlib.suppress(Removed):  # the next one may last until it is read
-            return _load(run, which, average)
-    return _load(run, which, average)
+            return _load(metadata, which, average)
+    return _load(metadata, which, average)
 
 
-def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
+def _load(metadata: RunMetadata, which: str | int, average: int | None) -> Run:
     which = to_python(which)
     if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
         raise UserError(f"which={short(which)}: needs best, last or a step")
     average = None if average is None else check_count("average", average)
-    directory = find_run(run)
-    record = read_record(directory)
-    tokenizer = own_tokenizer(directory, record)
-    experiment = record.experiment
-    config = record.model
+    directory, experiment, config = metadata.directory, metadata.experiment, metadata.model
+    tokenizer = load_run_tokenizer(metadata)
     options = compute_options(config, experiment.train, packed=experiment.data.is_packed, required=False)
     model = GPT(config, **options.for_model())
     checkpoints = open_checkpoints(directory)
@@ -300,7 +302,7 @@ def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
         if step is None:
             raise Removed(f"the checkpoints of {directory} were removed while they were read")
         like = with_shardings(model.shapes(), whole_everywhere())
-        params, earlier = restored_params(record, checkpoints, step, like), step
+        params, earlier = restored_params(metadata, checkpoints, step, like), step
         for number in range(1, average or 1):
             earlier = checkpoints.good(before=earlier)
             if earlier is None:
@@ -308,7 +310,7 @@ def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
                     f"average={average}: {directory} has {number} checkpoints, the last up to step {step}. Give {number} or "
                     "fewer; --train.keep-last keeps more"
                 )
-            more = restored_params(record, checkpoints, earlier, like)
+            more = restored_params(metadata, checkpoints, earlier, like)
             params = jax.tree.map(lambda mean, x, n=number: mean + (x - mean) / (n + 1), params, more)
         params = one_copy(params)
         val_loss = checkpoints.val_loss(step) if average in (None, 1) else None
@@ -316,6 +318,7 @@ def _load(run: str | Path | None, which: str | int, average: int | None) -> Run:
         checkpoints.close()
     return Run(
         directory=directory,
+        metadata=metadata,
         experiment=experiment,
         model=model,
         params=params,

@@ -15,23 +15,25 @@ from jaxgpt.cluster.replicas import check
 from jaxgpt.cluster.signals import signals
 from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
-from jaxgpt.data.dataset import prepare, resolve_vocab
+from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import first_device, refuse_what_cannot_fit
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.run import Run, load
+from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import why_skipped, write_autopsy
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.curves import plot_losses
 from jaxgpt.runs.find import RUNS, is_run
+from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
-from jaxgpt.runs.metadata import claim, existing_run, read_record, refuse_other_configuration, write_record
+from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.pretrained import Weights, begun, origin_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.runs.resume import check_same_configuration, is_resumable
 from jaxgpt.train import NOT_FINITE, mean_loss, run_keys
 
 # Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
@@ -62,68 +64,79 @@ def fit(
     `SaveFailed` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
     called it, unless that is one of several: see `parallel.watchdog`.
     """
-    return _run(experiment, run_dir, fresh=fresh, progress=progress, is_command=False)
+    return _run(experiment, run_dir, None, fresh, progress, is_command=False)
 
 
 def fit_as_command(
-    experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
+    experiment: Experiment,
+    run_dir: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    progress: bool = True,
+    metadata: RunMetadata | None = None,
 ) -> Run:
-    """Do what `fit` does, for a command: the process is the run's own, and a watchdog ends it if it hangs."""
-    return _run(experiment, run_dir, fresh=fresh, progress=progress, is_command=True)
+    """Do what `fit` does, for a command: the process is the run's own, and a watchdog ends it if it hangs.
+
+    metadata: of the run in `run_dir`, if the command has read it.
+    """
+    return _run(experiment, run_dir, metadata, fresh, progress, is_command=True)
 
 
-def _run(experiment: Experiment, run_dir: str | Path | None, *, fresh: bool, progress: bool, is_command: bool) -> Run:
+def _run(
+    experiment: Experiment,
+    run_dir: str | Path | None,
+    metadata: RunMetadata | None,
+    fresh: bool,
+    progress: bool,
+    is_command: bool,
+) -> Run:
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # the first use of JAX that needs one, and the place for its error
     with watch(experiment.parallel.watchdog if is_command or multihost.several() else None) as watchdog:
-        _fit(experiment, directory, watchdog, fresh=fresh, progress=progress)
-        return load(directory)
+        if not is_resumable(directory, fresh):
+            metadata = None
+        elif metadata is None or metadata.directory != directory:
+            metadata = read_metadata(directory)
+        _fit(experiment, directory, metadata, watchdog, fresh, progress)
+        return load_run(metadata or read_metadata(directory))
 
 
-def _fit(experiment: Experiment, directory: Path, watchdog: Watchdog, *, fresh: bool, progress: bool) -> None:
+def _fit(
+    experiment: Experiment, directory: Path, old: RunMetadata | None, watchdog: Watchdog, fresh: bool, progress: bool
+) -> None:
     """Check everything before anything is written, then make the directory ours, then train."""
-    existing = existing_run(directory, fresh)
-    if existing:
-        refuse_other_configuration(directory, experiment)
-    full, weights = begun(experiment, directory if existing else None)
-    if existing:
+    if old is not None:
+        check_same_configuration(old, experiment)
+    full, weights = begun(experiment, old)
+    if old is not None:
         remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
-        dataset = reopen_dataset(directory, read_record(directory), full.data, remedy=remedy)
+        dataset = reopen_dataset(old, full.data, remedy=remedy)
     else:
-        model = full.model
-        dataset = prepare(
-            full.data,
-            block_size=model.block_size,
-            vocab_size=model.vocab_size,
-            encoder=model.n_encoder_layer > 0,
-        )
+        dataset = prepare_for(full.model, full.data)
     resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
-    trainer = make_trainer(resolved, recorded=read_record(directory).given if existing else None)
+    trainer = make_trainer(resolved, recorded=None if old is None else old.given)
     strategy, model = trainer.strategy, resolved.model
     hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
     refuse_what_cannot_fit(trainer.abstract_state, hidden_bytes, strategy.devices)
     multihost.meet("everything is checked")
 
     with contextlib.ExitStack() as owned:
-        checkpoints = Checkpoints(
-            directory / "checkpoints",
-            keep_last=experiment.train.keep_last,
-            keep_every=experiment.train.keep_every,
-        )
+        train = experiment.train
+        checkpoints = Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every)
         watchdog.directory, watchdog.last_step = directory, checkpoints.last
 
         def begin() -> int:
             """The directory is ours, a run, and as its newest good checkpoint left it: that step."""
-            owned.enter_context(claim(directory, fresh))
-            if not existing:
+            owned.enter_context(lock_run(directory, fresh))
+            if old is None:
                 if is_run(directory):
                     raise UserError(
                         f"another process has just begun a run in {directory}: start again to go on with it"
                     )
                 if weights is not None:
                     keep_companions(weights().directory, directory)
-                write_record(
+                write_metadata(
                     directory,
                     experiment,
                     dataset.tokenizer,

@@ -20,7 +20,7 @@ from jaxgpt.data.tokenizer import load_tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
-from jaxgpt.runs.metadata import write_record
+from jaxgpt.runs.metadata import read_metadata, write_metadata
 from tests.conftest import REPOSITORY, SIZES
 
 DIMS = chex.Dimensions(**SIZES)
@@ -134,10 +134,10 @@ def recorded_run(
     model = GPTConfig(vocab_size=size, block_size=block_size, n_layer=1, n_encoder_layer=int(encoder))
     experiment = Experiment(name="recorded", model=model, data=config)
     made = dict(data=dataset.fingerprint, vocab_size=size, tokenizer_config=dataset.tokenizer_config)
-    write_record(directory, experiment, dataset.tokenizer, **made)
+    write_metadata(directory, experiment, dataset.tokenizer, **made)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     of = dict(directory=directory, experiment=experiment, tokenizer=tokenizer, step=0, val_loss=None)
-    return Run(model=GPT(model), params={}, **of)
+    return Run(model=GPT(model), params={}, metadata=read_metadata(directory), **of)
 
 
 def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:

@@ -45,7 +45,7 @@ HOMES = {
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.chat.jinja"],
     "matplotlib": ["runs.curves"],
-    "filelock": ["runs.metadata"],
+    "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.hub"],
     "tyro": ["cli.options"],

@@ -24,7 +24,7 @@ from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.log import Log
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.session import Diverged, Interrupted, fit
 from jaxgpt.tools.diagnose.replay import replay
@@ -86,7 +86,7 @@ def test_the_run_directory(run, experiment):
         "origin",
     }
     assert record["versions"]["jax"] == jax.__version__
-    assert not differences(read_record(run.directory).experiment, experiment)
+    assert not differences(read_metadata(run.directory).experiment, experiment)
     assert (run.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

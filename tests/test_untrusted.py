@@ -20,7 +20,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.curves import plot_losses
-from jaxgpt.runs.metadata import claim, read_record, write_record
+from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.metadata import read_metadata, write_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from tests.faults import fuzz
 from tests.helpers import flip, tiny_experiment
@@ -38,21 +39,21 @@ def recorded(tmp_path_factory, text_file):
     """A directory with the record of a run."""
     directory = tmp_path_factory.mktemp("recorded")
     data = {"tokenizer_sha256": "0" * 64, "train_tokens": 1200, "val_sha256": "1" * 64}
-    write_record(directory, tiny_experiment(text_file), ByteTokenizer(), data=data, vocab_size=256)
+    write_metadata(directory, tiny_experiment(text_file), ByteTokenizer(), data=data, vocab_size=256)
     return directory
 
 
 def test_a_flipped_bit_of_a_record_is_told_or_changes_nothing(recorded):
     """A learning rate of 0.0003 that has become 0.0007 is as good JSON as before."""
     path = recorded / "experiment.json"
-    whole, record = path.read_bytes(), read_record(recorded)
+    whole, record = path.read_bytes(), read_metadata(recorded)
     rng = random.Random(0)
     digits = [8 * at + bit for at, byte in enumerate(whole) if byte in b"0123456789" for bit in range(3)]
     told = 0
     for bit in rng.sample(range(8 * len(whole)), 120) + rng.sample(digits, 60):
         flip(path, bit)
         try:
-            assert read_record(recorded) == record, bit
+            assert read_metadata(recorded) == record, bit
         except UserError as e:
             assert str(path) in str(e), e
             told += 1
@@ -67,10 +68,10 @@ def test_a_record_that_was_changed_by_hand_says_what_to_do(recorded, tmp_path):
     path = tmp_path / "experiment.json"
     path.write_text(json.dumps(body))
     with pytest.raises(UserError, match='is not what was written.*Put back a copy, or.*delete its "sha256"'):
-        read_record(tmp_path)
+        read_metadata(tmp_path)
     del body["sha256"]  # as older versions wrote it
     path.write_text(json.dumps(body, indent=4))
-    assert read_record(tmp_path).given.train.seed == 7
+    assert read_metadata(tmp_path).given.train.seed == 7
 
 
 def test_only_the_experiment_that_the_user_names_is_run():
@@ -266,11 +267,11 @@ def test_nothing_is_written_through_a_link_that_leads_out_of_a_run(tmp_path, nam
     for directory, fresh in itertools.product((tmp_path / "run", tmp_path / "by a link"), (False, True)):
         said = re.escape(f"{directory / name} is a link that leads out of {directory}, to ")
         with pytest.raises(UserError, match=said + ".*Put there what it leads to, or delete it"):
-            claim(directory, fresh)
+            lock_run(directory, fresh)
     path.unlink()
     path.symlink_to("../nowhere" if path.parent == tmp_path / "run" else "../../nowhere")
     with pytest.raises(UserError, match="leads out of"):
-        claim(tmp_path / "run", False)
+        lock_run(tmp_path / "run", False)
     assert not target.is_file() or target.read_text() == "precious"
     assert {p.name for p in tmp_path.iterdir()} == {"run", "by a link", "elsewhere"}
 
@@ -280,7 +281,7 @@ def test_links_that_stay_inside_are_the_users_own(tmp_path):
     (run / "checkpoints" / "4").mkdir(parents=True)
     (run / "checkpoints" / "best").symlink_to("4")
     (tmp_path / "by a link").symlink_to("run")
-    claim(tmp_path / "by a link", False).release()
+    lock_run(tmp_path / "by a link", False).release()
 
 
 def test_writers_follow_no_links(tmp_path):

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxgpt.cli.console import say, told_in_words
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
@@ -23,14 +24,21 @@ from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import start_jax
 from jaxgpt.runs.find import RUNS, find_run, is_run
 
+if TYPE_CHECKING:
+    from jaxgpt.runs.metadata import RunMetadata
+
 
 def train(argv: list[str]) -> None:
-    experiment = _named_experiment(argv) or _default_experiment(argv)
+    experiment, metadata = _named_experiment(argv), None
+    if experiment is None:
+        metadata = _resumed_run(argv)
+        experiment = EXPERIMENTS["quickstart"]() if metadata is None else metadata.given
     options = parse(TrainOptions, argv, "jaxgpt train [EXPERIMENT]", TrainOptions(experiment=experiment))
-    _train(options)
+    _train(options, metadata)
 
 
-def _train(options: TrainOptions) -> None:
+def _train(options: TrainOptions, metadata: RunMetadata | None = None) -> None:
+    """Train, print a sample, and say what to do next. metadata: of the run to resume, if it has been read."""
     start_jax()
     from jaxgpt.cluster.multihost import ProcessLost, is_leader, joined, leave, status_of
     from jaxgpt.cluster.replicas import ReplicasDiffer
@@ -42,7 +50,7 @@ def _train(options: TrainOptions) -> None:
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit_as_command(options.experiment, options.run_dir, fresh=options.fresh)
+            run = fit_as_command(options.experiment, options.run_dir, fresh=options.fresh, metadata=metadata)
     except (Interrupted, Diverged, ReplicasDiffer) as e:
         if is_leader():
             say(str(e))
@@ -144,14 +152,14 @@ def _named_experiment(argv: list[str]) -> Experiment | None:
     return load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
 
 
-def _default_experiment(argv: list[str]) -> Experiment:
-    """Without an EXPERIMENT: what --run-dir holds, if it is a run; else the quickstart."""
+def _resumed_run(argv: list[str]) -> RunMetadata | None:
+    """Return the metadata of the run in --run-dir, if it is one."""
     for at, argument in enumerate(argv):
         name, _, value = argument.partition("=")
         if name in ("--run-dir", "--run_dir"):
             directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
             if is_run(directory):
-                from jaxgpt.runs.metadata import read_record
+                from jaxgpt.runs.metadata import read_metadata
 
-                return read_record(directory).given
-    return EXPERIMENTS["quickstart"]()
+                return read_metadata(directory)
+    return None

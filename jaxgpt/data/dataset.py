@@ -42,7 +42,7 @@ def prepare(
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
     validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
     "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
-    prefixed: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `Record.prefixed`.
+    prefixed: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `RunMetadata.prefixed`.
     known: the fingerprint of what it gave before. Where no path is named, or nothing is there any more, the tokens in the
     cache with that fingerprint are enough.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
@@ -65,6 +65,20 @@ def prepare(
                 f"block_size={block_size}: give more text, a smaller --model.block-size, or another --data.val-fraction"
             )
     return dataset
+
+
+def prepare_for(
+    model: GPTConfig, data: DataConfig, *, prefixed: bool = True, known: dict[str, Any] | None = None
+) -> Dataset:
+    """Prepare the dataset that a model is trained on: see `prepare`."""
+    return prepare(
+        data,
+        block_size=model.block_size,
+        vocab_size=model.vocab_size,
+        encoder=model.n_encoder_layer > 0,
+        prefixed=prefixed,
+        known=known,
+    )
 
 
 def _from_text(config: DataConfig) -> Dataset:
@@ -284,6 +298,6 @@ def vocabulary(experiment: Experiment) -> int:
     model = experiment.model
     if model.vocab_size is not None:
         return model.vocab_size
-    vocab_size = resolve_vocab(model, prepare(experiment.data, block_size=model.block_size).tokenizer).vocab_size
+    vocab_size = resolve_vocab(model, prepare_for(model, experiment.data).tokenizer).vocab_size
     assert vocab_size is not None
     return vocab_size

@@ -49,7 +49,7 @@ def from_documents(
     if prefixed and tokenizer.prefix:
         fingerprint = fingerprint | {
             "prefix": list(tokenizer.prefix)
-        }  # earlier versions wrote none: see `Record.prefixed`
+        }  # earlier versions wrote none: see `RunMetadata.prefixed`
     dataset = Dataset(
         train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
     )

@@ -26,7 +26,8 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import Origin, Record, read_record, refuse_other_tokenizer
+from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
+from jaxgpt.runs.resume import check_same_tokenizer
 from jaxgpt.sample.quantize import unrolled
 from jaxgpt.train import TrainState
 
@@ -38,6 +39,7 @@ class Weights:
     """Of a run or of a model in Hugging Face's format, found and checked, and not yet read."""
 
     directory: Path
+    metadata: RunMetadata | None  # of a run
     config: GPTConfig
     tokenizer: str  # the path of its tokenizer.json, or ids
     step: int | None  # of a run
@@ -65,6 +67,7 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
     files = {tensor.file for tensor in source.tensors.values()}
     return Weights(
         directory=source.directory,
+        metadata=None,
         config=source.config,
         tokenizer=tokenizer or str(source.directory / "tokenizer.json"),
         step=None,
@@ -74,27 +77,28 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
 
 
 def _of_run(directory: Path, step: int | None) -> Weights:
-    record, checkpoints = read_record(directory), open_checkpoints(directory)
+    metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
     good = checkpoints.good("best") if step is None else checkpoints.good(before=step + 1)
     assert good is not None
     if step not in (None, good):
         raise UserError(f"{directory} has no checkpoint of step {step} any more, or a damaged one")
-    config = dataclasses.replace(record.model, scan_layers=False)
+    config = dataclasses.replace(metadata.model, scan_layers=False)
 
     def read(like: dict) -> dict:
         places = _places(like, config)
-        model = GPT(record.model)
+        model = GPT(metadata.model)
 
         def at(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)
             place = _stacked_place(places["h_0", *names[2:]]) if names[0] == "h" else places[names]
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-        params = restored_params(record, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
+        params = restored_params(metadata, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
         return _fitted(unrolled(model, params)[1], like)
 
     return Weights(
         directory=directory,
+        metadata=metadata,
         config=config,
         tokenizer=str(directory / "tokenizer.json"),
         step=good,
@@ -107,27 +111,28 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def begun(experiment: Experiment, run: Path | None = None) -> tuple[Experiment, Callable[[], Weights] | None]:
+def begun(
+    experiment: Experiment, metadata: RunMetadata | None = None
+) -> tuple[Experiment, Callable[[], Weights] | None]:
     """Return (the experiment with the architecture and tokenizer of its weights, a function that opens the weights).
 
-    The context is at most as long as that of the weights. run: the directory of a run to resume, whose recorded
+    The context is at most as long as that of the weights. metadata: of a run to resume, whose
     architecture, tokenizer and warm-up are taken; None: a new run. Without `train.init_from` the second is None.
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
-    if run is not None:
-        record = read_record(run)
-        data = dataclasses.replace(experiment.data, tokenizer=record.experiment.data.tokenizer)
-        optim = dataclasses.replace(experiment.optim, warmup_steps=record.given.optim.warmup_steps)
+    if metadata is not None:
+        data = dataclasses.replace(experiment.data, tokenizer=metadata.experiment.data.tokenizer)
+        optim = dataclasses.replace(experiment.optim, warmup_steps=metadata.given.optim.warmup_steps)
         experiment = dataclasses.replace(experiment, data=data, optim=optim)
         if name is None:
             return experiment, None
-        model = dataclasses.replace(record.experiment.model, remat=experiment.model.remat)  # which fits the hardware
-        return dataclasses.replace(experiment, model=model), lambda: base_of(record, name)
+        model = dataclasses.replace(metadata.experiment.model, remat=experiment.model.remat)  # which fits the hardware
+        return dataclasses.replace(experiment, model=model), lambda: base_of(metadata, name)
     if name is None:
         return experiment, None
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
-    if is_run(weights.directory) and named not in ("char", "byte", "bpe"):
-        refuse_other_tokenizer(weights.directory, read_record(weights.directory), named)
+    if weights.metadata is not None and named not in ("char", "byte", "bpe"):
+        check_same_tokenizer(weights.metadata, named)
     own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
     model = dataclasses.replace(weights.config, **own)
@@ -140,15 +145,15 @@ def origin_of(weights: Weights, model: GPTConfig) -> Origin:
     return Origin(directory=str(weights.directory.resolve()), step=weights.step, sha256=weights.sha256(), model=model)
 
 
-def base_of(record: Record, name: str | None = None) -> Weights:
+def base_of(metadata: RunMetadata, name: str | None = None) -> Weights:
     """Open what a run began with: where it was, at `name`, or beside the run, in a directory of the same name.
 
     Raises `UserError` if it is not there, or is not what it was.
     """
-    name, origin = name or record.experiment.train.init_from, record.origin
+    name, origin = name or metadata.experiment.train.init_from, metadata.origin
     assert name is not None and origin is not None
-    tokenizer = str(record.experiment.data.tokenizer)  # that of the model need not be there any more
-    beside = record.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
+    tokenizer = str(metadata.experiment.data.tokenizer)  # that of the model need not be there any more
+    beside = metadata.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
     place = next((str(place) for place in (origin.directory, name, beside) if _can_be_seen(Path(place))), name)
     found = open_weights(place, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
@@ -162,17 +167,17 @@ def _can_be_seen(place: Path) -> bool:
     return False
 
 
-def restored_params(record: Record, checkpoints: Checkpoints, step: int, like: dict) -> dict:
+def restored_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: dict) -> dict:
     """The parameters of a run as its model takes them: of one that trained adapters, those of its base with these
     merged in. like: shapes and places."""
-    lora = record.experiment.lora
+    lora = metadata.experiment.lora
     if lora.rank is None:
         return checkpoints.restore_params(step, like)
     try:
-        base = base_of(record)
+        base = base_of(metadata)
     except UserError as e:
         raise UserError(
-            f"the run has adapters alone, for {record.experiment.train.init_from}: {e}. Put it back, or beside {record.directory}"
+            f"the run has adapters alone, for {metadata.experiment.train.init_from}: {e}. Put it back, or beside {metadata.directory}"
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)

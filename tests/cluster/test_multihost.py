@@ -19,7 +19,7 @@ from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
@@ -121,7 +121,7 @@ def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strat
     for expected, found in zip(curve(alone), curve(tmp_path / "run"), strict=True):
         np.testing.assert_allclose(found, expected, **CURVES_EQUAL)
     assert "next: jaxgpt sample run" in said[0]
-    assert read_record(tmp_path / "run").experiment.parallel.coordinator is None  # it may go on alone
+    assert read_metadata(tmp_path / "run").experiment.parallel.coordinator is None  # it may go on alone
     assert not any(word in said[1] for word in ("parameters", "val", "done in", "next:"))  # only the first one speaks
     ours, theirs = (load(d).params["h_0"]["mlp"]["c_fc"]["kernel"] for d in (tmp_path / "run", alone))
     np.testing.assert_allclose(ours, theirs, **CURVES_EQUAL)
@@ -237,7 +237,7 @@ def refuses(*_):
     elif multihost.is_leader():
         taken()
 
-jaxgpt.session.existing_run = refuses
+jaxgpt.session.is_resumable = refuses
 """
 
 

@@ -12,7 +12,7 @@ from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import Pairs, read_pairs
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metadata import read_record, refuse_other_data
+from jaxgpt.runs.resume import check_same_data
 from tests.data.chat.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
@@ -112,9 +112,8 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, what):
     assert now.fingerprint["train_sha256"] != before.fingerprint["train_sha256"]
     for name, made in (("now", now), ("before", before)):
         run = recorded_run(tmp_path / name, config, made, block_size=T)
-        record = read_record(run.directory)
-        assert record.prefixed == (name == "now")
-        refuse_other_data(run.directory, prepare(config, block_size=T, prefixed=record.prefixed))
+        assert run.metadata.prefixed == (name == "now")
+        check_same_data(run.metadata, prepare(config, block_size=T, prefixed=run.metadata.prefixed))
 
 
 def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):

@@ -12,7 +12,8 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data import shards
 from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metadata import changed_data, read_record, refuse_other_data, write_record
+from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.resume import check_same_data, describe_data_changes
 from tests.helpers import run_command, script, tiny_experiment
 
 
@@ -119,20 +120,20 @@ def run(series, tmp_path):
     directory.mkdir()
     experiment = tiny_experiment(series)
     experiment = dataclasses.replace(experiment, data=DataConfig(path=str(series), tokenizer="ids"))
-    write_record(directory, experiment, bins(series).tokenizer, data=bins(series).fingerprint, vocab_size=1000)
+    write_metadata(directory, experiment, bins(series).tokenizer, data=bins(series).fingerprint, vocab_size=1000)
     return directory
 
 
 def test_the_record_has_each_file(run, series):
-    files = read_record(run).data["files"]
+    files = read_metadata(run).data["files"]
     assert list(files) == sorted(p.name for p in series.iterdir())
     assert all(f["tokens"] == 100 and len(f["sha256"]) == 64 for f in files.values())
-    refuse_other_data(run, bins(series))
+    check_same_data(read_metadata(run), bins(series))
 
 
 def test_the_same_files_in_another_place_are_the_same_data(run, series):
     moved = series.rename(series.with_name("elsewhere"))
-    refuse_other_data(run, bins(moved))
+    check_same_data(read_metadata(run), bins(moved))
 
 
 @pytest.mark.parametrize(
@@ -148,15 +149,17 @@ def test_the_same_files_in_another_place_are_the_same_data(run, series):
 def test_what_became_of_the_files_is_told_by_name(run, series, harm, said):
     harm(series)
     with pytest.raises(UserError, match=f"was trained on other data: {said}"):
-        refuse_other_data(run, bins(series))
+        check_same_data(read_metadata(run), bins(series))
 
 
 def test_other_texts_and_tokenizers_are_told():
     before = {"train_tokens": 9, "train_sha256": "a" * 64, "tokenizer_sha256": "b" * 64}
-    assert changed_data(before, before) == []
-    assert changed_data(before, before | {"train_sha256": "c" * 64}) == ["train_sha256 aaaaaaaaaaaa -> cccccccccccc"]
-    assert changed_data({"files": {"a.bin": 1}}, before) != []
-    assert changed_data(before, {"files": {"a.bin": 1}}) != []
+    assert describe_data_changes(before, before) == []
+    assert describe_data_changes(before, before | {"train_sha256": "c" * 64}) == [
+        "train_sha256 aaaaaaaaaaaa -> cccccccccccc"
+    ]
+    assert describe_data_changes({"files": {"a.bin": 1}}, before) != []
+    assert describe_data_changes(before, {"files": {"a.bin": 1}}) != []
 
 
 def flip(path):

@@ -30,8 +30,9 @@ from jaxgpt.files import read_json
 from jaxgpt.hf.config_rules import meaning
 from jaxgpt.hf.families import family_of
 from jaxgpt.hf.safetensors_files import INDEX, Made, read, stored, write
-from jaxgpt.runs.metadata import FORMAT, changed_data, read_record
+from jaxgpt.runs.metadata import FORMAT, read_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
+from jaxgpt.runs.resume import describe_data_changes
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
 from tests.hf.peers import SHAPES
@@ -133,9 +134,9 @@ def _read_tokenizer(path: Path) -> None:
 
 
 def _read_record(directory: Path) -> None:
-    record = read_record(directory)
+    record = read_metadata(directory)
     assert record.model.vocab_size == record.vocab_size
-    changed_data(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
+    describe_data_changes(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
 
 
 def _read_metrics(path: Path) -> None:

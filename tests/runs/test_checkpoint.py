@@ -17,8 +17,9 @@ from jaxgpt.errors import SaveFailed, UserError
 from jaxgpt.run import load
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.manifest import Damaged
-from jaxgpt.runs.metadata import claim, read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from jaxgpt.train import Guard, TrainState
@@ -313,8 +314,8 @@ def test_two_at_once_are_refused_and_a_crash_releases(experiment, run, tmp_path)
     """Another process holds the lock, then is killed."""
     code = f"""
 from pathlib import Path
-from jaxgpt.runs.metadata import claim
-lock = claim(Path({str(run)!r}), False)
+from jaxgpt.runs.lock import lock_run
+lock = lock_run(Path({str(run)!r}), False)
 print("locked", flush=True)
 input()
 """
@@ -330,14 +331,14 @@ input()
     finally:
         child.kill()
         child.communicate()
-    claim(run, False).release()
+    lock_run(run, False).release()
 
 
 def test_the_lock_goes_with_the_run_that_is_moved_aside(run):
-    with claim(run, True), pytest.raises(UserError, match="being trained"):
-        claim(run, True)
+    with lock_run(run, True), pytest.raises(UserError, match="being trained"):
+        lock_run(run, True)
     assert {p.name for p in run.parent.iterdir()} == {"r", "r.old-1"}
-    assert read_record(run.parent / "r.old-1")
+    assert read_metadata(run.parent / "r.old-1")
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from jaxgpt.data.chat.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.run import load
-from jaxgpt.runs.metadata import CHANGEABLE, read_record, write_record
+from jaxgpt.runs.metadata import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import begun
+from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.text import evaluate_run
-from tests.conftest import TEXT
-from tests.helpers import edit_record, tiny_experiment
+from tests.conftest import REPOSITORY, TEXT
+from tests.helpers import edit_record, run_command, tiny_experiment
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
     """By its record, which names a kernel and a mesh that are not here: what is used instead is told. It is measured
     and logged at other intervals now."""
     run = moved(steps=[2], train={"attention": "cudnn"}, parallel=H200S)
-    given = read_record(run).given
+    given = read_metadata(run).given
     train = dataclasses.replace(given.train, log_every=3, eval_every=2, sample_tokens=1)
     resumed = fit(dataclasses.replace(given, train=train), run, progress=True)
     chex.assert_trees_all_equal(load(run, which="last").params, load(trained.directory, which="last").params)
@@ -101,7 +102,7 @@ def test_a_run_of_other_hardware_is_resumed_bit_for_bit(trained, moved, capsys):
 
 def test_what_is_asked_for_now_is_taken_or_refused(moved):
     run = moved()
-    given = read_record(run).given
+    given = read_metadata(run).given
 
     def again(**groups):
         changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in groups.items()}
@@ -142,7 +143,7 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     """Where that is gone, and where the copy is named; another one is refused."""
     path = tmp_path / "lost.json"
     run = moved(data={"tokenizer": str(path)})
-    given, own = read_record(run).given, run / "tokenizer.json"
+    given, own = read_metadata(run).given, run / "tokenizer.json"
 
     def named(tokenizer):
         return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)))
@@ -185,7 +186,7 @@ def test_the_template_of_a_run_is_the_one_it_was_trained_with(tmp_path, own, bef
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own, "eos_token": "I"}))
     template = find_template(tokenizer, tmp_path)
     data = {"train_sha256": "", "template_sha256": template_fingerprint(template)}
-    write_record(run, Experiment(name="x"), tokenizer, data=data, vocab_size=9, tokenizer_config=template.config())
+    write_metadata(run, Experiment(name="x"), tokenizer, data=data, vocab_size=9, tokenizer_config=template.config())
     assert template_fingerprint(find_template(tokenizer, run)) == template_fingerprint(template)
     assert json.loads((run / "tokenizer_config.json").read_text())["model_max_length"] == 9
 
@@ -193,7 +194,7 @@ def test_the_template_of_a_run_is_the_one_it_was_trained_with(tmp_path, own, bef
 def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp_path, monkeypatch):
     """Without both, what is missing is told, and for which command."""
     run = moved(data={"path": str(tmp_path / "gone.txt")})
-    given = read_record(run).given
+    given = read_metadata(run).given
     assert evaluate_run(load(run)) == evaluate_run(trained)
     assert fit(given, run, progress=False).step == trained.step
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
@@ -208,3 +209,30 @@ def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp
         replay(run, 1)
     text = dataclasses.replace(given.data, path=trained.experiment.data.path)
     assert fit(dataclasses.replace(given, data=text), run, progress=False).step == trained.step
+
+
+COUNT_READS = """
+import sys
+from jaxgpt.__main__ import main
+reads = []
+def count(event, args):
+    if event == "open" and str(args[0]).endswith("experiment.json"):
+        reads.append(args[0])
+sys.addaudithook(count)
+try:
+    main()
+finally:
+    print("reads:", len(reads))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train", "--run-dir"], ["sample", "--max-new-tokens", "2"], ["evaluate"]],
+    ids=lambda command: command[0],
+)
+def test_a_command_reads_experiment_json_once(moved, command):
+    """What it read is handed down: a second read could meet another file."""
+    done = run_command("-c", COUNT_READS, *command, str(moved(steps=[2, 4])), cwd=REPOSITORY, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "reads: 1"

@@ -18,7 +18,7 @@ from jaxgpt.lora import init_adapters, merged
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.autopsy import params_here
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import begun, state_at
 from jaxgpt.sample.quantize import unrolled
@@ -127,7 +127,7 @@ def test_what_is_learned_is_kept(source, retrained):
     assert abs(first - source.val_loss) < 0.15 and math.log(source.tokenizer.vocab_size) - first > 0.3
     assert run.val_loss < source.val_loss
     assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-5)
-    record = read_record(run.directory)
+    record = read_metadata(run.directory)
     assert record.given.model.n_embd == 4 and record.model.n_embd == run.experiment.model.n_embd == 8
 
 
@@ -212,7 +212,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
 
     assert told(tmp_path / "run") == told(whole.directory)
     other = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat="full"))
-    assert begun(other, whole.directory)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
+    assert begun(other, whole.metadata)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
     assert replay(whole.directory, 3 if kept else 1).equal
 
 

@@ -20,9 +20,9 @@ from jaxgpt.hf.safetensors_files import SHARD, write
 from jaxgpt.hf.source import BESIDE_TOKENIZER, KEPT, LARGEST_CONFIG
 from jaxgpt.hf.tokenizers import tokenizer_config, tokenizer_json
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.run import Run, load
+from jaxgpt.run import Run, load_run
 from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import Record, read_record
+from jaxgpt.runs.metadata import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unrolled
 
@@ -37,10 +37,10 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     directory, place = find_run(run), Path(out)
     if is_there(place, "Name another place with --out.") and (not place.is_dir() or any(place.iterdir())):
         raise UserError(f"{place} is there and not empty: name another place with --out")
-    record = read_record(directory)
+    metadata = read_metadata(directory)
     original = _original(directory)
-    family = family_for(record.model, original.get("model_type"))
-    found = load(directory)
+    family = family_for(metadata.model, original.get("model_type"))
+    found = load_run(metadata)
     template = found.template if found.experiment.data.is_chat else None
     model, params = unrolled(found.model, found.params)
     tensors = to_tensors(params, family, model.config, dtype)
@@ -52,7 +52,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         _write_json(place / "config.json", config)
         _write_tokenizer(place, directory, found, template)
         _write_generation(place, directory, found, template)
-        write_whole(place / "README.md", _model_card(directory, found, family, record))
+        write_whole(place / "README.md", _model_card(directory, found, family, metadata))
     except OSError as e:
         raise UserError(f"cannot write in {place}: {e.strerror}. Name another place with --out.") from None
     return place
@@ -107,7 +107,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _model_card(directory: Path, run: Run, family: Family, record: Record) -> str:
+def _model_card(directory: Path, run: Run, family: Family, metadata: RunMetadata) -> str:
     """In Markdown, with the head that the Hub reads."""
     lines = [
         "---",
@@ -133,18 +133,18 @@ def _model_card(directory: Path, run: Run, family: Family, record: Record) -> st
         "",
         "## How it came about",
         "",
-        *(_imported(record) if record.imported else _trained(directory, run, record)),
+        *(_imported(metadata) if metadata.imported else _trained(directory, run, metadata)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _imported(record: Record) -> list[str]:
-    assert record.imported is not None
-    return [f"The weights are those of `{record.imported.get('from')}`, unchanged."]
+def _imported(metadata: RunMetadata) -> list[str]:
+    assert metadata.imported is not None
+    return [f"The weights are those of `{metadata.imported.get('from')}`, unchanged."]
 
 
-def _trained(directory: Path, run: Run, record: Record) -> list[str]:
-    experiment, data = run.experiment, record.data
+def _trained(directory: Path, run: Run, metadata: RunMetadata) -> list[str]:
+    experiment, data = run.experiment, metadata.data
     tokens = experiment.train.batch_size * experiment.model.block_size
     seconds = max((x["seconds"] for x in read_metrics(directory / "metrics.jsonl") if x.get("seconds")), default=None)
     text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
@@ -155,16 +155,16 @@ def _trained(directory: Path, run: Run, record: Record) -> list[str]:
         how = "" if lora.rank is None else f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in"
         said.append(f"- Starting from `{experiment.train.init_from}`{how}.")
     said += [
-        f"- Text: {text}{size}; tokenizer `{Path(record.given.data.tokenizer).name}`.",
+        f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
         f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
         f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",
     ]
     if seconds is not None:
-        said.append(f"- Time: {seconds:,.0f} s, on {record.device}.")
+        said.append(f"- Time: {seconds:,.0f} s, on {metadata.device}.")
     if run.val_loss is not None:
         said.append(
             f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {math.exp(min(run.val_loss, 700)):.2f})."
         )
-    if record.command is not None:
-        said.append(f"- Command: `{record.command}`")
+    if metadata.command is not None:
+        said.append(f"- Command: `{metadata.command}`")
     return said

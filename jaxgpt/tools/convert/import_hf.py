@@ -15,7 +15,8 @@ from jaxgpt.files import is_there
 from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import Source, keep_companions, open_source
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import claim, write_record
+from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.metadata import write_metadata
 
 
 def import_hf(
@@ -32,7 +33,7 @@ def import_hf(
         not directory.is_dir() or any(directory.iterdir())
     ):
         raise UserError(f"{directory} is there and not empty: name another place with --run-dir")
-    with claim(directory, fresh=False):
+    with lock_run(directory, fresh=False):
         try:
             _write(source, directory, name, dtype)
         except BaseException:  # it was empty: so that it can be tried again there
@@ -49,7 +50,7 @@ def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) 
     finally:
         checkpoints.close()
     keep_companions(source.directory, directory)
-    write_record(
+    write_metadata(
         directory,
         Experiment(name=_name(name), model=source.config),
         source.tokenizer,

@@ -16,7 +16,7 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.autopsy import Findings, examine, params_here, state_before, table, training_batch, why_skipped
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import base_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
@@ -44,19 +44,19 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     begins. Raises `UserError` for what is not there.
     """
     directory = find_run(run)
-    record = read_record(directory)
-    experiment = dataclasses.replace(record.experiment, model=record.model)
+    metadata = read_metadata(directory)
+    experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
     step = check_whole("step", step)
     if not 1 <= step <= experiment.train.steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
     config, train = experiment.model, experiment.train
-    dataset = reopen_dataset(directory, record, remedy="to replay a step, put that text back")
+    dataset = reopen_dataset(metadata, remedy="to replay a step, put that text back")
     trainer = make_trainer(experiment, recorded=experiment)
     strategy = trainer.strategy
 
     init_key, key = run_keys(train.seed)
     start, origin, checkpoints = _newest_before(directory, step)
-    weights = None if record.origin is None else functools.partial(base_of, record)
+    weights = None if metadata.origin is None else functools.partial(base_of, metadata)
     state = state_at(trainer, weights, init_key, checkpoints, start)
     say(f"{strategy.name}: steps {start + 1} to {step}, from {origin}")
     batches = training_batches(

@@ -20,7 +20,6 @@ from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
-from jaxgpt.runs.metadata import read_record
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.tools.evaluate.pairs import exact_matches
 from jaxgpt.train import eval_step, mean_loss
@@ -53,19 +52,18 @@ def evaluate_run(
     utf8: int | None
     characters: int | None
     prefix: tuple[int, ...] = ()
-    record = read_record(run.directory)
     if path is None:
-        if record.imported is not None:
+        if run.metadata.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
         remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
-        dataset = reopen_dataset(run.directory, record, data, remedy=remedy)
+        dataset = reopen_dataset(run.metadata, data, remedy=remedy)
         held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
     elif DataConfig(path=path).is_packed:
         chat = DataConfig(path=path).is_chat
         encoded = (
             encode_all(path, run.tokenizer, run.template)
             if chat
-            else encode_pairs(path, run.tokenizer, prefixed=record.prefixed)
+            else encode_pairs(path, run.tokenizer, prefixed=run.metadata.prefixed)
         )
         what, documents = "conversation" if chat else "pair", list(encoded)
         if not documents:

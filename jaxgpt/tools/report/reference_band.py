@@ -14,7 +14,8 @@ import numpy as np
 from jaxgpt.config import Experiment, differences, from_dict, to_dict
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json, render_json
-from jaxgpt.runs.metadata import CHANGEABLE, Record, changed_data
+from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
 
 CONFIDENCE = 0.95
 LARGEST_BAND = 2**20  # bytes of a band's file
@@ -70,17 +71,17 @@ def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
     )
 
 
-def find_band(record: Record) -> tuple[ReferenceBand | None, str]:
+def find_band(metadata: RunMetadata) -> tuple[ReferenceBand | None, str]:
     """Return the band that is shipped for this experiment on these data; or None, and why."""
-    file = bands_directory().joinpath(f"{record.experiment.name}.json")
+    file = bands_directory().joinpath(f"{metadata.experiment.name}.json")
     if not file.is_file():
-        return None, f"None is shipped for {record.experiment.name}."
+        return None, f"None is shipped for {metadata.experiment.name}."
     with resources.as_file(file) as path:
         values = read_json(path, LARGEST_BAND)
-    differing = differing_fields(record.experiment, from_dict(Experiment, values["experiment"], ""))
+    differing = differing_fields(metadata.experiment, from_dict(Experiment, values["experiment"], ""))
     if differing:
         return None, f"The one that is shipped has another configuration: {', '.join(differing[:6])}."
-    if changed_data(record.data, values["data"]):
+    if describe_data_changes(metadata.data, values["data"]):
         return None, "The one that is shipped is of another text."
     return parse_band(values["band"]), ""
 
@@ -93,9 +94,9 @@ def parse_band(values: Any) -> ReferenceBand:
     return ReferenceBand(**{name: values[name] for name in fields})
 
 
-def render_band(record: Record, band: ReferenceBand, made: dict[str, Any]) -> str:
+def render_band(metadata: RunMetadata, band: ReferenceBand, made: dict[str, Any]) -> str:
     """Return the text of `bands/NAME.json`. made: how and when the band was made."""
-    parts = {"experiment": to_dict(record.experiment), "data": record.data, "made": made}
+    parts = {"experiment": to_dict(metadata.experiment), "data": metadata.data, "made": made}
     return render_json(parts | {"band": dataclasses.asdict(band)}, indent=1) + "\n"
 
 

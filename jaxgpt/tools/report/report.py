@@ -16,7 +16,6 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load
 from jaxgpt.runs.checkpoint import open_checkpoints
-from jaxgpt.runs.metadata import Record, read_record
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, page, rounded
@@ -33,16 +32,16 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
     samples, tokens: texts that are written to be compared with the training text, and how long each is.
     """
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
-    record, lines = read_record(run.directory), read_metrics(run.directory / "metrics.jsonl")
+    lines = read_metrics(run.directory / "metrics.jsonl")
     training = [(line["step"], _number(line.get("loss"))) for line in lines if "loss" in line]
     validation = [(line["step"], _number(line.get("val_loss"))) for line in lines if "val_loss" in line]
-    band, why_no_band = find_band(record)
+    band, why_no_band = find_band(run.metadata)
     check = check_curve(validation, training, band)
     finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
     best = min(finite, default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     skipped = [line["step"] for line in lines if "skipped" in line]
-    dataset, why_no_text = _dataset(run, record)
+    dataset, why_no_text = _dataset(run)
     through_time = _through_time(run, tokens=min(tokens, 200))
     found, beside, why = _by_heart(run, dataset, why_no_text, samples, tokens)
     summary: dict[str, Any] = {
@@ -64,7 +63,7 @@ def report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, 
             "seconds": max((line["seconds"] for line in lines if line.get("seconds")), default=None),
         },
         "parameters": count_parameters(run.model.shapes()),
-        "device": record.device,
+        "device": run.metadata.device,
         "samples": through_time,
         "memorisation": None if found is None or beside is None else _told(found, beside, samples),
         "why_no_memorisation": why,
@@ -80,13 +79,13 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _dataset(run: Run, record: Record) -> tuple[Dataset | None, str]:
-    if record.imported is not None:
+def _dataset(run: Run) -> tuple[Dataset | None, str]:
+    if run.metadata.imported is not None:
         return None, "The model was imported, without its text."
     if run.experiment.data.is_packed:
         return None, "It was trained on conversations or pairs, not on one text."
     try:
-        return reopen_dataset(run.directory, record, run.experiment.data, remedy="put that text back"), ""
+        return reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back"), ""
     except UserError as e:  # a run that was copied to another machine
         return None, f"Its training text could not be read: {e}"
 

@@ -14,13 +14,14 @@ import numpy as np
 from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment
 from jaxgpt.config.validate import check_count, short
-from jaxgpt.data.dataset import prepare
+from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
 from jaxgpt.files import write_whole
 from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import changed_data, read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics, validations
 from jaxgpt.runs.pretrained import begun
+from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import Diverged, fit
 
 STUDY = "study.json"  # beside the directories of the variants: what came out
@@ -117,7 +118,7 @@ def _refuse_other_tokens(variants: Mapping[str, Experiment], directory: Path) ->
     first, *others = variants
     data = {name: _data_of(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()}
     for name in others:
-        if changed := changed_data(data[first], data[name]):
+        if changed := describe_data_changes(data[first], data[name]):
             raise UserError(
                 f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token of different "
                 "texts or tokens cannot be compared: give both the same data, and the tokenizer of the weights"
@@ -127,12 +128,10 @@ def _refuse_other_tokens(variants: Mapping[str, Experiment], directory: Path) ->
 def _data_of(experiment: Experiment, directory: Path) -> dict[str, Any]:
     """Return the fingerprint of a variant's data: that of its run, if it has begun."""
     if is_run(directory):
-        return read_record(directory).data
+        return read_metadata(directory).data
     initialize(experiment.parallel)
     full, _ = begun(experiment)
-    model = full.model
-    encoder = model.n_encoder_layer > 0
-    return prepare(full.data, block_size=model.block_size, vocab_size=model.vocab_size, encoder=encoder).fingerprint
+    return prepare_for(full.model, full.data).fingerprint
 
 
 def slug(name: str) -> str:
@@ -150,7 +149,7 @@ def _trained(experiment: Experiment, directory: Path, fit_one: Callable[..., Any
         except Diverged as e:
             write_whole(diverged, f"{e}\n")
             return Curve(tokens=[], seconds=[], losses=[])
-    return read_curve(directory, read_record(directory).experiment)
+    return read_curve(directory, read_metadata(directory).experiment)
 
 
 def _is_done(directory: Path, steps: int) -> bool:

@@ -17,7 +17,6 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
-from jaxgpt.runs.metadata import read_record
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
@@ -145,11 +144,10 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
         if len(held) < T:
             raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
     else:
-        record = read_record(run.directory)
-        if record.imported is not None:
+        if run.metadata.imported is not None:
             return None, "The model was imported, without its corpus: name a text with --data FILE."
         try:
-            dataset = reopen_dataset(run.directory, record, run.experiment.data, remedy="put that text back")
+            dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
         except UserError as e:  # a run that was copied to another machine
             return None, f"Its training text could not be read ({e}): name a text with --data FILE."
         held = dataset.train

@@ -12,7 +12,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_record
+from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.report import reference_band
@@ -95,7 +95,7 @@ def shipped(monkeypatch, tmp_path):
 
 
 def test_beside_its_band(run, shipped):
-    record = read_record(run.directory)
+    record = read_metadata(run.directory)
     lines = read_metrics(run.directory / "metrics.jsonl")
     curve = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     for shift, place in ((0.0, "inside"), (-0.5, "above"), (0.5, "below")):
@@ -106,7 +106,7 @@ def test_beside_its_band(run, shipped):
 
 
 def test_a_band_is_for_one_experiment_on_one_text(run, shipped):
-    record = read_record(run.directory)
+    record = read_metadata(run.directory)
     shipped(record, [[(1, 2.0)], [(1, 2.1)]])
     e = record.experiment
     assert find_band(record)[0].seeds == 2
@@ -175,7 +175,7 @@ def test_the_page(found, open_page, tmp_path):
 
 @pytest.mark.parametrize("steps", [(4, 12), (12,)])
 def test_the_band_is_drawn(run, shipped, open_page, tmp_path, steps):
-    shipped(read_record(run.directory), [[(step, loss - step / 40) for step in steps] for loss in (3.0, 3.1)])
+    shipped(read_metadata(run.directory), [[(step, loss - step / 40) for step in steps] for loss in (3.0, 3.1)])
     path = tmp_path / "report.html"
     path.write_text(report(run, samples=1, tokens=8)[1], encoding="utf-8")
     page = open_page(path)
