@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.attention import CUDNN_FORWARD
-from jaxgpt.layers.block import INIT_STD, ON_ONE_DEVICE, Block, Spread, make_norm
+from jaxgpt.layers.block import INIT_STD, Block, make_norm
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
-from jaxgpt.layers.kernels.splash import KEPT
+from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.kernels.fused import CUDNN_FORWARD
+from jaxgpt.layers.kernels.plain import KEPT, AttentionFn, plain_attention
 from jaxgpt.layers.linear import Embedding
 from jaxgpt.layers.position import positions_in, sinusoidal
 
@@ -25,8 +26,8 @@ class GPT(nn.Module):
     divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
 
     dtype: of activations and matrix products; norms, softmax and logits are float32 whatever it is.
-    attention: the kernel, see `layers.attend`. spread: where arrays lie on a mesh.
-    All three are the hardware's business, hence not in `config`: `parallel` chooses them.
+    attention_fn: the kernel of causal attention. sharding: of activations on a mesh.
+    All three depend on the hardware, hence not in `config`: `parallel` chooses them.
 
     Example:
         >>> model = GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=6, n_head=6, n_embd=384))
@@ -36,8 +37,8 @@ class GPT(nn.Module):
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
-    attention: str = "plain"
-    spread: Spread = ON_ONE_DEVICE
+    attention_fn: AttentionFn = plain_attention
+    sharding: ShardingHooks = NO_SHARDING
 
     @nn.nowrap
     def shapes(self) -> dict:
@@ -55,13 +56,13 @@ class GPT(nn.Module):
         if c.vocab_size is None:
             raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
         init = nn.initializers.normal(INIT_STD)
-        self.wte = Embedding(c.vocab_size, c.n_embd, init, self.spread.lookup)
+        self.wte = Embedding(c.vocab_size, c.n_embd, init, self.sharding.embed)
         if c.position == "learned":
             self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
         self.drop = nn.Dropout(c.dropout)
         if c.n_encoder_layer:
             self.encoder = [
-                _remat(Block, c)(c, self.attention, self.dtype, self.spread, causal=False)
+                _remat(Block, c)(c, self.attention_fn, self.dtype, self.sharding, causal=False)
                 for _ in range(c.n_encoder_layer)
             ]
             if c.norm_position != "post":
@@ -75,14 +76,14 @@ class GPT(nn.Module):
                 in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
                 length=c.n_layer,
             )
-            self.h: Any = scanned(c, self.attention, self.dtype, self.spread)
+            self.h: Any = scanned(c, self.attention_fn, self.dtype, self.sharding)
         else:
             self.h: Any = [
                 block(
                     c,
-                    self.attention,
+                    self.attention_fn,
                     self.dtype,
-                    self.spread,
+                    self.sharding,
                     c.window(layer),
                     reads_memory=c.n_encoder_layer > 0,
                 )
@@ -90,7 +91,7 @@ class GPT(nn.Module):
             ]
         if c.norm_position != "post":  # those blocks end in a norm already
             self.ln_f = make_norm(c, "ln_f")
-        if not c.tie_embeddings and not self.has_variable("params", "lm_head_packed"):
+        if not c.tie_embeddings and not self.has_variable("params", "lm_head_decode_matrix"):
             self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array, **how: Any) -> jax.Array:
@@ -179,7 +180,7 @@ class GPT(nn.Module):
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT).astype(jnp.float32), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
-        return self.spread.rows(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
+        return self.sharding.constrain(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
 
     def _features(
         self,
@@ -211,8 +212,8 @@ class GPT(nn.Module):
         x_ND = x_BTD.reshape(-1, c.n_embd)  # two axes: see layers.linear
         if c.tie_embeddings:
             logits_NV = self.wte.logits(x_ND)
-        elif self.has_variable("params", "lm_head_packed"):
-            logits_NV = self.get_variable("params", "lm_head_packed").product(x_ND)
+        elif self.has_variable("params", "lm_head_decode_matrix"):
+            logits_NV = self.get_variable("params", "lm_head_decode_matrix").matmul(x_ND)
         else:
             logits_NV = jnp.dot(x_ND, self.lm_head.astype(x_ND.dtype), preferred_element_type=jnp.float32)
         logits_BTV = logits_NV.reshape(*x_BTD.shape[:-1], c.vocab_size)
@@ -247,14 +248,14 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
 
     class Layer(nn.Module):
         config: GPTConfig
-        attention: str
+        attention_fn: AttentionFn
         dtype: DTypeLike
-        spread: Spread
+        sharding: ShardingHooks
 
         @nn.compact
         def __call__(self, x_BTD, positions_BT, train, segments_BT):
             window = self.config.window(0)  # that of every layer
-            one = block(self.config, self.attention, self.dtype, self.spread, window, name="block")
+            one = block(self.config, self.attention_fn, self.dtype, self.sharding, window, name="block")
             return one(x_BTD, positions_BT, train, None, None, segments_BT)
 
     return Layer

@@ -213,7 +213,7 @@ def batch_loss(
         return logits_BTV
 
     head = {name: params[name] for name in model.head}
-    sums = model.spread.sums(
+    sums = model.sharding.reduce_loss(
         functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk, smoothing=label_smoothing)
     )
     return sums(head, x_BTD, micro.targets_BT, micro.mask_BT)

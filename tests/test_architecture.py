@@ -36,7 +36,14 @@ ROWS = [
 ]
 
 # Inside layers, the same again.
-LAYER_ROWS = [["block"], ["attention", "mlp"], ["cache", "kernels"], ["norm", "position", "linear"]]
+LAYER_ROWS = [
+    ["block"],
+    ["attention", "mlp"],
+    ["kernels"],
+    ["kernels.plain"],
+    ["cache", "hooks"],
+    ["norm", "position", "linear", "quantize"],
+]
 
 # The only modules that may import a package.
 HOMES = {

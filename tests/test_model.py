@@ -12,9 +12,9 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import gpt2
 from jaxgpt.errors import UserError
-from jaxgpt.layers.block import ON_ONE_DEVICE
 from jaxgpt.model import GPT
 from jaxgpt.parallel import mesh
+from jaxgpt.parallel.device import KERNELS
 from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
 from jaxgpt.parallel.sharding import make_mesh
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
@@ -154,9 +154,9 @@ def is_jaxpr(x) -> bool:
     return hasattr(x, "eqns")
 
 
-def gradient(attention: str, remat: str, dtype=jnp.float32, spread=ON_ONE_DEVICE):
+def gradient(attention_fn, remat: str, dtype=jnp.float32, **hardware):
     config = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, remat=remat)
-    model = GPT(config, attention=attention, dtype=dtype, spread=spread)
+    model = GPT(config, attention_fn=attention_fn, dtype=dtype, **hardware)
     return jax.make_jaxpr(jax.grad(lambda params: model.apply({"params": params}, tokens_BT(config)).sum()))(
         model.shapes()
     ).jaxpr
@@ -166,14 +166,15 @@ def gradient(attention: str, remat: str, dtype=jnp.float32, spread=ON_ONE_DEVICE
 @pytest.mark.parametrize("meshed", [False, True])
 def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
-    spread = ON_ONE_DEVICE
+    attention_fn, hardware = KERNELS[attention], {}
     if meshed:
-        spread = mesh._spread(make_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1}))
+        grid = make_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
+        attention_fn, hardware = mesh.shard_attention(attention_fn, grid), {"sharding": mesh._sharding_hooks(grid)}
 
     def batched(eqn) -> bool:
         return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
-    found = {remat: calls(gradient(attention, remat, spread=spread), batched) for remat in ("none", "dots", "full")}
+    found = {remat: calls(gradient(attention_fn, remat, **hardware), batched) for remat in ("none", "dots", "full")}
     assert found == {"none": 2 * 6, "dots": 2 * 7, "full": 2 * 8}
 
 
@@ -184,7 +185,7 @@ def test_remat_of_all_but_dots_keeps_what_cudnn_made(monkeypatch):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     for remat, forward in (("none", 2), ("dots", 2), ("full", 4)):
-        jaxpr = gradient("cudnn", remat, jnp.bfloat16)
+        jaxpr = gradient(KERNELS["cudnn"], remat, jnp.bfloat16)
         found = [
             calls(jaxpr, lambda eqn, way=way: eqn.primitive.name.startswith(f"dot_product_attention_{way}"))
             for way in ("fwd", "bwd")

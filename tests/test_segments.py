@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.layers.attention import attend
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_in
+from jaxgpt.parallel.device import KERNELS
 from jaxgpt.train import batch_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model
 from tests.sample.test_cached import CACHED
@@ -33,7 +34,7 @@ KINDS = {name: ARCHITECTURES[name] for name in ("gpt2", "2017", "gemma 2")} | {
 def made(request):
     kind = dict(request.param)
     attention = kind.pop("attention", "plain")
-    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention=attention)
+    return make_model(dataclasses.replace(TINY, block_size=T, **kind), attention_fn=KERNELS[attention])
 
 
 @jax.jit
@@ -87,13 +88,11 @@ def test_every_kernel_keeps_documents_apart():
 
     @jax.jit
     def both(q, k, v):
-        return [
-            attend(q, k, v, segments_BT=jnp.asarray(SEGMENTS), kernel=kernel, window=3) for kernel in ("plain", "xla")
-        ]
+        return [KERNELS[kernel](q, k, v, segments_BT=jnp.asarray(SEGMENTS), window=3) for kernel in ("plain", "xla")]
 
     plain, xla = both(q, k, v)
     np.testing.assert_allclose(plain, xla, **FLOAT32_REORDERED)
-    alone = jax.jit(functools.partial(attend, window=3))(q[:1, 5:11], k[:1, 5:11], v[:1, 5:11])
+    alone = jax.jit(functools.partial(plain_attention, window=3))(q[:1, 5:11], k[:1, 5:11], v[:1, 5:11])
     np.testing.assert_allclose(plain[:1, 5:11], alone, **FLOAT32_REORDERED)
 
 
@@ -133,9 +132,7 @@ def test_cudnn_gives_way_where_there_are_segments():
     """A run of text keeps that kernel, and is then asked about conversations: the program is the plain one."""
     heads_BTNH = jnp.ones((*SEGMENTS.shape, 2, 8))
     cudnn, plain = (
-        jax.make_jaxpr(functools.partial(attend, kernel=kernel))(
-            heads_BTNH, heads_BTNH, heads_BTNH, segments_BT=SEGMENTS
-        )
+        jax.make_jaxpr(KERNELS[kernel])(heads_BTNH, heads_BTNH, heads_BTNH, segments_BT=SEGMENTS)
         for kernel in ("cudnn", "plain")
     )
     assert str(cudnn) == str(plain)

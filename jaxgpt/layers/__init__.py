@@ -7,9 +7,10 @@ The letters that end every array's name, and that every einsum uses:
     D width (n_embd)  F MLP hidden      L layers
 """
 
-from jaxgpt.layers.attention import Attention, attend, attend_cached
+from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.cache import KVCache, LayerCache, Place
+from jaxgpt.layers.kernels.plain import cached_attention, plain_attention
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxgpt.layers.position import Rope, rope, sinusoidal
@@ -25,9 +26,9 @@ __all__ = [
     "Place",
     "RMSNorm",
     "Rope",
-    "attend",
-    "attend_cached",
+    "cached_attention",
     "layer_norm",
+    "plain_attention",
     "rms_norm",
     "rope",
     "sinusoidal",

@@ -2,8 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.cache import LayerCache, Place
-from jaxgpt.layers.linear import take_rows
+from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.layers.position import Rope
@@ -55,23 +54,6 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     return nn.initializers.normal(INIT_STD / math.sqrt(2 * config.n_layer))
 
 
-def keep_as_is(value: Any) -> Any:
-    return value
-
-
-class Spread(NamedTuple):
-    """How a model's arrays lie on several devices: functions that the layers apply and do not look into."""
-
-    rows: Callable[[jax.Array], jax.Array] = keep_as_is  # the same array, each row where its tokens are
-    attend: Callable[[Callable], Callable] | None = None  # `attend`, run where its rows and heads are
-    lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
-    # a function (head, *arrays by rows) -> sums over the rows, added up where the rows are
-    sums: Callable[[Callable], Callable] = keep_as_is
-
-
-ON_ONE_DEVICE = Spread()
-
-
 class Block(nn.Module):
     """x_BTD -> (x_BTD, cache): branches, f, each added to the residual stream x, as `norm_position` says.
 
@@ -82,9 +64,9 @@ class Block(nn.Module):
     """
 
     config: GPTConfig
-    attention: str = "plain"
+    attention_fn: AttentionFn = plain_attention
     dtype: DTypeLike = jnp.float32
-    spread: Spread = ON_ONE_DEVICE
+    sharding: ShardingHooks = NO_SHARDING
     window: int | None = None
     causal: bool = True
     reads_memory: bool = False
@@ -109,8 +91,7 @@ class Block(nn.Module):
             make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
             scale=None if c.query_scale is None else c.query_scale**-0.5,
             softcap=c.attention_softcap,
-            kernel=self.attention,
-            spread=self.spread.attend,
+            attention_fn=self.attention_fn,
             **shared,
         )
         self.attn = attention(rope=make_rope(c, self.window), window=self.window, causal=self.causal)
@@ -166,4 +147,4 @@ class Block(nn.Module):
                 x_BTD = x_BTD + norm(branch(x_BTD))
             else:
                 x_BTD = x_BTD + getattr(self, f"{name}_out")(branch(norm(x_BTD)))
-        return self.spread.rows(x_BTD), cache
+        return self.sharding.constrain(x_BTD), cache

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.linear import to_int8
+from jaxgpt.layers.quantize import to_int8
 
 EMPTY = -1  # position of a slot that holds nothing
 
@@ -37,7 +37,7 @@ class LayerCache(flax.struct.PyTreeNode):
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
-    # int8 caches have one scale per token and head (`linear.to_int8`); None: the values themselves
+    # int8 caches have one scale per token and head (`quantize.to_int8`); None: the values themselves
     k_scale_BKS: jax.Array | None = None
     v_scale_BKS: jax.Array | None = None
 

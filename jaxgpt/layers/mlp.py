@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.linear import Dense, dense
+from jaxgpt.layers.linear import Dense
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
         def linear(features: int, init: nn.initializers.Initializer, name: str) -> Dense:
-            return dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
+            return Dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
 
         act = ACTIVATIONS[self.activation]
         h_BTF = linear(self.hidden, self.kernel_init, "c_fc")(x_BTD)

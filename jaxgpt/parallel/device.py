@@ -15,9 +15,17 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory
-from jaxgpt.layers.kernels.splash import why_not_splash
+from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from jaxgpt.parallel.peaks import peaks
 
+KERNELS: dict[str, AttentionFn] = {
+    "plain": plain_attention,
+    "xla": xla_attention,
+    "cudnn": cudnn_attention,
+    "splash": splash_attention,
+}
 CAPPED = "it cannot cap scores (model.attention_softcap)"
 MALLOC = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4, "M_ARENA_MAX": -8}  # from malloc.h
 PACKED = "it cannot keep several conversations in a row apart"
@@ -28,11 +36,17 @@ class ComputeOptions:
     """How a model computes on this machine; `GPT(config, **options.for_model())`."""
 
     dtype: DTypeLike
-    attention: str
+    attention: str  # the name of the kernel
     reason: str  # both in words, and why
 
+    @property
+    def attention_fn(self) -> AttentionFn:
+        """Return the kernel."""
+        return KERNELS[self.attention]
+
     def for_model(self) -> dict:
-        return {"dtype": self.dtype, "attention": self.attention}
+        """Return the fields of `GPT` that depend on the hardware alone."""
+        return {"dtype": self.dtype, "attention_fn": self.attention_fn}
 
 
 def all_devices() -> list[jax.Device]:

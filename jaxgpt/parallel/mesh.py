@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxgpt.batch import Batch
 from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import GPTConfig
-from jaxgpt.layers.block import Spread
+from jaxgpt.layers.hooks import ShardingHooks
+from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.parallel.sharding import BATCH, MESH_AXES, make_mesh, mesh_shape, state_shardings
 from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
 from jaxgpt.train import TrainState
@@ -37,9 +38,12 @@ class MeshStrategy(Strategy):
         self.devices = tuple(self.mesh.devices.flat)
         self.data_parallel_size = sizes["data"] * sizes["fsdp"]
         self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
-        self.spread = _spread(self.mesh)
+        self.sharding_hooks = _sharding_hooks(self.mesh)
         self._batch = NamedSharding(self.mesh, BATCH)
         self._replicated = NamedSharding(self.mesh, P())
+
+    def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
+        return shard_attention(attention_fn, self.mesh)
 
     def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:
         shapes = eval_shape(init)
@@ -82,35 +86,47 @@ def _shardings(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
-def _spread(grid: jax.sharding.Mesh) -> Spread:
-    """Rows stay where the batch put them, whole in width: left to itself the compiler may cut them along D.
-
-    Attention runs on each device for its own rows and heads: no exchange is needed, and kernels cannot be cut by jit.
-    """
+def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> AttentionFn:
+    """Return the kernel run by each device for its own rows and heads: nothing is exchanged, and jit cannot cut kernels."""
     rows_heads = P(BATCH[0], None, "tensor", None)
 
-    def rows(x_BTD: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH))
-
-    def attend(plain: Callable) -> Callable:
-        def mine(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
+    def sharded_attention(
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
             if key is not None:
                 key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
-            return plain(q_BTNH, k_BSKH, v_BSKH, key=key, segments_BT=segments_BT)
+            scores = {"scale": scale, "window": window, "softcap": softcap}
+            return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, dropout=dropout, key=key, **scores)
 
-        def everywhere(q_BTNH, k_BSKH, v_BSKH, *, key, segments_BT):
-            local = jax.shard_map(
-                mine,
-                mesh=grid,
-                in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH),
-                out_specs=rows_heads,
-                check_vma=False,  # Pallas kernels do not say how their results vary
-            )
-            return local(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
+        attend_locally = jax.shard_map(
+            attend,
+            mesh=grid,
+            in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH),
+            out_specs=rows_heads,
+            check_vma=False,  # Pallas kernels do not say how their results vary
+        )
+        return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
 
-        return everywhere
+    return sharded_attention
 
-    def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+
+def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
+    """Return hooks that keep rows where the batch put them, whole in width: the compiler alone may cut them along D."""
+
+    def constrain(x_BTD: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH))
+
+    def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Each device gathers its tensor group's rows of the table and looks its own tokens up in them.
 
         Left to itself the compiler makes the vectors of the whole batch on every device.
@@ -132,7 +148,7 @@ def _spread(grid: jax.sharding.Mesh) -> Spread:
         )
         return local(table_VD, tokens_BT)
 
-    def sums(function: Callable) -> Callable:
+    def reduce_loss(function: Callable) -> Callable:
         """Each device gathers the head once and adds up its own rows, before anything is exchanged.
 
         Left to itself the compiler exchanges the head's gradient for every chunk of the loss.
@@ -157,7 +173,7 @@ def _spread(grid: jax.sharding.Mesh) -> Spread:
 
         return everywhere
 
-    return Spread(rows=rows, attend=attend, lookup=lookup, sums=sums)
+    return ShardingHooks(constrain=constrain, embed=embed, reduce_loss=reduce_loss)
 
 
 def _width(name: str) -> int:

@@ -15,7 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.block import ON_ONE_DEVICE, Spread
+from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.train import TrainState
 
 InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
@@ -34,7 +35,11 @@ class Strategy(abc.ABC):
     devices: tuple[jax.Device, ...]  # of all processes, in the order in which programs count them
     data_parallel_size: int = 1  # parts that a batch is cut into
     num_replicas: int | None = None  # programs side by side, each with its own rows and dropout key; None: one for all
-    spread: Spread = ON_ONE_DEVICE  # for `GPT.spread`
+    sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
+
+    def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
+        """Return the kernel as this strategy runs it."""
+        return attention_fn
 
     @abc.abstractmethod
     def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:

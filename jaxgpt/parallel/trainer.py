@@ -68,7 +68,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
     plain = GPT(experiment.model, **options.for_model())  # initialises: a batch of one token divides over no devices
-    model = plain.clone(spread=strategy.spread)
+    model = plain.clone(attention_fn=strategy.shard_attention(options.attention_fn), sharding=strategy.sharding_hooks)
     optimizer = make_optimizer(experiment.optim, train.steps)
     init = functools.partial(init_state, plain, optimizer, lora=lora)
     state = strategy.abstract_state(init, experiment.model, optimizer)

@@ -23,7 +23,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed, shell_line
 from jaxgpt.files import render_json, write_whole
-from jaxgpt.layers.block import ON_ONE_DEVICE
+from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -51,7 +51,10 @@ def examine(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step: i
     Dropout is that of the step, but for attention weights on a mesh, which each of its devices draws for itself.
     """
     plain = trainer.model.clone(
-        config=dataclasses.replace(trainer.model.config, remat="none"), spread=ON_ONE_DEVICE, parent=None
+        config=dataclasses.replace(trainer.model.config, remat="none"),
+        attention_fn=trainer.options.attention_fn,
+        sharding=NO_SHARDING,
+        parent=None,
     )
     model, params = unrolled(plain, params)
     bad_parameters = tuple(name for name, x in _leaves(params) if not np.isfinite(np.asarray(x)).all())

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
-from jaxgpt.layers.linear import Packed
+from jaxgpt.layers.linear import DECODE_MATRIX
+from jaxgpt.layers.quantize import DecodeMatrix
 from jaxgpt.model import GPT
 
 
@@ -24,7 +25,7 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
-    packed = params["wte"].get("packed")
+    packed = params["wte"].get(DECODE_MATRIX)
     if packed is not None:
         held = packed.values_FD.dtype.name
         if weights not in (None, held):
@@ -50,12 +51,12 @@ def _pack(params: dict, dtype: str) -> dict:
         if isinstance(value, dict):
             if "kernel" in value:
                 rest = {k: v for k, v in value.items() if k != "kernel"}
-                return name, rest | {"packed": Packed.of(value["kernel"].T, dtype)}
+                return name, rest | {DECODE_MATRIX: DecodeMatrix.quantize(value["kernel"].T, dtype)}
             if name == "wte" and "embedding" in value:
-                return name, {"packed": Packed.of(value["embedding"], dtype)}
+                return name, {DECODE_MATRIX: DecodeMatrix.quantize(value["embedding"], dtype)}
             return name, dict(packed(k, v) for k, v in value.items())
         if name == "lm_head":
-            return "lm_head_packed", Packed.of(value.T, dtype)
+            return f"lm_head_{DECODE_MATRIX}", DecodeMatrix.quantize(value.T, dtype)
         return name, value
 
     return dict(packed(name, value) for name, value in params.items())

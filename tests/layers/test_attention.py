@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jaxgpt.layers import Attention, RMSNorm, Rope, attention
+from jaxgpt.layers import Attention, RMSNorm, Rope
+from jaxgpt.layers.kernels import plain
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
 
@@ -17,9 +20,9 @@ def qkv(dims="BTNH", kv_dims="BTKH"):
     return tuple(jnp.asarray(rng.normal(size=DIMS[d]), jnp.float32) for d in (dims, kv_dims, kv_dims))
 
 
-def attend(*qkv, **how):
-    """`attention.attend` in one compiled program: op by op it is dozens."""
-    return jax.jit(functools.partial(attention.attend, **how))(*qkv)
+def attend(*qkv, kernel="plain", **how):
+    """A kernel in one compiled program: op by op it is dozens."""
+    return jax.jit(functools.partial(KERNELS[kernel], **how))(*qkv)
 
 
 def attend_in_loops(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=None):
@@ -54,10 +57,10 @@ def test_capped_scores_equal_the_loops():
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])
-@pytest.mark.parametrize("long", [attention.LONG, 4], ids=["whole", "blocks"])
+@pytest.mark.parametrize("long", [plain.LONG, 4], ids=["whole", "blocks"])
 def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
     """The values' own size is the result's: that of the identity is S."""
-    monkeypatch.setattr(attention, "LONG", long)
+    monkeypatch.setattr(plain, "LONG", long)
     q_BTNH, k_BTKH, v_BTKH = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
     B, T, K, _ = k_BTKH.shape
     eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
@@ -70,9 +73,7 @@ def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
 
 def test_kernels_have_the_same_gradients():
     def loss(kernel):
-        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attention.attend(*x, kernel=kernel))), argnums=(0, 1, 2)))(
-            *qkv()
-        )
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(KERNELS[kernel](*x))), argnums=(0, 1, 2)))(*qkv())
 
     chex.assert_trees_all_close(loss("plain"), loss("xla"), **FLOAT32_REORDERED)
 
@@ -89,15 +90,15 @@ def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
 
     def out_and_gradients():
         def pulled(*x):
-            out, pull = jax.vjp(functools.partial(attention.attend, **how), *x)
+            out, pull = jax.vjp(functools.partial(plain_attention, **how), *x)
             return out, pull(jnp.cos(out))
 
         return jax.jit(pulled)(q, k, v)
 
     whole = out_and_gradients()
-    monkeypatch.setattr(attention, "LONG", T)
-    text = jax.jit(functools.partial(attention.attend, **how)).lower(q, k, v).as_text()
-    assert text.count("dot_general") == 2 * attention.BLOCKS
+    monkeypatch.setattr(plain, "LONG", T)
+    text = jax.jit(functools.partial(plain_attention, **how)).lower(q, k, v).as_text()
+    assert text.count("dot_general") == 2 * plain.BLOCKS
     chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
 
 
@@ -192,22 +193,22 @@ def test_dropout_drops_weights_and_output_in_training_only():
     assert 0.3 < zeros < 0.7  # the output's half
 
 
-@pytest.mark.parametrize("long", [attention.LONG, 1])
+@pytest.mark.parametrize("long", [plain.LONG, 1])
 def test_dropped_weights_keep_their_expectation(long, monkeypatch):
-    monkeypatch.setattr(attention, "LONG", long)
-    monkeypatch.setattr(attention, "BLOCKS", SIZES["T"])
+    monkeypatch.setattr(plain, "LONG", long)
+    monkeypatch.setattr(plain, "BLOCKS", SIZES["T"])
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(0), 2000)
-    drawn = jax.vmap(lambda key: attention.attend(q, k, v, dropout=0.3, key=key))
+    drawn = jax.vmap(lambda key: plain_attention(q, k, v, dropout=0.3, key=key))
     mean = jax.jit(lambda keys: drawn(keys).mean(0))(keys)
     np.testing.assert_allclose(mean, attend(q, k, v), atol=0.1)  # 4 standard errors of 2000 draws
 
 
 def test_each_block_of_queries_drops_weights_of_its_own():
-    T = attention.LONG
+    T = plain.LONG
     zeros, v = jnp.zeros((1, T, 1, T)), jnp.eye(T)[None, :, None]  # every score alike; the output is the weights
     weights = attend(zeros, zeros, v, dropout=0.5, key=jax.random.key(0))[0, :, 0]
-    starts = range(T // attention.BLOCKS, T, T // attention.BLOCKS)
+    starts = range(T // plain.BLOCKS, T, T // plain.BLOCKS)
     first, *others = (np.asarray(weights[start, : starts[0]] > 0) for start in starts)
     for other in others:
         assert 0.3 < np.mean(first == other) < 0.7  # as two draws are, where one draw for both would have 1

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.layers import attend, attend_cached
+from jaxgpt.layers import cached_attention, plain_attention
 from jaxgpt.layers.cache import EMPTY, KVCache, Place
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
@@ -54,14 +54,14 @@ def random_qkv(T):
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "pieces"))
-def cached_attention(q, k, v, dtype, pieces):
+def attend_in_pieces(q, k, v, dtype, pieces):
     cache, out, at = empty(2, 8, dtype=dtype), [], 0
     for T in pieces:
         columns = np.arange(at, at + T)
         cache, where = cache.placed(place(np.tile(columns, (2, 1)), columns), window=8)
         layer = cache.layers[0].extend(k[:, at : at + T], v[:, at : at + T], where)
         cache = cache.replace(layers=(layer,))
-        out.append(attend_cached(q[:, at : at + T], layer, where.visible_BTS))
+        out.append(cached_attention(q[:, at : at + T], layer, where.visible_BTS))
         at += T
     return jnp.concatenate(out, axis=1)
 
@@ -69,13 +69,13 @@ def cached_attention(q, k, v, dtype, pieces):
 def test_attention_over_a_cache_is_attention():
     """In one pass, token by token, and in between; grouped heads."""
     q, k, v = random_qkv(7)
-    expected = jax.jit(attend)(q, k, v)
+    expected = jax.jit(plain_attention)(q, k, v)
     for pieces in ((7,), (1,) * 7, (3, 1, 3)):
-        np.testing.assert_allclose(cached_attention(q, k, v, "float32", pieces), expected, **FLOAT32_REORDERED)
+        np.testing.assert_allclose(attend_in_pieces(q, k, v, "float32", pieces), expected, **FLOAT32_REORDERED)
 
 
 def test_8_bits_change_attention_by_less_than_a_hundredth():
     q, k, v = random_qkv(7)
-    out = cached_attention(q, k, v, "int8", (3, 1, 3))
-    error = np.abs(out - jax.jit(attend)(q, k, v)).max()
+    out = attend_in_pieces(q, k, v, "int8", (3, 1, 3))
+    error = np.abs(out - jax.jit(plain_attention)(q, k, v)).max()
     assert 0 < error < 0.03  # values near 1, keys and values each off by at most 1/254 of the largest

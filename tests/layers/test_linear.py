@@ -1,11 +1,11 @@
-"""Packed matrices: the same products, in fewer bits."""
+"""Matrices for decoding: the same products, in fewer bits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.layers.linear import Packed, to_int8
+from jaxgpt.layers.quantize import DecodeMatrix, to_int8
 from tests.helpers import FLOAT32_REORDERED
 
 MATRIX_FD = jax.random.normal(jax.random.key(0), (28, 24))
@@ -15,17 +15,17 @@ MATRIX_FD = jax.random.normal(jax.random.key(0), (28, 24))
 @pytest.mark.parametrize(
     ("dtype", "error"), [("float32", 2e-5), ("bfloat16", 0.12), ("int8", 0.25)]
 )  # sums of 24 products of size 1: half a step of 2^-8, or of 2/127, in each factor
-def test_a_packed_product_is_the_product(rows, dtype, error):
+def test_a_product_for_decoding_is_the_product(rows, dtype, error):
     x_ND = jax.random.normal(jax.random.key(1), (rows, 24))
-    y_NF = jax.jit(lambda p, x: p.product(x))(Packed.of(MATRIX_FD, dtype), x_ND)
+    y_NF = jax.jit(lambda p, x: p.matmul(x))(DecodeMatrix.quantize(MATRIX_FD, dtype), x_ND)
     assert y_NF.dtype == jnp.float32
     np.testing.assert_allclose(y_NF, x_ND @ MATRIX_FD.T, atol=error, rtol=error)
 
 
 def test_rows_are_the_matrix_rows():
     index = jnp.array([[3, 0], [27, 3]])
-    np.testing.assert_array_equal(Packed.of(MATRIX_FD, "float32").rows(index), MATRIX_FD[index])
-    np.testing.assert_allclose(Packed.of(MATRIX_FD, "int8").rows(index), MATRIX_FD[index], atol=0.02)
+    np.testing.assert_array_equal(DecodeMatrix.quantize(MATRIX_FD, "float32").take(index), MATRIX_FD[index])
+    np.testing.assert_allclose(DecodeMatrix.quantize(MATRIX_FD, "int8").take(index), MATRIX_FD[index], atol=0.02)
 
 
 def test_int8_is_off_by_at_most_half_a_step():

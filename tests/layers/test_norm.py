@@ -60,4 +60,4 @@ def test_an_offset_changes_what_is_kept_and_not_what_is_computed():
     x_BTD = jax.random.normal(jax.random.key(0), DIMS["BTD"])
     plain, offset = (RMSNorm(offset=offset).init_with_output(jax.random.key(0), x_BTD) for offset in (False, True))
     np.testing.assert_array_equal(plain[0], offset[0])
-    assert not offset[1]["params"]["scale"].value.any()
+    assert not offset[1]["params"]["scale"].any()

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.layers.attention import attend
-from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash, why_not_splash
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.splash import _block_sizes, computed_scores, splash_attention, why_not_splash
 from tests.helpers import FLOAT32_REORDERED, run_command
 
 # Numbers of 8 bits, as large as 4, rounded at other places (q once scaled, weights before the division by their sum).
@@ -27,8 +27,8 @@ def compare(B, T, N, K, H, dtype, **how):
     """(splash's output and three gradients, the plain kernel's), which all have the shape and dtype of the inputs."""
     keys = jax.random.split(jax.random.key(0), 4)
     inputs = [jax.random.normal(key, (B, T, n, H), dtype) for key, n in zip(keys, (N, K, K, N), strict=True)]
-    ours = out_and_gradients(functools.partial(splash, interpret=True, **how), *inputs)
-    theirs = out_and_gradients(functools.partial(attend, **how), *inputs)
+    ours = out_and_gradients(functools.partial(splash_attention, interpret=True, **how), *inputs)
+    theirs = out_and_gradients(functools.partial(plain_attention, **how), *inputs)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     return jax.tree.map(lambda x: x.astype(jnp.float32), (ours, theirs))
 
@@ -100,10 +100,10 @@ COMPILE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxgpt.layers.kernels.splash import splash
+from jaxgpt.layers.kernels.splash import splash_attention
 
 def both_ways(q, k, v, dout, segments=None):
-    out, pull_back = jax.vjp(lambda q, k, v: splash(q, k, v, segments), q, k, v)
+    out, pull_back = jax.vjp(lambda q, k, v: splash_attention(q, k, v, segments_BT=segments), q, k, v)
     return out, *pull_back(dout)
 
 devices = get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

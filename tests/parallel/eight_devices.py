@@ -27,7 +27,7 @@ from jaxgpt.config import (
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
 from jaxgpt.hf.safetensors_files import stored, write
-from jaxgpt.layers.attention import attend
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.parallel.device import bytes_held
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -193,10 +193,10 @@ def several(*wanted: str) -> dict:
 
 def kept() -> dict:
     """How many of the attention weights two devices of a mesh drop alike, which read other rows or have other heads."""
-    spread = Run("all", "adamw").strategy.spread.attend
+    sharded = Run("all", "adamw").strategy.shard_attention(plain_attention)
     zeros_BTNH, eye_BTNT = np.zeros((BATCH, T, 4, 4), np.float32), np.tile(np.eye(T)[None, :, None], (BATCH, 1, 4, 1))
     # Every score alike; the result is the weights.
-    attention = jax.jit(functools.partial(spread(functools.partial(attend, dropout=0.5)), segments_BT=None))
+    attention = jax.jit(functools.partial(sharded, dropout=0.5))
     weights_BTNT = attention(zeros_BTNH, zeros_BTNH, eye_BTNT, key=jax.random.key(0))
     kept_BNR = np.moveaxis(np.asarray(weights_BTNT), 2, 1)[..., *np.tril_indices(T)] > 0
     rows, heads = BATCH // 4, 2  # on each device

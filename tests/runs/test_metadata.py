@@ -12,6 +12,7 @@ from jaxgpt.data.chat.template import find_template
 from jaxgpt.data.chat.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
 from jaxgpt.runs.metadata import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
@@ -72,12 +73,12 @@ def test_a_run_of_another_kernel_is_used_as_ever(trained, moved):
         run = moved(train={"attention": kernel}, parallel=H200S)
         assert load(run).model == trained.model and replay(run, 2).equal
         shutil.rmtree(run)
-    assert load(moved(train={"attention": "xla"})).model == trained.model.clone(attention="xla")
+    assert load(moved(train={"attention": "xla"})).model == trained.model.clone(attention_fn=KERNELS["xla"])
 
 
 def test_a_run_of_16_bits_is_used_in_them(moved):
     run = load(moved(train={"attention": "splash", "dtype": "bfloat16"}))
-    assert (run.model.attention, run.model.dtype) == ("plain", "bfloat16")
+    assert (run.model.attention_fn, run.model.dtype) == (KERNELS["plain"], "bfloat16")
     assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-2)
 
 

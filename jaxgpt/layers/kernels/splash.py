@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-KEPT = "attention"  # the name by which a remat policy may keep what the backward pass wants of the forward one
+from jaxgpt.layers.kernels.plain import KEPT, plain_attention
+
 LANES = 128  # of a TPU's vector register: the kernel cuts T and S into multiples of this
 
 
 def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
-    """In words, why `splash` should not attend over T tokens with heads of size H. None: it should."""
+    """In words, why `splash_attention` should not attend over T tokens with heads of size H. None: it should."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"it needs bfloat16 or float32 and dtype is {jnp.dtype(dtype)}"
     if H > 256:
@@ -22,26 +23,40 @@ def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
     return None
 
 
-def splash(
+def splash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    segments_BT: jax.Array | None = None,
     *,
+    segments_BT: jax.Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
+    """Attend as `plain_attention` does, block by block. -> out_BTNH.
 
-    The same as `attend(..., kernel="plain")`, block by block: splash attention, Google's TPU kernel that comes with
-    JAX, is FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that the mask leaves. T and S are equal;
-    a T that is no multiple of 128 is padded. segments_BT, window, softcap: as for `attend`. One dtype for all, bfloat16 or float32; products are at TPU precision.
+    Google's TPU kernel that comes with JAX: FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that
+    the mask leaves. T and S are equal; a T that is not a multiple of 128 is padded. One dtype for all, bfloat16 or
+    float32; products are at TPU precision. It cannot drop weights, and leaves that to `plain_attention`.
     interpret: run the kernel's program without a TPU, slowly, for tests.
     Raises NotImplementedError in a program that the compiler should split over several TPUs, for it cannot split a
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
     """
+    if key is not None:
+        return plain_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BT=segments_BT,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            dropout=dropout,
+            key=key,
+        )
     # Here, so that only those who use it wait for it: 0.1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -15,6 +15,7 @@ from jaxgpt.data.pairs import END, START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
+from jaxgpt.layers.linear import DECODE_MATRIX
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
@@ -94,8 +95,8 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
 
 def read_embedding(params: dict) -> np.ndarray:
     """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
-    packed = params["wte"].get("packed")
-    rows_VD = params["wte"]["embedding"] if packed is None else packed.rows(np.arange(len(packed.values_FD)))
+    quantized = params["wte"].get(DECODE_MATRIX)
+    rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.values_FD)))
     return np.asarray(rows_VD, np.float32)
 
 

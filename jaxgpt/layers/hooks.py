@@ -1,0 +1,24 @@
+"""The few places where a model of several devices differs from that of one, as functions that it applies."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxgpt.layers.linear import take_rows
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+class ShardingHooks(NamedTuple):
+    """How a model's arrays are sharded over a mesh. The defaults do nothing."""
+
+    constrain: Callable[[jax.Array], jax.Array] = _identity  # x_BTD -> x_BTD with the batch's sharding
+    embed: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
+    # a function (params, *arrays of B rows) -> sums over the rows; the result sums each device's own, then all
+    reduce_loss: Callable[[Callable], Callable] = _identity
+
+
+NO_SHARDING = ShardingHooks()
