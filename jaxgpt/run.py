@@ -16,7 +16,8 @@ import numpy as np
 from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.config import Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
-from jaxgpt.data.chat.template import ChatTemplate, end_of_turn, find_template, prompt_ids
+from jaxgpt.data.chat.encode import end_of_turn, prompt_ids
+from jaxgpt.data.chat.template import ChatTemplate, find_template
 from jaxgpt.data.chat.template import fingerprint as template_fingerprint
 from jaxgpt.data.pairs import END, pair_prompt
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, start_token

@@ -49,7 +49,7 @@ LAYER_ROWS = [
 HOMES = {
     "orbax": ["runs.checkpoint"],
     "grain": ["data.pipeline"],
-    "tokenizers": ["data.tokenizer"],
+    "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
     "matplotlib": ["runs.curves"],
     "filelock": ["runs.lock"],

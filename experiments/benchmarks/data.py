@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import DataConfig
+from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
-from jaxgpt.data.tokenizer import train_bpe
 from jaxgpt.data.tokens import Tokens
 
 PEER_CHARACTERS = 8_000_000  # the peers' share of the text: their lists of all of it would be gigabytes

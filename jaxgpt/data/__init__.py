@@ -1,16 +1,10 @@
 """From text to batches: tokenizers, corpora, token files, and the pipeline that feeds a run."""
 
+from jaxgpt.data.bpe import BPETokenizer, train_bpe
 from jaxgpt.data.corpus import CORPORA, Corpus
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.data.tokenizer import (
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.data.tokens import Dataset
 
 __all__ = [

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig
 from jaxgpt.data import tokenizer as tok
+from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.cache import Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.corpus import corpus_files, read_text, user_files
 from jaxgpt.data.documents import from_documents
@@ -127,7 +128,7 @@ def _from_text(config: DataConfig) -> Dataset:
     if cached is None:
         if ready is None:
             train_text = (p for split, p in _split(again(), train_characters) if split == "train" and p)
-            ready = tok.train_bpe(train_text, config.bpe_vocab_size)
+            ready = train_bpe(train_text, config.bpe_vocab_size)
         counted = {"val_bytes": 0, "val_characters": characters - train_characters}
         workers = cores() if characters >= FOR_ALL_CORES else 1
         write_tokens(directory, ready, _encoded(again(), train_characters, ready, counted, workers), about=counted)

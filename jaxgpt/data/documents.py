@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import tokenizer as tok
+from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.cache import SPLITS, Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.chat import template as chat_template
 from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
@@ -97,7 +98,7 @@ def _tokenised(config: DataConfig, beside: Path | None, prefixed: bool) -> Cache
             ready = tok.CharTokenizer(alphabet | set(marks))
         elif ready is None:
             first = itertools.islice(_texts(config, path), train)
-            ready = tok.train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
+            ready = train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
         encoded = (
             encode_all(path, ready, chat_template.find_template(ready, beside, prefixed=prefixed))
             if config.is_chat

@@ -19,7 +19,8 @@ from typing import IO, TypeVar
 
 import numpy as np
 
-from jaxgpt.data.tokenizer import BPETokenizer, Tokenizer
+from jaxgpt.data.bpe import BPETokenizer
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 
 Label = TypeVar("Label")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.bpe import BPETokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:

@@ -5,17 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data import tokenizer as tokenizers_module
+from jaxgpt.data import bpe as bpe_module
+from jaxgpt.data.bpe import BPETokenizer, split_words, train_bpe
 from jaxgpt.data.tokenizer import (
-    BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     IdTokenizer,
     fingerprint,
     load_tokenizer,
-    pieces,
     start_token,
-    train_bpe,
 )
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
@@ -157,7 +155,7 @@ def test_a_panic_of_the_library_is_told(tmp_path, monkeypatch):
             def from_str(text):
                 raise PanicException("index out of bounds") if "panic" in text else KeyboardInterrupt
 
-    monkeypatch.setattr("jaxgpt.data.tokenizer._tokenizers", lambda: Library)
+    monkeypatch.setattr("jaxgpt.data.bpe._tokenizers", lambda: Library)
     path = tmp_path / "tokenizer.json"
     path.write_text('{"panic": 1}')
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be used: not a .*: index out of bounds"):
@@ -207,18 +205,18 @@ def greedy():
 @settings(max_examples=150, deadline=None)
 def test_a_long_text_has_the_ids_of_one_call_of_the_library(greedy, parts, gpt4):
     tokenizer, text = as_gpt4(greedy) if gpt4 else greedy, "".join(parts)
-    assert "".join(pieces(text)) == text
+    assert "".join(split_words(text)) == text
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers_module, "LONG", 1)
-        patch.setattr(tokenizers_module, "WORDS", 3)  # forgets now and then
+        patch.setattr(bpe_module, "LONG_TEXT", 1)
+        patch.setattr(bpe_module, "MOST_WORDS", 3)  # forgets now and then
         found = tokenizer.encode(text)
     assert found.dtype == np.int32
-    assert found.tolist() == tokenizer._encoded(text).ids
+    assert found.tolist() == tokenizer._encode_whole(text).ids
 
 
 @pytest.mark.parametrize("text", ["", "a" * 70_000, "\n" * 70_000, "a b\n" * 20_000, TEXT * 40])
 def test_long_texts_of_one_kind(bpe, text):
-    assert bpe.encode(text).tolist() == bpe._encoded(text).ids
+    assert bpe.encode(text).tolist() == bpe._encode_whole(text).ids
 
 
 def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
@@ -231,9 +229,9 @@ def test_a_tokenizer_of_other_words_reads_the_whole(bpe, monkeypatch):
         {"normalizer": {"type": "Prepend", "prepend": "_"}},
     ):
         other = BPETokenizer(json.dumps(saved | change))
-        monkeypatch.setattr(tokenizers_module, "LONG", 1)
-        assert not other._can_be_cut
-        assert other.encode(TEXT[:300]).tolist() == other._encoded(TEXT[:300]).ids
+        monkeypatch.setattr(bpe_module, "LONG_TEXT", 1)
+        assert not other._is_splittable
+        assert other.encode(TEXT[:300]).tolist() == other._encode_whole(TEXT[:300]).ids
 
 
 def test_characters_are_found_wherever_they_are():

@@ -8,7 +8,8 @@ import pytest
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data import dataset, workers
-from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
+from jaxgpt.data.bpe import train_bpe
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.data.workers import encode_in_order
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT

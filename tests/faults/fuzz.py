@@ -20,11 +20,12 @@ from unittest import mock
 import numpy as np
 
 from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.chat.conversations import read_messages
 from jaxgpt.data.chat.jinja import compile_template
 from jaxgpt.data.chat.template import find_template
 from jaxgpt.data.shards import open_shard, scan
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
 from jaxgpt.hf.config_rules import meaning

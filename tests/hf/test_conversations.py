@@ -6,8 +6,10 @@ import json
 import pytest
 
 import jaxgpt
-from jaxgpt.data.chat.template import end_of_turn, find_template, plain_characters, tokenise
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.data.bpe import BPETokenizer, train_bpe
+from jaxgpt.data.chat.encode import end_of_turn, tokenise
+from jaxgpt.data.chat.template import find_template, plain_characters
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
 from tests.conftest import TEXT

@@ -18,7 +18,8 @@ import pytest
 import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import quickstart
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.data.bpe import BPETokenizer, train_bpe
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import meaning
 from jaxgpt.hf.families import family_for

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
+from jaxgpt.data.bpe import train_bpe
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample import score
 from jaxgpt.sample.score import _logprobs, likelihoods, pair_ids

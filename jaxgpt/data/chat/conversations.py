@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.validate import short
+from jaxgpt.data.chat.encode import tokenise
 from jaxgpt.data.chat.packing import Packing
-from jaxgpt.data.chat.template import MARKS, ROLES, ChatTemplate, Message, tokenise
+from jaxgpt.data.chat.template import MARKS, ROLES, ChatTemplate, Message
 from jaxgpt.data.pipeline import RowReader
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError

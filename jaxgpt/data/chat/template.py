@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxgpt.data.chat.jinja import CLOSE, OPEN, renderer
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
@@ -231,7 +229,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, prefixed: boo
 
 def _written_prefix(tokenizer: Tokenizer) -> str:
     """Return the text that is read as the tokens with which a tokenizer begins texts."""
-    specials = _by_id(tokenizer)
+    specials = specials_by_id(tokenizer)
     for token in tokenizer.prefix:
         if token not in specials:
             raise UserError(
@@ -269,61 +267,6 @@ def plain_characters() -> str:
     return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
 
 
-def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which of them are the assistant's to write: bool). Special tokens are the template's own alone.
-
-    The whole is read at once, as transformers does. Only where a content spells a special token out, which would be
-    read as one there, the text is read between the template's own.
-    """
-    ids, at = tokenizer.locate(written.text, specials=True)
-    specials = _by_id(tokenizer)
-    own, forged = [], False
-    for n in np.flatnonzero(np.isin(ids, list(specials))):
-        start, end = at[n]
-        start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # after spaces that it may take in
-        end = start + len(specials[int(ids[n])])
-        if any(a < end and start < b for a, b in written.contents):
-            forged = True
-        else:
-            own.append(n)
-    if forged:
-        ids, at = _between(written.text, ids[own], at[own], tokenizer)
-    answers = np.zeros(len(ids), bool)
-    for a, b in written.answers:
-        touching = np.flatnonzero((at[:, 0] < b) & (at[:, 1] > a))
-        if len(touching):
-            answers[touching[0] : touching[-1] + 1] = True
-    return ids, answers
-
-
-def prompt_ids(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Of a user's message, up to where the assistant begins to write."""
-    return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
-
-
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
-    """The token with which the assistant ends: the last special one that it is to write, or, without any, the last."""
-    # One character, that every tokenizer of conversations knows: it is in the templates themselves.
-    written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
-    ids, answers = tokenise(written, tokenizer)
-    known = [i for i in ids[answers].tolist() if i in _by_id(tokenizer)]
-    return known[-1] if known else int(ids[answers][-1])
-
-
 @functools.lru_cache(maxsize=4)  # some have thousands
-def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+def specials_by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.specials.items()}
-
-
-def _between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The same text with these special tokens where they are, and none elsewhere."""
-    all_ids, all_at, begin = [], [], 0
-    for special, (start, end) in zip([*ids, None], [*at, (len(text), len(text))], strict=True):
-        between, where = tokenizer.locate(text[begin:start], specials=False)
-        all_ids.append(between)
-        all_at.append(where + begin)
-        if special is not None:
-            all_ids.append(np.array([special], np.int32))
-            all_at.append(np.array([[start, end]]))
-        begin = end
-    return np.concatenate(all_ids), np.concatenate(all_at)

@@ -8,9 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from jaxgpt.data.bpe import BPETokenizer, train_bpe
+from jaxgpt.data.chat.encode import end_of_turn, prompt_ids, tokenise
 from jaxgpt.data.chat.jinja import LONGEST_TEXT, Renderer, compile_template
-from jaxgpt.data.chat.template import CHATML, END, PLAIN, Jinja, end_of_turn, find_template, prompt_ids, tokenise
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
+from jaxgpt.data.chat.template import CHATML, END, PLAIN, Jinja, find_template
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from tests.conftest import REPOSITORY
 

@@ -1,0 +1,179 @@
+"""Byte-pair encoding, by Hugging Face's `tokenizers`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config.validate import LARGEST_SIZE, short
+from jaxgpt.errors import UserError
+
+LONG_TEXT = 2**14  # characters from which on a text is encoded word by word
+MOST_WORDS = 2**19  # whose ids are kept: some 100 MB
+_PIECE = re.compile(r"\s*\S+(?:(?!\n\S)[^\S ]\s*\S*)*\n?|\s+")
+# The patterns of words that `split_words` is right for, as tokenizer.json has them: GPT-4's kind, with 3 digits or one.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
+
+
+class BPETokenizer:
+    """Any tokenizer of Hugging Face's `tokenizers`, by its JSON text (GPT-2's, Llama 3's, one trained here)."""
+
+    def __init__(self, text: str):
+        self._json = text
+        self._tokenizer = _call_library(
+            _tokenizers().Tokenizer.from_str, text, what="not a tokenizer.json of Hugging Face's"
+        )
+        # Off by default in the library: a user who types <|endoftext|> would otherwise inject the special token.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # of ids with holes the count would be too few
+        if not 1 <= self.vocab_size <= LARGEST_SIZE:
+            raise UserError(f"its ids go up to {self.vocab_size - 1}: needs at least one, below {LARGEST_SIZE:,}")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
+        known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
+        self.end_of_text = next((i for i in known if i is not None), None)
+        # What its template puts before a text: Llama's and Gemma's models write poorly without their first token.
+        template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
+        first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
+        self.prefix = tuple(template.ids[:first])
+        self._clear_words()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int32. Special tokens written out in the text are text.
+
+        In a long text each word is encoded when first met, by all cores; the library would make objects for every one.
+        """
+        if len(text) < LONG_TEXT or not self._is_splittable:
+            return np.array(self._encode_whole(text).ids, dtype=np.int32)
+        encode_utf8(text)
+        words = split_words(text)
+        if len(self._word_index) > MOST_WORDS:
+            self._clear_words()
+        if new := [word for word in dict.fromkeys(words) if word not in self._word_index]:
+            encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+            found = [e.ids for e in _call_library(encode, new, what="the tokenizer cannot read the text")]
+            self._word_index.update(zip(new, itertools.count(len(self._word_index))))
+            self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
+            self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
+        order = np.fromiter(map(self._word_index.__getitem__, words), np.int64, len(words))
+        starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
+        # From the index of a word's ids in the text to that in self._ids.
+        shift = starts[order] - (np.cumsum(lengths) - lengths)
+        return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
+
+    def _clear_words(self) -> None:
+        self._word_index: dict[str, int] = {}  # the words of long texts that are known
+        self._ids, self._lengths = (
+            np.zeros(0, np.int32),
+            np.zeros(0, np.int64),
+        )  # ids of all words in a row; how many each
+
+    @functools.cached_property
+    def _is_splittable(self) -> bool:
+        return _is_splittable(json.loads(self._json))
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        self._tokenizer.encode_special_tokens = not specials
+        try:
+            found = self._encode_whole(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def _encode_whole(self, text: str) -> Any:
+        encode_utf8(text)
+        return _call_library(
+            self._tokenizer.encode, text, add_special_tokens=False, what="the tokenizer cannot read the text"
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._json
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
+
+    The 256 bytes and `<|endoftext|>` are always in it. The same texts give the same tokenizer.
+    """
+    hf = _tokenizers()
+    tokenizer = hf.Tokenizer(hf.models.BPE())
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+def _is_splittable(saved: dict[str, Any]) -> bool:
+    """Return whether a tokenizer.json is known to give `split_words` of a text the ids that it gives the whole."""
+    if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
+        return False
+    match saved.get("pre_tokenizer"):
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return True
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return words in _WORDS
+    return False
+
+
+def split_words(text: str) -> list[str]:
+    """Cut a text where a word surely ends: before a space that follows no white space, after a newline alone among words.
+
+    There the patterns by which GPT-2, GPT-4 and Llama 3 find words always end one, and none looks back: the pieces have the
+    words of the whole. (" \\n" and "\\n\\n" are one word at the end of a text, two before another; "!\\n" is one of GPT-4's.)
+    """
+    return _PIECE.findall(text)
+
+
+def encode_utf8(text: str) -> bytes:
+    """Return the bytes of a text. Raises `UserError` for what is not Unicode."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as e:  # bytes of the command line that are no text
+        raise UserError(f"the text {short(text)} is not Unicode: {text[e.start]!r} at {e.start}") from None
+
+
+def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
+    """Call the library, which raises bare Exception or, when Rust panics, a BaseException of its own."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {str(e)[:200]}") from None
+
+
+@functools.cache
+def _tokenizers():
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("BPE needs the tokenizers package: python -m pip install 'jaxgpt[bpe]'") from None
+    return tokenizers
