@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxgpt.config.model import GPTConfig
-from jaxgpt.config.validate import LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range, short
+from jaxgpt.config.validate import (
+    LARGEST_SIZE,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    check_fields,
+    short,
+)
 from jaxgpt.errors import UserError
 
-BELOW_ONE = 0.999999  # a decay that float32 rounds to 1 would have the optimiser divide by 0
+# A decay that float32 rounds to 1 would have the optimiser divide by 0.
+Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,18 +36,15 @@ class DataConfig:
     # texts (.tsv), of which the second is to be written
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
-    bpe_vocab_size: int = 4096  # tokens of the BPE to train
-    val_fraction: float = 0.1  # the last share of the characters, or of the conversations, is held out
+    bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of the BPE to train
+    # the last share of the characters, or of the conversations, is held out
+    val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, 257, "bpe_vocab_size")  # 256 bytes and the end-of-text token
-        at_most(self, LARGEST_SIZE, "bpe_vocab_size")
+        check_fields(self)
         for name in ("path", "tokenizer"):
             if getattr(self, name) == "":
                 raise UserError(f"data.{name} is empty: name one, or leave the option out")
-        if not 0.0 < self.val_fraction < 1.0:
-            raise UserError(f"val_fraction={self.val_fraction} is outside (0, 1): 0.1 holds out the last tenth")
 
     @property
     def tokenizer_file(self) -> str | None:
@@ -62,36 +72,26 @@ class OptimConfig:
     """The optimiser and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
-    learning_rate: float = 1e-3  # peak, of AdamW
-    muon_learning_rate: float = 0.02  # peak, of Muon's matrices
+    learning_rate: PositiveFloat = 1e-3  # peak, of AdamW
+    muon_learning_rate: PositiveFloat = 0.02  # peak, of Muon's matrices
     # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: 2017's, without one
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: int | None = None  # linear from 0; None: 100, or a tenth of fewer than 1,000 steps
-    decay_fraction: float = 0.2  # of the steps, the last share in which wsd decays
-    min_lr_ratio: float = 0.1  # final learning rate over peak
-    beta1: float = 0.9  # AdamW's first moment
-    beta2: float = 0.99  # AdamW's second moment
-    eps: float = 1e-8  # AdamW's denominator
-    weight_decay: float = 0.1  # on matrices only, times the learning rate
-    momentum: float = 0.95  # Muon's
-    grad_clip: float | None = 1.0  # global norm; None: no clipping
+    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: 100, or a tenth of fewer than 1,000 steps
+    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # of the steps, the last share in which wsd decays
+    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate over peak
+    beta1: Decay = 0.9  # AdamW's first moment
+    beta2: Decay = 0.99  # AdamW's second moment
+    eps: PositiveFloat = 1e-8  # AdamW's denominator
+    weight_decay: NonNegativeFloat = 0.1  # on matrices only, times the learning rate
+    momentum: Decay = 0.95  # Muon's
+    grad_clip: PositiveFloat | None = 1.0  # global norm; None: no clipping
     # skip a step whose gradient norm is over so many times the median of the last 128 taken; None: take any finite one
-    skip_spikes: float | None = None
-    label_smoothing: float = 0.0  # share of each target spread over all tokens, in training alone (arXiv:1512.00567)
-    max_skipped: int = 10  # steps skipped in a row, as spikes or as not finite, that end the run
+    skip_spikes: Annotated[float, Interval(gt=1)] | None = None
+    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training alone (arXiv:1512.00567)
+    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
-        check_types(self)
-        above_zero(self, "learning_rate", "muon_learning_rate", "eps", "grad_clip")
-        at_least(self, 0, "warmup_steps", "weight_decay")
-        at_least(self, 1, "max_skipped")
-        if self.skip_spikes is not None and self.skip_spikes <= 1.0:
-            raise UserError(
-                f"skip_spikes={self.skip_spikes}: needs more than 1, since half of all norms exceed the median"
-            )
-        in_range(self, "label_smoothing", 0.0, 1.0)
-        for name in ("beta1", "beta2", "momentum"):
-            in_range(self, name, 0.0, BELOW_ONE)
+        check_fields(self)
         for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
             decayed = self.weight_decay * getattr(self, name)
             if decayed > 1.0:  # else it makes matrices grow, from step to step
@@ -99,10 +99,6 @@ class OptimConfig:
                     f"weight_decay={self.weight_decay} times {name}={getattr(self, name)} is {decayed:g}: needs at most 1, "
                     "which takes all of a matrix off in one step"
                 )
-        if not 0.0 <= self.min_lr_ratio <= 1.0:
-            raise UserError(f"min_lr_ratio={self.min_lr_ratio} is outside [0, 1]: 0.1 ends at a tenth of the peak")
-        if not 0.0 < self.decay_fraction <= 1.0:
-            raise UserError(f"decay_fraction={self.decay_fraction} is outside (0, 1]: 0.2 decays over the last fifth")
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
@@ -114,16 +110,13 @@ class LoraConfig:
     """Low-rank adapters (arXiv:2106.09685): with a rank, they alone are trained, on top of the weights that
     train.init_from names."""
 
-    rank: int | None = None  # of what an adapter adds to its matrix; None: no adapters, all parameters are trained
-    alpha: float = 16.0  # what an adapter adds is multiplied by alpha / rank
+    rank: Size | None = None  # of what an adapter adds to its matrix; None: no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # what an adapter adds is multiplied by alpha / rank
     # matrices of a block that have one: q, k, v, c_fc, c_gate, and c_proj, which attention and MLP both have
     targets: tuple[str, ...] = ("q", "v")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, 1, "rank")
-        at_most(self, LARGEST_SIZE, "rank")
-        above_zero(self, "alpha")
+        check_fields(self)
         if not self.targets:
             raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
 
@@ -135,9 +128,9 @@ NO_LORA = LoraConfig()
 class TrainConfig:
     """The loop. A step is one optimiser step, whatever the devices and the accumulation."""
 
-    steps: int = 1000  # optimiser steps
-    batch_size: int = 32  # sequences per optimiser step, over all devices and micro-batches
-    seed: int = 0  # of initialisation, data order and dropout
+    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
+    batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # of initialisation, data order and dropout
     # a run, a model's directory or its id on the Hub, with whose architecture, tokenizer and weights training starts;
     # of the model only dropout, remat, scan_layers and a shorter block_size are the experiment's. None: from nothing
     init_from: str | None = None
@@ -145,24 +138,18 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # kernel; auto: splash on TPU, cudnn on Nvidia's, where shape and dropout allow, else plain
     attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
-    log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 250  # steps between validations; one more at the end
-    eval_tokens: int | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
-    checkpoint_every: int = 1000  # steps between checkpoints; the best validation and the end are kept as well
-    keep_last: int = 2  # checkpoints kept besides the best; the second is there should the first be damaged
-    keep_every: int | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
+    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
+    eval_every: PositiveInt = 250  # steps between validations; one more at the end
+    eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
+    checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
+    keep_last: PositiveInt = 2  # checkpoints kept besides the best; the second is there should the first be damaged
+    keep_every: PositiveInt | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
     sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
-    sample_tokens: int = 400  # tokens of that sample
-    sample_temperature: float = 0.8  # of that sample
+    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = 400  # tokens of that sample
+    sample_temperature: NonNegativeFloat = 0.8  # of that sample
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, 1, "steps", "batch_size", "log_every", "eval_every", "eval_tokens", "checkpoint_every")
-        at_least(self, 1, "keep_last", "keep_every")
-        at_most(self, 2**40, "steps")  # what the pipeline counts to
-        at_most(self, LARGEST_SIZE, "batch_size", "sample_tokens")
-        at_least(self, 0, "sample_tokens", "sample_temperature")
-        in_range(self, "seed", 0, 2**32)
+        check_fields(self)
         if self.init_from == "":
             raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
 
@@ -174,29 +161,27 @@ class ParallelConfig:
     # auto: one device plainly, several by pmap; single: one device; pmap: a copy of the model on each device;
     # mesh: data x fsdp x tensor devices, of which fsdp and tensor split the model
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
-    data: int = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
-    fsdp: int = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
-    tensor: int = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    data: AxisSize = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
+    fsdp: AxisSize = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
+    tensor: AxisSize = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
     # sequences at once on a device, at most; what is left of its share follows as accumulation. None: the whole share
-    micro_batch_size: int | None = None
-    loss_chunk: int | None = None  # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    micro_batch_size: PositiveInt | None = None
+    # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    loss_chunk: PositiveInt | None = None
     coordinator: str | None = None  # HOST:PORT of process 0, where JAX cannot find it by itself
-    processes: int | None = None  # with a coordinator: how many
-    process_id: int | None = None  # with a coordinator: which one this is, from 0
-    connect_timeout: int = 300  # seconds to wait for the other processes
+    processes: Size | None = None  # with a coordinator: how many
+    process_id: NonNegativeInt | None = None  # with a coordinator: which one this is, from 0
+    connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
     # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and its process is ended;
     # 0: never. In a single process it acts for commands only, never for a program that calls jaxgpt.fit
-    watchdog: float = 60.0
+    watchdog: NonNegativeFloat = 60.0
     # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
-    check_replicas_every: int | None = 100
+    check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, 1, "micro_batch_size", "loss_chunk", "processes", "connect_timeout", "check_replicas_every")
-        at_least(self, 0, "process_id", "watchdog")
+        check_fields(self)
         sizes = (self.data, self.fsdp, self.tensor)
-        at_most(self, LARGEST_SIZE, "processes", "data", "fsdp", "tensor")
-        if any(n < 1 and n != -1 for n in sizes) or sizes.count(-1) > 1:
+        if 0 in sizes or sizes.count(-1) > 1:
             raise UserError(
                 f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
             )
@@ -222,7 +207,7 @@ class Experiment:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(
                 f"name={short(self.name)}: it names a directory, so letters, digits, '-' and '_' only, at most 200 bytes"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxgpt.config.validate import LARGEST_COUNT, LARGEST_SIZE, above_zero, at_least, at_most, check_types, in_range
+from jaxgpt.config.validate import LARGEST_COUNT, Count, Fraction, Interval, PositiveFloat, Size, check_fields
 from jaxgpt.errors import UserError
 
 
@@ -13,20 +13,20 @@ from jaxgpt.errors import UserError
 class GPTConfig:
     """The architecture. Names are the GPT-2 family's; a model family is a value of this, never a copy of a layer."""
 
-    vocab_size: int | None = None  # tokens; None: the tokenizer's
-    block_size: int = 1024  # tokens of context
-    n_layer: int = 12  # blocks
+    vocab_size: Size | None = None  # tokens; None: the tokenizer's
+    block_size: Size = 1024  # tokens of context
+    n_layer: Count = 12  # blocks
     # blocks of an encoder of another text, which each of the n_layer reads by an attention of its own
     # (arXiv:1706.03762); 0: none. It trains on pairs of texts: --data.path FILE.tsv
-    n_encoder_layer: int = 0
-    n_head: int = 12  # query heads per block
+    n_encoder_layer: Annotated[int, Interval(ge=0, le=LARGEST_COUNT)] = 0
+    n_head: Count = 12  # query heads per block
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
-    n_kv_head: int | None = None
-    n_embd: int = 768  # width of the residual stream
-    head_dim: int | None = None  # size of a head; None: n_embd / n_head
+    n_kv_head: Count | None = None
+    n_embd: Size = 768  # width of the residual stream
+    head_dim: Size | None = None  # size of a head; None: n_embd / n_head
     # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
-    mlp_dim: int | None = None
-    dropout: float = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
+    mlp_dim: Size | None = None
+    dropout: Fraction = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
     bias: bool = True  # biases in linear layers and LayerNorm
     qkv_bias: bool | None = None  # of the projections to queries, keys and values; None: as bias
     out_bias: bool | None = None  # of attention's output; None: as bias
@@ -34,31 +34,34 @@ class GPTConfig:
     # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656);
     # sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
     norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
-    norm_eps: float = 1e-5  # added to the variance
+    norm_eps: PositiveFloat = 1e-5  # added to the variance
     norm_offset: bool = False  # RMSNorm's scales are kept as their distance from 1, as in Gemma
     parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
     # gelu is the erf form, gelu_tanh GPT-2's; those with glu are gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token knows its place
-    rope_theta: float = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
-    rope_fraction: float = 1.0  # share of each head that is turned, from its first number on
+    rope_theta: PositiveFloat = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
+    # share of each head that is turned, from its first number on
+    rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     # for texts longer than those of pre-training; linear: all wavelengths times rope_factor (arXiv:2306.15595);
     # llama3: those over rope_original_context / rope_low_freq_factor, and less of it down to rope_high_freq_factor
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    rope_factor: float = 1.0
-    rope_low_freq_factor: float = 1.0
+    rope_factor: Annotated[float, Interval(ge=1)] = 1.0
+    rope_low_freq_factor: PositiveFloat = 1.0
     rope_high_freq_factor: float = 4.0
-    rope_original_context: int = 8192  # tokens
-    sliding_window: int | None = None  # tokens that attention reads, itself included (arXiv:2004.05150); None: all
-    global_every: int | None = None  # each so manyeth layer reads all tokens all the same; None: no layer does
-    rope_local_theta: float | None = None  # rope_theta of layers with a sliding window, unscaled; None: as the others
+    rope_original_context: Size = 8192  # tokens
+    sliding_window: Size | None = None  # tokens that attention reads, itself included (arXiv:2004.05150); None: all
+    global_every: Count | None = None  # each so manyeth layer reads all tokens all the same; None: no layer does
+    # rope_theta of layers with a sliding window, unscaled; None: as the others
+    rope_local_theta: PositiveFloat | None = None
     qk_norm: bool = False  # RMSNorm over queries and keys before their product (arXiv:2302.05442)
     qk_norm_over: Literal["head", "heads"] = "head"  # each head by itself, or all of them side by side, as in OLMo 2
-    query_scale: float | None = None  # scores are divided by its square root; None: the head size
-    attention_softcap: float | None = None  # c tanh(score / c), before the softmax (arXiv:2408.00118); None: no cap
+    query_scale: PositiveFloat | None = None  # scores are divided by its square root; None: the head size
+    # c tanh(score / c), before the softmax (arXiv:2408.00118); None: no cap
+    attention_softcap: PositiveFloat | None = None
     tie_embeddings: bool = True  # the output matrix is the token embedding
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
-    logit_softcap: float | None = None  # c tanh(logits / c); None: no cap
+    logit_softcap: PositiveFloat | None = None  # c tanh(logits / c); None: no cap
     # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
     residual_init: Literal["scaled", "zero"] = "scaled"
     scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
@@ -66,16 +69,7 @@ class GPTConfig:
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_dim")
-        at_least(self, 1, "rope_factor", "rope_original_context", "sliding_window", "global_every")
-        at_most(self, LARGEST_SIZE, "vocab_size", "block_size", "mlp_dim", "n_embd", "head_dim", "sliding_window")
-        at_most(self, LARGEST_COUNT, "n_layer", "n_head", "n_kv_head", "global_every")
-        at_least(self, 0, "n_encoder_layer")
-        at_most(self, LARGEST_COUNT, "n_encoder_layer")
-        in_range(self, "dropout", 0.0, 1.0)
-        above_zero(self, "norm_eps", "rope_theta", "rope_local_theta", "rope_low_freq_factor", "query_scale")
-        above_zero(self, "logit_softcap", "attention_softcap")
+        check_fields(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
@@ -87,8 +81,6 @@ class GPTConfig:
             raise UserError(
                 f"n_head={self.n_head} is not divisible by n_kv_head={self.kv_heads}: take n_kv_head from {choices}"
             )
-        if not 0.0 < self.rope_fraction <= 1.0:
-            raise UserError(f"rope_fraction={self.rope_fraction} is outside (0, 1]: 0.25 turns a quarter of each head")
         if self.position == "rope" and (self.rotary_size % 2 or not self.rotary_size):
             whole = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
             part = (

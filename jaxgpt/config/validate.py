@@ -1,12 +1,11 @@
-"""Whether the fields of a dataclass hold what their annotations say and what is possible, told in words."""
+"""Check values against their annotations: types, and bounds that stand beside them."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import reprlib
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from jaxgpt.errors import UserError
 
@@ -15,6 +14,24 @@ LARGEST_INTEGER = 2**63 - 1  # that arrays can hold, and every reader of JSON
 LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
 # Of numbers that are not whole. A product of two of them is still a number of float32, neither 0 nor infinite.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
+
+
+class Interval(NamedTuple):
+    """The bounds of a number, in its annotation: `Annotated[int, Interval(ge=1)]`, in words of annotated-types."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+
+Count = Annotated[int, Interval(ge=1, le=LARGEST_COUNT)]
+Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]
+PositiveInt = Annotated[int, Interval(ge=1)]
+PositiveFloat = Annotated[float, Interval(gt=0)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+NonNegativeFloat = Annotated[float, Interval(ge=0)]
+Fraction = Annotated[float, Interval(ge=0, lt=1)]
 
 
 class _Short(reprlib.Repr):
@@ -46,78 +63,70 @@ def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER
     return value
 
 
-def check_types(config: Any) -> None:
-    """Raise unless every field holds what its annotation says: Python callers and JSON get the same message.
+def check_fields(config: Any) -> None:
+    """Check each field of a frozen dataclass that is being made; scalars of NumPy and JAX become Python's."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        object.__setattr__(config, name, check_value(name, getattr(config, name), hint))
 
-    Scalars of NumPy and JAX become Python's.
-    """
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, hint = to_python(getattr(config, field.name)), hints[field.name]
-        object.__setattr__(config, field.name, value)  # of a frozen dataclass, which is being made
-        if not _is_a(value, hint):
-            raise UserError(f"{field.name}={short(value)}: needs {_say(hint)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{field.name}={value}: needs a finite number")
-        if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
-            raise UserError(f"{field.name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
-        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise UserError(f"{field.name}={short(value)}: needs a number that fits in 64 bits")
+
+def check_value(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as Python's. Raise `UserError` unless it is of the annotated type, finite and within its bounds."""
+    value = to_python(value)
+    if not _is_a(value, hint):
+        raise UserError(f"{name}={short(value)}: needs {_describe(hint)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name}={value}: needs a finite number")
+    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        raise UserError(f"{name}={value}: needs 0, or a size from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}")
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise UserError(f"{name}={short(value)}: needs a number that fits in 64 bits")
+    if value is not None:
+        for part in (hint, *get_args(hint)):
+            for bounds in getattr(part, "__metadata__", ()):
+                if isinstance(bounds, Interval):
+                    _check_bounds(name, value, bounds)
+    return value
+
+
+def _check_bounds(name: str, value: float, bounds: Interval) -> None:
+    low = value < bounds.ge if bounds.ge is not None else bounds.gt is not None and value <= bounds.gt
+    high = value > bounds.le if bounds.le is not None else bounds.lt is not None and value >= bounds.lt
+    if not low and not high:
+        return
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    wrong = (("ge", "gt") if low else ("le", "lt")) if isinstance(value, int) else tuple(words)
+    stated = [
+        f"{words[k]} {bound:{',' if isinstance(bound, int) else 'g'}}"
+        for k in wrong
+        if (bound := getattr(bounds, k)) is not None
+    ]
+    raise UserError(f"{name}={short(value)}: needs {' and '.join(stated)}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(_is_a(value, h) for h in get_args(hint))
-    if get_origin(hint) is tuple:  # of any length
-        return isinstance(value, tuple) and all(_is_a(item, get_args(hint)[0]) for item in value)
-    if hint is float:  # an int is a fine learning rate; True is not
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_a(value, arguments[0])
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_is_a(value, h) for h in arguments)
+    if origin is tuple:  # of any length
+        return isinstance(value, tuple) and all(_is_a(item, arguments[0]) for item in value)
+    if hint in (float, int):  # an int is a fine learning rate; True is not
+        return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
-def _say(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_say(h) for h in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list, of each {_say(get_args(hint)[0])}"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        type(None): "nothing (None)",
-    }
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def at_least(config: Any, low: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise UserError(f"{name}={value}: needs at least {low}")
-
-
-def at_most(config: Any, high: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value > high:
-            raise UserError(f"{name}={value}: needs at most {high:,}")
-
-
-def above_zero(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise UserError(f"{name}={value}: needs more than 0")
-
-
-def in_range(config: Any, name: str, low: float, high: float) -> None:
-    value = getattr(config, name)
-    if not low <= value < high:
-        raise UserError(f"{name}={value}: needs at least {low:g} and less than {high:g}")
+def _describe(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _describe(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(h) for h in arguments)
+    if origin is tuple:
+        return f"a list, of each {_describe(arguments[0])}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(hint, "nothing (None)" if hint is type(None) else hint.__name__)

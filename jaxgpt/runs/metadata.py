@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
-from jaxgpt.config.validate import LARGEST_SIZE, check_types, short
+from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
 from jaxgpt.data.chat.template import write_template
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
@@ -34,7 +34,7 @@ class Origin:
     model: GPTConfig  # theirs, with what the experiment decides
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

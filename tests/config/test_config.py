@@ -8,7 +8,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.config import (
@@ -121,7 +121,7 @@ FLOATS = [
     (config, field.name)
     for config in (GPTConfig, DataConfig, OptimConfig, LoraConfig, TrainConfig, ParallelConfig)
     for field in dataclasses.fields(config)
-    if field.type in ("float", "float | None")
+    if "Float" in field.type or "float" in field.type or field.type in ("Fraction", "Decay")
 ]
 
 
@@ -162,6 +162,7 @@ JSON = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # other work on the machine
 @given(JSON)
 def test_any_json_gives_an_experiment_or_a_user_error(values):
     try:
