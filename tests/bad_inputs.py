@@ -6,7 +6,7 @@
 from tests.bad_models import MODELS
 from tests.bad_place import LONG
 
-# Of the damaged runs, what is said. Every verb that reads a run meets each.
+# Of the damaged runs, what is said. Every command that reads a run meets each.
 BROKEN = {
     "half": "experiment.json is damaged",
     "nothing": "experiment.json is damaged",
@@ -259,21 +259,21 @@ STARTS = [
 ]
 
 VERBS = [
-    ("trian", "unknown verb 'trian' (did you mean train?)"),
-    ("", "unknown verb ''"),
-    (" train", "unknown verb ' train'"),
-    ("TRAIN", "unknown verb 'TRAIN'"),
-    ("ｔｒａｉｎ", "unknown verb 'ｔｒａｉｎ'"),
-    ("🐎", "unknown verb '🐎'"),
-    ("train\nsample", r"unknown verb 'train\nsample'"),
-    ("--version", "unknown verb '--version'"),
-    ("-x", "unknown verb '-x'"),
-    ("\udcff", "unknown verb"),
-    (LONG * 100, "unknown verb"),
-    ("../train", "unknown verb '../train'"),
+    ("trian", "unknown command 'trian' (did you mean train?)"),
+    ("", "unknown command ''"),
+    (" train", "unknown command ' train'"),
+    ("TRAIN", "unknown command 'TRAIN'"),
+    ("ｔｒａｉｎ", "unknown command 'ｔｒａｉｎ'"),
+    ("🐎", "unknown command '🐎'"),
+    ("train\nsample", r"unknown command 'train\nsample'"),
+    ("--version", "unknown command '--version'"),
+    ("-x", "unknown command '-x'"),
+    ("\udcff", "unknown command"),
+    (LONG * 100, "unknown command"),
+    ("../train", "unknown command '../train'"),
 ]
 
-# Of every verb: options that do not exist, want a value, or have two.
+# Of every command: options that do not exist, want a value, or have two.
 OPTIONS = [
     (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
     (["train", "--modle.n-layer", "3"], "--modle.n-layer"),
@@ -312,12 +312,12 @@ OPTIONS = [
     (["evaluate", "runs/tiny", "--stride", "1" + "0" * 30], "needs at least 1 and at most block_size=8"),
     (["evaluate", "runs/tiny", "--stride", "0.5"], "0.5"),
     (["evaluate", "runs/tiny", "--stride", "８x"], "８x"),
-    (["evaluate", "runs/tiny", "--batch-size", "0"], "--batch-size 0: needs at least 1"),
+    (["evaluate", "runs/tiny", "--batch-size", "0"], "--batch-size=0: needs at least 1"),
     (["evaluate", "runs/tiny", "--batch-size", "1" + "0" * 30], "needs at most"),
     (["evaluate", "runs/tiny", "--batch-size", "many"], "many"),
     (["evaluate", "runs/tiny", "--beams", "2"], "beams=2 is for pairs of texts: leave it out"),
-    (["evaluate", "runs/tiny", "--beams", "0"], "--beams 0: needs at least 1"),
-    (["sample", "runs/tiny", "--prompt", "a", "--beams", "0"], "--beams 0: needs at least 1"),
+    (["evaluate", "runs/tiny", "--beams", "0"], "--beams=0: needs at least 1"),
+    (["sample", "runs/tiny", "--prompt", "a", "--beams", "0"], "--beams=0: needs at least 1"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "2"], "beam search needs a stop token"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "2", "--top-k", "3"], "draws nothing, so leave out top_k"),
     (["train", "--model.n-encoder-layer", "1", "--data.path", "t.txt"], "an encoder reads the first of two texts"),
@@ -332,8 +332,8 @@ OPTIONS = [
     (["report", "runs/tiny", "--out", "nowhere"], "there is no directory nowhere for report.html"),
     (["report", "runs/tiny", "--out", "t.txt"], "there is no directory t.txt for report.html"),
     (["report", "runs/tiny", "--out", ""], "out is empty"),
-    (["report", "runs/tiny", "--samples", "0"], "--samples 0: needs at least 1"),
-    (["report", "runs/tiny", "--tokens", "-1"], "--tokens -1: needs at least 1"),
+    (["report", "runs/tiny", "--samples", "0"], "--samples=0: needs at least 1"),
+    (["report", "runs/tiny", "--tokens", "-1"], "--tokens=-1: needs at least 1"),
     (["study"], "a Python file with"),
     (["study", "nowhere.py"], "no study 'nowhere.py': give a .py file"),
     (["study", "quickstart"], "no study 'quickstart': give a .py file"),
@@ -343,7 +343,7 @@ OPTIONS = [
     (["study", "variants_text.py"], "variants has 'a': str, needs a name and an Experiment"),
     (["study", "variants_one.py"], "a study needs at least two variants, got 1: a"),
     (["study", "variants_data.py"], "variants 'a' and 'b' do not share a metric: data.tokenizer"),
-    (["study", "variants_data.py", "--seeds", "0"], "--seeds 0: needs at least 1"),
+    (["study", "variants_data.py", "--seeds", "0"], "--seeds=0: needs at least 1"),
     (["study", "variants_data.py", "--seeds", "many"], "many"),
     (["xray", "runs/tiny"], "--prompt"),
     (["xray", "runs/tiny", "--prompt"], "Missing value for argument '--prompt'"),
@@ -357,7 +357,7 @@ OPTIONS = [
     (["xray", "runs/tiny", "--prompt", "a", "--out", ""], "out is empty"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", LONG], "File name too long"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "loop"], "Too many levels of symbolic links"),
-    (["xray", "runs/tiny", "--prompt", "a", "--corpus-tokens", "-1"], "--corpus-tokens -1: needs at least 1"),
+    (["xray", "runs/tiny", "--prompt", "a", "--corpus-tokens", "-1"], "--corpus-tokens=-1: needs at least 0"),
     (["xray", "runs/tiny", "--prompt", "a", "--data", "nowhere.txt"], "no file or folder at nowhere.txt"),
     (["xray", "runs/tiny", "--prompt", "a", "--data", "latin1.txt"], "latin1.txt is not UTF-8 text"),
     (["xray", "runs/tiny", "--prompt", "a", "--data", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
@@ -517,13 +517,13 @@ NUMBERS = [
 ]
 
 SAMPLING = [
-    (["--max-new-tokens", "0"], "--max-new-tokens 0: needs at least 1"),
-    (["--max-new-tokens", "-1"], "--max-new-tokens -1: needs at least 1"),
-    (["--max-new-tokens", "2147483648"], "--max-new-tokens 2147483648: needs at most"),
+    (["--max-new-tokens", "0"], "--max-new-tokens=0: needs at least 1"),
+    (["--max-new-tokens", "-1"], "--max-new-tokens=-1: needs at least 1"),
+    (["--max-new-tokens", "2147483648"], "--max-new-tokens=2147483648: needs at most"),
     (["--max-new-tokens", "1" + "0" * 30], "needs at most"),
     (["--max-new-tokens", "0.5"], "0.5"),
-    (["--num-samples", "0"], "--num-samples 0: needs at least 1"),
-    (["--num-samples", "2147483648"], "--num-samples 2147483648: needs at most"),
+    (["--num-samples", "0"], "--num-samples=0: needs at least 1"),
+    (["--num-samples", "2147483648"], "--num-samples=2147483648: needs at most"),
     (["--temperature", "-1"], "temperature=-1.0"),
     (["--temperature", "nan"], "temperature=nan"),
     (["--temperature", "1e400"], "temperature=inf"),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.cli import train as training
+from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
 from jaxgpt.parallel import device
 from jaxgpt.parallel.device import enable_compilation_cache
@@ -65,7 +65,7 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
     monkeypatch.setattr("jaxgpt.session.first_device", first_device)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     with pytest.raises(Left):
-        training.train([]) if command == "train" else training.run_experiment(quickstart())
+        train(experiment=quickstart()) if command == "train" else run_experiment(quickstart())
     assert events == [["M_ARENA_MAX", "M_MMAP_MAX", "M_TRIM_THRESHOLD"], "device"]
 
 

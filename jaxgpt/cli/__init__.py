@@ -1,1 +1,1 @@
-"""What each verb of the command line does. Results go to stdout, everything else to stderr; JAX is imported late."""
+"""The command line. Results go to stdout, everything else to stderr; JAX is imported late."""

@@ -11,7 +11,7 @@ import pytest
 
 import jaxgpt
 from jaxgpt import session
-from jaxgpt.cli import train as training
+from jaxgpt.cli import train
 from jaxgpt.cluster import watchdog
 from jaxgpt.cluster.watchdog import Note, stuck
 from jaxgpt.config import Experiment, ParallelConfig
@@ -119,12 +119,13 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(watchdog, "INTERVAL", 0.02)
     monkeypatch.setattr(session, "_fit", stuck_fit)
-    monkeypatch.setattr(training, "start_jax", lambda: None)
+    monkeypatch.setattr(train, "start_jax", lambda: None)
+    stuck_soon = Experiment(name="stuck", parallel=ParallelConfig(watchdog=0.05))
     with pytest.raises(Over):
         if as_command:
-            training.train(["--parallel.watchdog", "0.05"])
+            train.train(experiment=stuck_soon)
         else:
-            jaxgpt.fit(Experiment(name="stuck", parallel=ParallelConfig(watchdog=0.05)))
+            jaxgpt.fit(stuck_soon)
     assert set(exits) == ({1} if as_command else set())
     assert (tmp_path / "stacks.0.txt").exists() == as_command
 

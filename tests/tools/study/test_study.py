@@ -279,14 +279,14 @@ def test_the_command(tmp_path, text_file):
 
 
 def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
-    from jaxgpt.cli import train as training
+    from jaxgpt.cli import tools
 
     def stopped(*args, **how):
         raise Interrupted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
     monkeypatch.setattr("jaxgpt.session.fit_as_command", stopped)
-    monkeypatch.setattr(training, "load_variants", lambda named: variants)
+    monkeypatch.setattr(tools, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
-        training.study(["s.py", "--run-dir", str(tmp_path)])
+        tools.study("s.py", run_dir=str(tmp_path))
     assert left.value.code == 1
     assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. The same command goes on from there.\n"
