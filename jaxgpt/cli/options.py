@@ -53,7 +53,7 @@ def parse(command: Callable[..., None], argv: list[str], prog: str, **defaults: 
         raise UserError(_one_line(framed.getvalue(), prog)) from None
     values = signature.bind(*bound.args, **bound.keywords).arguments
     for name, hint in get_type_hints(command, include_extras=True).items():
-        if name in values:
+        if name in values and hint is not Any:
             if values[name] == "" and name != "prompt":
                 raise UserError(f"{name} is empty: name one, or leave it out. See {prog} --help")
             check_value(f"--{name.replace('_', '-')}", values[name], hint)

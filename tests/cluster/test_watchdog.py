@@ -107,7 +107,8 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
     """A program that calls `jaxgpt.fit` may be a notebook, or stand in a debugger."""
     exits = []
 
-    def stuck_fit(experiment, directory, dog, **_):
+    def stuck_fit(*values, **_):
+        (dog,) = (value for value in values if isinstance(value, watchdog.Watchdog))
         dog.directory = tmp_path
         for step in range(1, 5):
             dog.beat(step)
