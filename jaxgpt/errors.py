@@ -15,6 +15,18 @@ class SaveFailed(RuntimeError):
     """What the run has to write could not be written: what, and why. What was written before it stands."""
 
 
+class RaisedOnAllProcesses(BaseException):
+    """An error that every process raises at the same step, so that none of them leaves another waiting."""
+
+
+class Preempted(RaisedOnAllProcesses, KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended the run, which was saved first. `str()` says how to continue."""
+
+
+class Diverged(RaisedOnAllProcesses, RuntimeError):
+    """Too many steps in a row were skipped, or the last validation loss is not finite. The last checkpoint is good."""
+
+
 def reason_of(e: Exception) -> str:
     """Say in a few words why a file could not be written: what TensorStore says takes pages."""
     said = str(e)

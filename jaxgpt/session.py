@@ -1,32 +1,36 @@
-"""The training loop: the one impure part, top to bottom."""
+"""Train an experiment in a run directory: check everything, then lock the directory, resume and train."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+
+from jaxgpt import loop
+from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
-from jaxgpt.cluster.replicas import check
-from jaxgpt.cluster.signals import signals
+from jaxgpt.cluster.processes import Processes
+from jaxgpt.cluster.signals import Stop, catch_signals
 from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import prepare_for, resolve_vocab
-from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokens import Dataset
-from jaxgpt.errors import SaveFailed, UserError, shell_line
+from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import first_device, refuse_what_cannot_fit
+from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.run import Run, load_run
-from jaxgpt.runs.autopsy import why_skipped, write_autopsy
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.curves import plot_losses
 from jaxgpt.runs.find import RUNS, is_run
+from jaxgpt.runs.hooks import Hooks, introduction
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
@@ -34,37 +38,21 @@ from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.pretrained import Weights, begun, origin_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.runs.resume import check_same_configuration, is_resumable
-from jaxgpt.train import NOT_FINITE, mean_loss, run_keys
-
-# Steps dispatched and not yet finished. Enough to hide the host's work; more would only queue memory, and several
-# fake devices on few cores hang when hundreds are in flight.
-IN_FLIGHT = 2
-LONG = 1.0  # seconds of a step from which on none is left in flight: a signal would have to wait for them all
-# Steps between two decisions of the first process on how many steps are in flight. All settle the same step at the same
-# place: one that raises there must not leave behind steps that it has dispatched and the others have not.
-AGREE_EVERY = 100
-
-
-class Interrupted(multihost.Everywhere, KeyboardInterrupt):
-    """Ctrl-C or SIGTERM: the run was saved first. `str()` says how to continue."""
-
-
-class Diverged(multihost.Everywhere, RuntimeError):
-    """Too many steps in a row could not be taken; the last checkpoint is from before them."""
+from jaxgpt.train import TrainState, run_keys
 
 
 def fit(
     experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
 ) -> Run:
-    """Train an experiment in a run directory (None: `runs/NAME`), or go on with it from its last good checkpoint.
+    """Train an experiment in a run directory (None: `runs/NAME`), or resume it from its last good checkpoint.
 
     fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
     Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
-    anything is written; `Interrupted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
+    anything is written; `Preempted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
     `SaveFailed` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
-    called it, unless that is one of several: see `parallel.watchdog`.
+    called it, unless that is one of several: see `cluster.watchdog`.
     """
-    return _run(experiment, run_dir, None, fresh, progress, is_command=False)
+    return _fit(experiment, run_dir, None, fresh=fresh, progress=progress, is_command=False)
 
 
 def fit_as_command(
@@ -79,13 +67,14 @@ def fit_as_command(
 
     metadata: of the run in `run_dir`, if the command has read it.
     """
-    return _run(experiment, run_dir, metadata, fresh, progress, is_command=True)
+    return _fit(experiment, run_dir, metadata, fresh=fresh, progress=progress, is_command=True)
 
 
-def _run(
+def _fit(
     experiment: Experiment,
     run_dir: str | Path | None,
     metadata: RunMetadata | None,
+    *,
     fresh: bool,
     progress: bool,
     is_command: bool,
@@ -93,258 +82,216 @@ def _run(
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # the first use of JAX that needs one, and the place for its error
-    with watch(experiment.parallel.watchdog if is_command or multihost.several() else None) as watchdog:
+    has_watchdog = is_command or multihost.is_multiprocess()
+    with watch(experiment.parallel.watchdog if has_watchdog else None) as watchdog:
         if not is_resumable(directory, fresh):
             metadata = None
         elif metadata is None or metadata.directory != directory:
             metadata = read_metadata(directory)
-        _fit(experiment, directory, metadata, watchdog, fresh, progress)
+        _train(experiment, directory, metadata, watchdog, fresh=fresh, progress=progress)
         return load_run(metadata or read_metadata(directory))
-
-
-def _fit(
-    experiment: Experiment, directory: Path, old: RunMetadata | None, watchdog: Watchdog, fresh: bool, progress: bool
-) -> None:
-    """Check everything before anything is written, then make the directory ours, then train."""
-    if old is not None:
-        check_same_configuration(old, experiment)
-    full, weights = begun(experiment, old)
-    if old is not None:
-        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
-        dataset = reopen_dataset(old, full.data, remedy=remedy)
-    else:
-        dataset = prepare_for(full.model, full.data)
-    resolved = dataclasses.replace(full, model=resolve_vocab(full.model, dataset.tokenizer))
-    trainer = make_trainer(resolved, recorded=None if old is None else old.given)
-    strategy, model = trainer.strategy, resolved.model
-    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
-    refuse_what_cannot_fit(trainer.abstract_state, hidden_bytes, strategy.devices)
-    multihost.meet("everything is checked")
-
-    with contextlib.ExitStack() as owned:
-        train = experiment.train
-        checkpoints = Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every)
-        watchdog.directory, watchdog.last_step = directory, checkpoints.last
-
-        def begin() -> int:
-            """The directory is ours, a run, and as its newest good checkpoint left it: that step."""
-            owned.enter_context(lock_run(directory, fresh))
-            if old is None:
-                if is_run(directory):
-                    raise UserError(
-                        f"another process has just begun a run in {directory}: start again to go on with it"
-                    )
-                if weights is not None:
-                    keep_companions(weights().directory, directory)
-                write_metadata(
-                    directory,
-                    experiment,
-                    dataset.tokenizer,
-                    data=dataset.fingerprint,
-                    vocab_size=resolved.model.vocab_size,
-                    tokenizer_config=dataset.tokenizer_config,
-                    origin=None if weights is None else origin_of(weights(), resolved.model),
-                )
-            checkpoints.clean()
-            step = checkpoints.good() or 0
-            checkpoints.set_aside_after(step)
-            rewind_metrics(directory / "metrics.jsonl", step)
-            return step
-
-        start = multihost.by_leader(begin)
-        _train(resolved, directory, dataset, trainer, weights, checkpoints, watchdog, start, progress)
 
 
 def _train(
     experiment: Experiment,
     directory: Path,
-    dataset: Dataset,
-    trainer: Trainer,
-    weights: Callable[[], Weights] | None,
-    checkpoints: Checkpoints,
+    resumed: RunMetadata | None,
     watchdog: Watchdog,
-    start: int,
+    *,
+    fresh: bool,
     progress: bool,
 ) -> None:
-    """From the checkpoint of step `start`, 0 for none, to the end. experiment: with the size of its vocabulary.
-    weights: see `state_at`."""
-    train, strategy, split = experiment.train, trainer.strategy, trainer.split
-    leader = multihost.is_leader()
-    init_key, dropout_key = run_keys(train.seed)
-    state = state_at(trainer, weights, init_key, checkpoints, start)
-    kept = read_metrics(directory / "metrics.jsonl")
-    losses = map(checkpoints.val_loss, checkpoints.steps())  # with digests, which those in metrics.jsonl have not
-    best = min((loss for loss in losses if loss is not None), default=math.inf)
+    """Check everything before anything is written, then lock the directory, then train."""
+    session = check_session(experiment, directory, resumed, watchdog)
+    multihost.barrier("everything is checked")
+    watchdog.directory, watchdog.last_step = directory, session.checkpoints.last
+    with contextlib.ExitStack() as lock:
+        session.train(multihost.on_process_0(lambda: session.begin(lock, fresh=fresh)), progress=progress)
 
-    batches = training_batches(
-        dataset.train,
-        block_size=experiment.model.block_size,
-        batch_size=train.batch_size,
-        seed=train.seed,
-        start_step=start,
-        rows=strategy.local_rows(train.batch_size),
+
+def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None, watchdog: Watchdog) -> Session:
+    """Check all that the user can have wrong. Nothing is written. Raises `UserError`.
+
+    resumed: the metadata of the run that is resumed. None: a new run.
+    """
+    if resumed is not None:
+        check_same_configuration(resumed, experiment)
+    resolved, weights = begun(experiment, resumed)
+    if resumed is None:
+        dataset = prepare_for(resolved.model, resolved.data)
+    else:
+        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
+        dataset = reopen_dataset(resumed, resolved.data, remedy=remedy)
+    resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
+    trainer = make_trainer(resolved, recorded=None if resumed is None else resumed.given)
+    model, train = resolved.model, experiment.train
+    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
+    refuse_what_cannot_fit(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
+    return Session(
+        given=experiment,
+        experiment=resolved,
+        directory=directory,
+        is_new=resumed is None,
+        dataset=dataset,
+        trainer=trainer,
+        weights=weights,
+        watchdog=watchdog,
+        checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
     )
-    pending: deque = deque()  # (step, its metrics, still on the device)
-    in_row, examined = 0, False  # steps skipped up to the last one settled; whether an autopsy was made
 
-    checked = start
 
-    def compare(step: int, sums) -> None:
-        nonlocal checked
-        check(sums, strategy.devices, checked, step)
-        checked = step
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """The training of a run by this process, from now to its end or a signal."""
 
-    def settle(limit: int) -> None:
-        """Log finished steps until at most `limit` are in flight: the loop's only wait for the device."""
-        nonlocal in_row
-        while len(pending) > limit:
-            step, on_device = pending.popleft()
-            if "checksums" in on_device:
-                compare(step, on_device["checksums"])
-            in_row = int(on_device["in_row"])
-            if in_row:
-                skip(step, on_device)
-            else:
-                log.step(step, **{name: float(on_device[name]) for name in ("loss", "grad_norm", "learning_rate")})
+    given: Experiment  # as it was asked for
+    experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
+    directory: Path
+    is_new: bool
+    dataset: Dataset
+    trainer: Trainer
+    weights: Callable[[], Weights] | None  # see `state_at`
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+    # those of metrics.jsonl up to the step that training starts from, in the process that has rewound it
+    lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def skip(step: int, on_device: dict) -> None:
-        """Tell of a step that was not taken; the first that is not finite is looked into."""
-        nonlocal examined
-        why = why_skipped(on_device)
-        log.skipped(step, why)
-        if int(on_device["skipped"]) == NOT_FINITE and not examined:
-            examined = True
-            if leader:
-                watchdog.beat(step, slow=True)
-                with log.clock.paused():
-                    why = write_autopsy(
-                        directory,
-                        experiment=experiment,
-                        trainer=trainer,
-                        dataset=dataset,
-                        state=state,
-                        key=dropout_key,
-                        step=step,
-                        metrics=on_device,
-                        later=[later for _, later in pending],
-                    )
-        log.say(f"step {step} skipped: {why}")
-        if in_row >= experiment.optim.max_skipped:
-            raise Diverged(
-                diverged(f"{in_row} steps in a row were skipped, up to step {step}: {why_skipped(on_device)}")
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def begin(self, lock: contextlib.ExitStack, *, fresh: bool) -> int:
+        """Lock the directory, make it a run, and rewind it to its newest good checkpoint. Return the step of that."""
+        lock.enter_context(lock_run(self.directory, fresh))
+        if self.is_new:
+            self._write_metadata()
+        self.checkpoints.clean()
+        step = self.checkpoints.good() or 0
+        self.checkpoints.set_aside_after(step)
+        self.lines[:] = rewind_metrics(self.metrics, step)
+        return step
+
+    def _write_metadata(self) -> None:
+        if is_run(self.directory):
+            raise UserError(f"another process has just begun a run in {self.directory}: start again to go on with it")
+        weights, model = None if self.weights is None else self.weights(), self.experiment.model
+        if weights is not None:
+            keep_companions(weights.directory, self.directory)
+        write_metadata(
+            self.directory,
+            self.given,
+            self.dataset.tokenizer,
+            data=self.dataset.fingerprint,
+            vocab_size=model.vocab_size,
+            tokenizer_config=self.dataset.tokenizer_config,
+            origin=None if weights is None else origin_of(weights, model),
+        )
+
+    def train(self, start: int, *, progress: bool) -> None:
+        """Train from the checkpoint of step `start`, 0 for none, to the end."""
+        train, strategy = self.experiment.train, self.trainer.strategy
+        init_key, dropout_key = run_keys(train.seed)
+        state = state_at(self.trainer, self.weights, init_key, self.checkpoints, start)
+        is_first = multihost.is_process_0()
+        lines = self.lines if is_first else read_metrics(self.metrics)
+        batches = training_batches(
+            self.dataset.train,
+            block_size=self.experiment.model.block_size,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            start_step=start,
+            rows=strategy.local_rows(train.batch_size),
+        )
+        log = self._open_log(lines, start, show=progress and is_first)
+        is_lost = False
+        try:
+            for line in introduction(self.experiment, self.trainer, self.dataset, self.directory, start):
+                log.say(line)
+            with catch_signals() as stop:
+                hooks = self._hooks(log, stop, dropout_key, start)
+                is_measured = any(line["step"] == start and "val_loss" in line for line in lines)
+                self._run_loop(hooks, state, map(strategy.shard_batch, batches), start, is_measured=is_measured)
+        except Exception as e:
+            is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
+            raise
+        finally:
+            batches.close()
+            log.close()
+            if not is_lost:  # else this would wait for the others
+                self.checkpoints.close()
+            if is_first:
+                with contextlib.suppress(OSError):  # a full disk has been told by now
+                    plot_losses(read_metrics(self.metrics), self.directory / "loss.png", self.experiment.name)
+
+    def _open_log(self, lines: list[dict[str, Any]], start: int, *, show: bool) -> Log:
+        model, train = self.experiment.model, self.experiment.train
+        return Log(
+            train,
+            self.metrics if multihost.is_process_0() else None,
+            lines,
+            start=start,
+            tokens_per_step=train.batch_size * model.block_size,
+            flops_per_token=train_flops_per_token(model, *self.trainer.parameters),
+            devices=len(self.trainer.strategy.devices),
+            show=show,
+        )
+
+    def _hooks(self, log: Log, stop: Stop, key: jax.Array, start: int) -> Hooks:
+        strategy, every = self.trainer.strategy, self.experiment.parallel.check_replicas_every
+        return Hooks(
+            directory=self.directory,
+            experiment=self.experiment,
+            trainer=self.trainer,
+            dataset=self.dataset,
+            checkpoints=self.checkpoints,
+            watchdog=self.watchdog,
+            processes=Processes(self.watchdog, strategy.devices, self.trainer.checksums, every=every, start=start),
+            log=log,
+            stop=stop,
+            key=key,
+        )
+
+    def _run_loop(
+        self, hooks: Hooks, state: TrainState, batches: Iterator[Batch], start: int, *, is_measured: bool
+    ) -> None:
+        """Run the loop. is_measured: the validation loss of step `start` is in metrics.jsonl."""
+        config = self.experiment.train
+        losses = map(self.checkpoints.val_loss, self.checkpoints.steps())  # with digests; metrics.jsonl may have none
+        best = min((loss for loss in losses if loss is not None), default=math.inf)
+        try:
+            if start and loop.is_eval_step(start, config) and not is_measured:
+                val_loss = hooks.validate_start(start, state)
+                best = best if val_loss is None else min(best, val_loss)
+            if (signal := hooks.stop(None)) is not None:
+                raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
+            loop.train(
+                self.trainer.train_step,
+                state,
+                batches,
+                config=config,
+                max_skipped=self.experiment.optim.max_skipped,
+                key=hooks.key,
+                start=start,
+                best=best,
+                validate=hooks.validate,
+                stop=hooks.stop,
+                on_skipped=hooks.skipped,
+                log=hooks.log,
+                saver=hooks,
+                processes=hooks.processes,
             )
+        except Preempted as e:
+            command = shell_line("jaxgpt", "train", "--run-dir", self.directory)
+            raise Preempted(f"{e}. To continue: {command}") from None
+        except Diverged as e:
+            raise Diverged(f"{e}. {self._advice()}") from None
 
-    def diverged(what: str) -> str:
-        looked = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
+    def _advice(self) -> str:
+        """Say what to do about a run that has diverged."""
+        autopsy = self.directory / "autopsy"
+        spikes = "" if self.experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
         return (
-            f"{what}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
-            f"{'' if experiment.optim.skip_spikes is None else ' or --optim.skip-spikes'}."
-            f"{looked} The last checkpoint is step {checkpoints.last() or 'none'}."
+            f"Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps{spikes}."
+            f"{f' Autopsy in {autopsy}.' if autopsy.is_dir() else ''}"
+            f" The last checkpoint is step {self.checkpoints.last() or 'none'}."
         )
-
-    def validate(step: int) -> float | None:
-        """None: a signal came between, and saving goes first."""
-        windows = validation_batches(
-            dataset.val,
-            block_size=experiment.model.block_size,
-            batch_size=split.sequences_at_once,
-            max_tokens=train.eval_tokens,
-            rows=strategy.local_rows(split.sequences_at_once),
-        )
-
-        def until_asked() -> Iterable:
-            for window in windows:
-                yield strategy.shard_batch(window)
-                if caught:
-                    return
-
-        with log.clock.paused():
-            val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), watchdog.each(until_asked(), step))
-        return None if caught else val_loss
-
-    def refuse_last(step: int, val_loss: float) -> None:
-        if step == train.steps and not math.isfinite(val_loss):
-            raise Diverged(diverged(f"the last validation loss is {val_loss}"))
-
-    def measures(step: int) -> bool:
-        return step % train.eval_every == 0 or step == train.steps
-
-    again = f"To continue: {shell_line('jaxgpt', 'train', '--run-dir', directory)}"
-    lost, due = False, False
-    in_flight = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
-    log = Log(experiment, trainer, directory, start, kept, show=progress and leader)
-    try:
-        log.introduce(dataset)
-        with signals() as caught:
-            if start and measures(start) and not any(x["step"] == start and "val_loss" in x for x in kept):
-                # The signal that ended the last sitting came before this could be measured.
-                val_loss = validate(start)
-                if val_loss is not None:
-                    if leader:
-                        checkpoints.measured(start, val_loss)
-                    log.validation(start, val_loss)
-                    refuse_last(start, val_loss)
-                    best = min(best, val_loss)  # which is best where the other is NaN
-            if caught:
-                raise Interrupted(f"{caught[0].name}: step {start} of {train.steps} is saved. {again}")
-            for step in range(start + 1, train.steps + 1):
-                began = time.monotonic()
-                batch = strategy.shard_batch(next(batches))
-                watchdog.beat(step)
-                state, on_device = trainer.train_step(state, batch, dropout_key)
-                every = experiment.parallel.check_replicas_every
-                if trainer.checksums and every and step % every == 0:
-                    on_device["checksums"] = trainer.checksums(state)
-                pending.append((step, on_device))
-                settle(in_flight)
-                took = time.monotonic() - began
-                if step == start + 1:
-                    log.compiled(step, took)
-                if step == start + 2 or step % AGREE_EVERY == 0:
-                    in_flight = multihost.by_leader(lambda took=took: IN_FLIGHT if took < LONG else 0)
-                checkpoints.raise_if_failed()
-
-                stop = bool(caught) or multihost.stop_requested(step)
-                val_loss = None
-                if measures(step) and not stop:
-                    settle(0)
-                    val_loss = validate(step)
-                    stop = bool(caught)
-                if val_loss is not None:
-                    log.validation(step, val_loss)
-                    refuse_last(step, val_loss)
-                    if not math.isfinite(val_loss):  # never the best
-                        val_loss = None
-                is_best = val_loss is not None and val_loss < best
-                due = due or step % train.checkpoint_every == 0 or is_best or step == train.steps or stop
-                if due:
-                    settle(0)
-                # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken
-                # step is saved instead. A finite validation loss says that they are not.
-                if due and (not in_row or val_loss is not None or stop):
-                    due = False
-                    watchdog.beat(step, slow=True)
-                    if trainer.checksums and checked < step:
-                        compare(step, trainer.checksums(state))
-                    if leader and not is_run(directory):
-                        raise SaveFailed(f"{directory} was deleted or moved, so step {step} is not saved")
-                    with log.clock.paused():
-                        checkpoints.save(strategy.to_checkpoint(state), step, val_loss)
-                    best = val_loss if is_best else best
-                if stop:
-                    checkpoints.wait()
-                    raise Interrupted(
-                        f"{caught[0].name if caught else 'SIGTERM'}: saved step {step} of {train.steps}. {again}"
-                    )
-            checkpoints.wait()
-    except Exception as e:
-        lost = multihost.several() and not isinstance(e, multihost.Everywhere)
-        raise
-    finally:
-        batches.close()
-        log.close()
-        if not lost:  # else this would wait for the others
-            checkpoints.close()
-        if leader:
-            with contextlib.suppress(OSError):  # a full disk has been told by now
-                plot_losses(read_metrics(directory / "metrics.jsonl"), directory / "loss.png", experiment.name)

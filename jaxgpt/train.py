@@ -233,7 +233,7 @@ def mean_loss(eval_step: Callable, params: dict, batches: Iterable[Batch]) -> tu
     pending: deque = deque()
     for batch in batches:
         pending.append(eval_step(params, batch))
-        if len(pending) > 2:  # at most two in flight, see loop.fit
+        if len(pending) > 2:  # at most two in flight, see `in_flight`
             batch_nats, batch_count = pending.popleft()
             nats, count = nats + float(batch_nats), count + float(batch_count)
     for batch_nats, batch_count in pending:

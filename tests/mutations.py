@@ -773,7 +773,7 @@ MUTATIONS = (
         "runs/log.py",
         "self._pauses += time.monotonic() - began",
         "pass",
-        "runs/test_log.py::test_a_clock_goes_on_from_the_sittings_before_and_leaves_out_pauses",
+        "runs/test_log.py::test_a_clock_goes_on_from_the_sessions_before_and_leaves_out_pauses",
     ),
     # Memory and settings
     Mutation(

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt import session
+from jaxgpt import in_flight
 from jaxgpt.cluster import multihost
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import differences
-from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.errors import Diverged, Preempted, SaveFailed, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.session import Diverged, Interrupted, fit
+from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.text import evaluate_run
 from jaxgpt.train import Guard, TrainState
@@ -251,7 +251,7 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
             raise Killed
         return loss, 1
 
-    monkeypatch.setattr("jaxgpt.session.mean_loss", mean_loss)
+    monkeypatch.setattr("jaxgpt.runs.hooks.mean_loss", mean_loss)
     train = dataclasses.replace(experiment.train, eval_every=2, checkpoint_every=100, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
     with pytest.raises(Killed):
@@ -328,7 +328,7 @@ def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path, number):
     thread = threading.Thread(target=when_running)
     thread.start()
     with pytest.raises(
-        Interrupted, match=rf"{number.name}: saved step \d+ of 100000. To continue: jaxgpt train --run-dir"
+        Preempted, match=rf"{number.name}: saved step \d+ of 100000. To continue: jaxgpt train --run-dir"
     ):
         fit(long, directory, progress=False)
     thread.join()
@@ -354,11 +354,11 @@ def test_fit_leaves_the_allocator_of_its_process_alone(run, experiment, monkeypa
 def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, monkeypatch):
     logs = []
 
-    def introduce(self, dataset):
+    def say(self, text):
         logs.append(self)
         raise Killed
 
-    monkeypatch.setattr(Log, "introduce", introduce)
+    monkeypatch.setattr(Log, "say", say)
     with pytest.raises(Killed):
         fit(experiment, run.directory)
     (log,) = logs
@@ -369,12 +369,12 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
     """The first one says how many, whatever the clock of this one says."""
     events, asked = [], []
 
-    def by_leader(function):
+    def on_process_0(function):
         asked.append(function())
         return asked[0] if len(asked) == 1 else 2
 
-    monkeypatch.setattr(session, "LONG", 0.0)  # by our own clock none
-    monkeypatch.setattr(multihost, "by_leader", by_leader)
+    monkeypatch.setattr(in_flight, "LONG_STEP", 0.0)  # by our own clock none
+    monkeypatch.setattr(multihost, "on_process_0", on_process_0)
     monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
     monkeypatch.setattr(Log, "step", lambda self, step, **_: events.append(f"settle {step}"))
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))

@@ -40,8 +40,8 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
     from jaxgpt.data.pipeline import training_batches
     from jaxgpt.data.tokens import Tokens
+    from jaxgpt.in_flight import IN_FLIGHT
     from jaxgpt.parallel.trainer import make_trainer
-    from jaxgpt.session import IN_FLIGHT
 
     sizes = {name: value for name, value in shape.items() if name != "batch_size"}
     trainer = make_trainer(

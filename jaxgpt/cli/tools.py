@@ -62,13 +62,14 @@ def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None 
     """
     variants = load_variants(experiment)
     start_jax()
-    from jaxgpt.session import Interrupted, fit_as_command
+    from jaxgpt.errors import Preempted
+    from jaxgpt.session import fit_as_command
     from jaxgpt.tools.study.study import STUDY, study, study_table
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
     try:
         found = study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
-    except Interrupted as e:
+    except Preempted as e:
         say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
         raise SystemExit(1) from None
     write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")

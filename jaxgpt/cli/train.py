@@ -17,7 +17,7 @@ from jaxgpt.cli.console import say, told_in_words
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
-from jaxgpt.errors import SaveFailed, UserError, shell_line
+from jaxgpt.errors import Diverged, Preempted, SaveFailed, UserError, shell_line
 from jaxgpt.files import write_whole
 from jaxgpt.parallel.jax_setup import start_jax
 from jaxgpt.runs.find import is_run
@@ -43,10 +43,10 @@ def train(
         metadata: `RunMetadata` of the run to continue, if it has been read
     """
     start_jax()
-    from jaxgpt.cluster.multihost import ProcessLost, is_leader, joined, leave, status_of
+    from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_initialized, is_process_0, status_of
     from jaxgpt.cluster.replicas import ReplicasDiffer
     from jaxgpt.cluster.signals import second_leaves_at_once
-    from jaxgpt.session import Diverged, Interrupted, fit_as_command
+    from jaxgpt.session import fit_as_command
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
@@ -54,22 +54,22 @@ def train(
     try:
         with second_leaves_at_once(say):
             run = fit_as_command(experiment, run_dir, fresh=fresh, metadata=metadata)
-    except (Interrupted, Diverged, ReplicasDiffer) as e:
-        if is_leader():
+    except (Preempted, Diverged, ReplicasDiffer) as e:
+        if is_process_0():
             say(str(e))
         raise SystemExit(1) from None
     except SaveFailed as e:
         say(str(e))
-        leave(1)  # a usual exit would print pages of TensorStore's
+        exit_now(1)  # a usual exit would print pages of TensorStore's
     except BaseException as e:
-        if not joined():
+        if not is_initialized():
             raise
         if isinstance(e, UserError | ProcessLost):
             say(f"jaxgpt: {e}")
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
-        leave(status_of(e))
-    if not is_leader():
+        exit_now(status_of(e))
+    if not is_process_0():
         return
     t = experiment.train
     say(

@@ -34,10 +34,6 @@ class ProcessLost(RuntimeError):
         self.status = status  # to exit with: 2 if the other one refused what its user asked for
 
 
-class Everywhere(BaseException):
-    """What every process raises at the same step, so that none of them leaves another waiting."""
-
-
 def initialize(config: ParallelConfig) -> None:
     """Join the other processes, if there are any; before JAX has been asked for a device.
 
@@ -123,23 +119,23 @@ def _wait_for(address: str, seconds: float) -> None:
             time.sleep(0.2)
 
 
-def joined() -> bool:
+def is_initialized() -> bool:
     """Whether `initialize` has met other processes; starts no device."""
     return jax.distributed.is_initialized()
 
 
-def several() -> bool:
+def is_multiprocess() -> bool:
     return jax.process_count() > 1
 
 
-def is_leader() -> bool:
+def is_process_0() -> bool:
     """The process that prints and writes: the first."""
     return jax.process_index() == 0
 
 
-def meet(where: str) -> None:
+def barrier(where: str) -> None:
     """Wait here for the other processes."""
-    if several():
+    if is_multiprocess():
         multihost_utils.sync_global_devices(where)
 
 
@@ -167,13 +163,13 @@ def published(folder: str) -> list[str]:
     return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
 
 
-def by_leader(function: Callable[[], int]) -> int:
+def on_process_0(function: Callable[[], int]) -> int:
     """Return in all processes the whole number that `function` returns in the first one; other types are not carried.
 
     If it raises `UserError` there, all raise one with the same message. All must ask, in the same order.
     """
     words = ""
-    if is_leader():
+    if is_process_0():
         try:
             found = function()
             assert type(found) is int, found
@@ -187,10 +183,10 @@ def by_leader(function: Callable[[], int]) -> int:
 
 
 def _from_leader(words: str) -> str:
-    if not several():
+    if not is_multiprocess():
         return words
     key = f"leader/{next(_told)}"
-    if is_leader():
+    if is_process_0():
         publish(key, words)
         return words
     # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
@@ -204,24 +200,24 @@ def status_of(error: BaseException | None) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process at once: a usual exit would wait for the others."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nothing may keep it from ending
             stream.flush()
-    if several() and is_leader():
+    if is_multiprocess() and is_process_0():
         time.sleep(LINGER)
     os._exit(status)
 
 
 def stop_requested(step: int) -> bool:
     """Whether SIGTERM reached one of several processes: all learn it at the same step."""
-    return several() and multihost_utils.reached_preemption_sync_point(step)
+    return is_multiprocess() and multihost_utils.reached_preemption_sync_point(step)
 
 
 def whole_everywhere() -> jax.sharding.Sharding:
     """Where an array is to be read into, for each process to have all of it."""
-    if several():
+    if is_multiprocess():
         return NamedSharding(Mesh(np.asarray(jax.devices()), "devices"), PartitionSpec())
     return SingleDeviceSharding(jax.local_devices()[0])
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.cluster.multihost import Everywhere
+from jaxgpt.errors import RaisedOnAllProcesses
 
 
-class ReplicasDiffer(Everywhere, RuntimeError):
+class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
     """Copies of the state on different devices are no longer equal."""
 
 

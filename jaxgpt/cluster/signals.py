@@ -10,19 +10,32 @@ from collections.abc import Callable, Iterator
 
 from jaxgpt.cluster import multihost
 
-STOP = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """Tell whether Ctrl-C or SIGTERM has reached this process or, at the same step in all of them, another one."""
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None  # by this process
+
+    def __call__(self, step: int | None) -> str | None:
+        """Return the name of the signal, None without one. step: all processes are asked; None: this one alone."""
+        if self.caught is not None:
+            return self.caught.name
+        return "SIGTERM" if step is not None and multihost.stop_requested(step) else None
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[list[signal.Signals]]:
-    """A list that Ctrl-C or SIGTERM fills; a second one takes its usual course."""
-    caught: list[signal.Signals] = []
+def catch_signals() -> Iterator[Stop]:
+    """Catch the first Ctrl-C or SIGTERM; a second one takes its usual course."""
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
-        yield caught
+        yield stop
         return
-    several = multihost.several()
+    several = multihost.is_multiprocess()
     # With several processes JAX handles SIGTERM and tells all of them, as long as nobody else does.
-    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT,) if several else STOP_SIGNALS
     before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
@@ -34,12 +47,12 @@ def signals() -> Iterator[list[signal.Signals]]:
         if several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            caught.append(signal.Signals(number))
+            stop.caught = stop.caught or signal.Signals(number)
 
     for number in before:
         signal.signal(number, on_signal)
     try:
-        yield caught
+        yield stop
     finally:
         restore()
 
@@ -57,7 +70,7 @@ def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
     def watch() -> None:
         seen = 0
         while number := os.read(read, 1):
-            if number[0] not in STOP:
+            if number[0] not in STOP_SIGNALS:
                 continue
             seen += 1
             name = signal.Signals(number[0]).name

@@ -29,7 +29,7 @@ import jax
 from jaxgpt.cluster import multihost
 from jaxgpt.cluster.main_thread import MainThread
 from jaxgpt.cluster.multihost import ProcessLost
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import RaisedOnAllProcesses, UserError, shell_line
 
 T = TypeVar("T")
 
@@ -280,7 +280,7 @@ class Watchdog:
         _say(self.words(what))
         if self._processes > 1:
             self._say_goodbye(what, status)
-            multihost.leave(status)
+            multihost.exit_now(status)
         os._exit(status)
 
     def _say_goodbye(self, words: str, status: int) -> None:
@@ -295,15 +295,15 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
     dog.start()
     with contextlib.ExitStack() as stack:
         stack.enter_context(dog.main.listening())
-        if multihost.several():
+        if multihost.is_multiprocess():
             stack.enter_context(_instead_of_abort(dog.on_abort))
         try:
             yield dog
-        except multihost.Everywhere:
+        except RaisedOnAllProcesses:
             dog.stop()
             raise
         except Exception as e:  # what a broken exchange raises depends on who carried it
-            alone = isinstance(e, UserError) or not multihost.several()
+            alone = isinstance(e, UserError) or not multihost.is_multiprocess()
             if cause := None if alone else dog.explain():
                 dog.stop(*cause)
                 raise ProcessLost(dog.words(cause[0]), cause[1]) from None

@@ -23,12 +23,13 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed, shell_line
 from jaxgpt.files import render_json, write_whole
+from jaxgpt.in_flight import why_skipped
 from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample.quantize import unrolled
-from jaxgpt.train import SPIKE, TrainState, batch_loss, micro_batches
+from jaxgpt.train import TrainState, batch_loss, micro_batches
 
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step
@@ -177,14 +178,6 @@ def table(found: Findings) -> str:
     )
 
 
-def why_skipped(metrics: dict[str, Any]) -> str:
-    """In words; metrics: of a skipped step."""
-    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-    if int(metrics["skipped"]) == SPIKE:
-        return f"gradient norm {norm:.3g} is {norm / float(metrics['median']):.1f} times its median"
-    return f"gradient norm is {norm}" if np.isfinite(loss) else f"loss is {loss}"
-
-
 def training_batch(dataset: Dataset, experiment: Experiment, step: int) -> Batch:
     """The whole batch of one step, over all devices and processes."""
     batches = training_batches(
@@ -239,7 +232,7 @@ def write_autopsy(
             unknown = f"the look at it failed: {str(e).splitlines()[0]}"
     if not exact:
         lost = f"steps up to {of_step} had moved the parameters when this one was known to be bad"
-    elif multihost.several():
+    elif multihost.is_multiprocess():
         lost = "several processes write a state together or not at all"
     else:
         lost = _keep_state(place / "state", trainer, _rewound(state, 1 + len(later)), step - 1)

@@ -82,7 +82,7 @@ class Checkpoints:
             self._pool = ThreadPoolExecutor(1)
         partial = self._directory / f"{step}.saving"
         try:
-            if multihost.is_leader():
+            if multihost.is_process_0():
                 partial.mkdir(parents=True)
             self._writer.save(
                 partial / "state",
@@ -90,7 +90,7 @@ class Checkpoints:
             )
         except Exception as e:
             raise self._failed(step, e) from None
-        if multihost.is_leader():
+        if multihost.is_process_0():
             assert self._pool is not None
             about = {
                 "jaxgpt": metadata.version("jaxgpt"),
@@ -157,7 +157,7 @@ class Checkpoints:
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
-        elif self._writer is not None and not multihost.is_leader():
+        elif self._writer is not None and not multihost.is_process_0():
             self._writer.wait_until_finished()
 
     def close(self) -> None:

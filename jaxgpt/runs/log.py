@@ -1,4 +1,4 @@
-"""What a run tells while it trains: lines of metrics.jsonl, and of the display."""
+"""Log a run while it trains: lines of metrics.jsonl, and of the display."""
 
 from __future__ import annotations
 
@@ -6,60 +6,39 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from jaxgpt.cluster import multihost
-from jaxgpt.config import Experiment
-from jaxgpt.data.tokens import Dataset
+from jaxgpt import callbacks
+from jaxgpt.config import TrainConfig
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import peaks
-from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.runs.progress import Display
 
 
-class Log:
-    """What the loop says: lines of metrics.jsonl, and the display. Only the first process says anything."""
+class Log(callbacks.Log):
+    """Write lines of metrics.jsonl, and show them."""
 
     def __init__(
-        self, experiment: Experiment, trainer: Trainer, directory: Path, start: int, kept: list[dict], *, show: bool
+        self,
+        config: TrainConfig,
+        metrics: Path | None,
+        lines: list[dict[str, Any]],
+        *,
+        start: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        devices: int,
+        show: bool,
     ):
-        self._experiment, self._trainer, self._directory, self._start = experiment, trainer, directory, start
-        train = experiment.train
-        self._n_params, self._in_adapters = trainer.parameters
-        self._tokens_per_step = train.batch_size * experiment.model.block_size
+        """metrics: metrics.jsonl; None: another process writes it. lines: those that it has."""
+        self._config, self._start, self._tokens_per_step = config, start, tokens_per_step
         limits = peaks(device_kind())  # None: unknown, and so is the MFU
-        devices = len(trainer.strategy.devices)
-        per_token = train_flops_per_token(experiment.model, self._n_params, self._in_adapters)
-        self._mfu_of_rate = None if limits is None else per_token / (limits.flops * devices)
-        self.clock = Clock(max((line.get("seconds") or 0.0 for line in kept), default=0.0))
+        self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * devices)
+        self.clock = Clock(max((line.get("seconds") or 0.0 for line in lines), default=0.0))
         self._logged_at = (start, self.clock.working())
-        self._file = MetricsFile(directory / "metrics.jsonl" if multihost.is_leader() else None)
-        self._display = Display(train.steps, start, show=show)  # last: a bar that is shown has to be closed
-
-    def introduce(self, dataset: Dataset) -> None:
-        experiment, strategy, split = self._experiment, self._trainer.strategy, self._trainer.split
-        say, train = self._display.say, experiment.train
-        hardware = f"{len(strategy.devices)} x {device_kind()}, {self._trainer.options.reason}"
-        adapters = f" and {self._in_adapters:,} in adapters, which alone are trained" if self._in_adapters else ""
-        say(f"{experiment.name}: {self._n_params:,} parameters{adapters}, {hardware}")
-        if self._trainer.fallback is not None:
-            say(self._trainer.fallback)
-        if train.init_from is not None and not self._start:
-            say(f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens")
-        if split.data_parallel_size * split.grad_accum_steps > 1:
-            say(
-                f"{strategy.name}: {train.batch_size} sequences per step are {split.data_parallel_size} parts of "
-                f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
-            )
-        say(
-            f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-            f"vocabulary {experiment.model.vocab_size}; {self._tokens_per_step:,} tokens per step; run in {self._directory}"
-        )
-        for line in dataset.said:
-            say(line)
-        if self._start:
-            say(f"continuing at step {self._start} of {train.steps}")
+        self._file = MetricsFile(metrics)
+        self._display = Display(config.steps, start, show=show)  # last: a bar that is shown has to be closed
 
     def compiled(self, step: int, seconds: float) -> None:
         self._logged_at = (step, self.clock.working())
@@ -68,8 +47,7 @@ class Log:
         )
 
     def step(self, step: int, *, loss: float, grad_norm: float, learning_rate: float) -> None:
-        train = self._experiment.train
-        if step % train.log_every and step != train.steps:
+        if step % self._config.log_every and step != self._config.steps:
             return
         then, at = self._logged_at
         self._logged_at = (step, self.clock.working())
@@ -89,9 +67,11 @@ class Log:
         self._display.update(step, loss=loss, rate=rate)
 
     def skipped(self, step: int, why: str) -> None:
+        """Record a step that was skipped."""
         self._file.write(step=step, skipped=why)
 
     def say(self, text: str) -> None:
+        """Show a line."""
         self._display.say(text)
 
     def validation(self, step: int, val_loss: float) -> None:
@@ -104,7 +84,7 @@ class Log:
 
 
 class Clock:
-    """Seconds of a run over all its sittings, and those of them spent on steps rather than on pauses."""
+    """Seconds of a run over all its sessions, and those of them spent on steps rather than on pauses."""
 
     def __init__(self, before: float):
         self._start = time.monotonic() - before

@@ -231,10 +231,10 @@ def taken():
     raise UserError("this run directory is taken")
 
 def refuses(*_):
-    assert multihost.by_leader(lambda: 7 if multihost.is_leader() else 0) == 7
+    assert multihost.on_process_0(lambda: 7 if multihost.is_process_0() else 0) == 7
     if {agreed}:
-        multihost.by_leader(taken)
-    elif multihost.is_leader():
+        multihost.on_process_0(taken)
+    elif multihost.is_process_0():
         taken()
 
 jaxgpt.session.is_resumable = refuses
@@ -280,15 +280,15 @@ def test_the_store_of_jax_is_where_it_was():
 
 
 def test_the_leader_tells_a_whole_number_or_what_is_wrong():
-    assert multihost.by_leader(lambda: 7) == 7
+    assert multihost.on_process_0(lambda: 7) == 7
     with pytest.raises(AssertionError):
-        multihost.by_leader(lambda: "7")
+        multihost.on_process_0(lambda: "7")
 
     def refuses():
         raise UserError("no: taken")
 
     with pytest.raises(UserError, match="^no: taken$"):
-        multihost.by_leader(refuses)
+        multihost.on_process_0(refuses)
 
 
 def test_an_address_without_a_port():

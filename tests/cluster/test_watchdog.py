@@ -107,7 +107,7 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
     """A program that calls `jaxgpt.fit` may be a notebook, or stand in a debugger."""
     exits = []
 
-    def stuck_fit(*values, **_):
+    def stuck_train(*values, **_):
         (dog,) = (value for value in values if isinstance(value, watchdog.Watchdog))
         dog.directory = tmp_path
         for step in range(1, 5):
@@ -119,7 +119,7 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
 
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(watchdog, "INTERVAL", 0.02)
-    monkeypatch.setattr(session, "_fit", stuck_fit)
+    monkeypatch.setattr(session, "_train", stuck_train)
     monkeypatch.setattr(train, "start_jax", lambda: None)
     stuck_soon = Experiment(name="stuck", parallel=ParallelConfig(watchdog=0.05))
     with pytest.raises(Over):

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import re
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import DataConfig, OptimConfig
-from jaxgpt.errors import UserError
+from jaxgpt.errors import Preempted, UserError
 from jaxgpt.layers.cache import KVCache, Place
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
@@ -25,7 +24,7 @@ from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
-from jaxgpt.session import Interrupted, fit
+from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.evaluate.text import evaluate_run, text_table
 from jaxgpt.tools.report.report import report
@@ -439,8 +438,8 @@ def test_resumed_is_uninterrupted(trained, tmp_path):
     half = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, checkpoint_every=4))
     broken = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxgpt.session.signals", _stop_after(4))
-        with pytest.raises(Interrupted):
+        patch.setattr("jaxgpt.session.catch_signals", _stop_at(4))
+        with pytest.raises(Preempted):
             fit(half, broken, progress=False)
     fit(half, broken, progress=False)
     assert losses_of(broken) == losses_of(whole.directory) and len(losses_of(broken)) == 8
@@ -451,23 +450,14 @@ def losses_of(directory):
     return [line["loss"] for line in lines if line.get("loss") is not None]
 
 
-def _stop_after(steps):
-    """Signals that come once so many steps have asked for them."""
-
-    class Caught(list):
-        asked = 0
-
-        def __bool__(self):
-            self.asked += 1
-            if self.asked > steps and not len(self):
-                self.append(signal.SIGTERM)
-            return len(self) > 0
+def _stop_at(step):
+    """A signal that comes in this step."""
 
     @contextlib.contextmanager
-    def signals():
-        yield Caught()
+    def catch_signals():
+        yield lambda asked: "SIGTERM" if asked == step else None
 
-    return signals
+    return catch_signals
 
 
 @pytest.mark.slow

@@ -12,17 +12,17 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxgpt.data.pipeline
 import jaxgpt.parallel.trainer
-import jaxgpt.session
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
 from jaxgpt.config import OptimConfig
-from jaxgpt.errors import UserError
+from jaxgpt.errors import Diverged, UserError
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
+from jaxgpt.runs import hooks
 from jaxgpt.runs.autopsy import examine
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.session import Diverged, fit
+from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay, replay_table
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
@@ -183,7 +183,7 @@ def bad_batch():
 def whole(bumpy, bad_batch, tmp_path_factory):
     """(the run, the steps at which it saved); its first validation loss is NaN."""
     saved, losses = [], iter([float("nan")])
-    save, mean_loss = Checkpoints.save, jaxgpt.session.mean_loss
+    save, mean_loss = Checkpoints.save, hooks.mean_loss
 
     def noted(self, state, step, val_loss):
         saved.append((step, val_loss))
@@ -191,7 +191,7 @@ def whole(bumpy, bad_batch, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", noted)
-        patch.setattr(jaxgpt.session, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
+        patch.setattr(hooks, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
         run = fit(bumpy, tmp_path_factory.mktemp("bumpy") / "whole", progress=False)
     return run, saved
 

@@ -12,8 +12,9 @@ from typing import Any
 from jaxgpt.config.validate import check_whole
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.errors import UserError
+from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.runs.autopsy import Findings, examine, params_here, state_before, table, training_batch, why_skipped
+from jaxgpt.runs.autopsy import Findings, examine, params_here, state_before, table, training_batch
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata

@@ -8,9 +8,9 @@ import pytest
 from scipy import stats
 
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.errors import UserError
+from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.session import Diverged, Interrupted, fit
+from jaxgpt.session import fit
 from jaxgpt.tools.study.study import (
     Curve,
     comparable,
@@ -282,7 +282,7 @@ def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
     from jaxgpt.cli import tools
 
     def stopped(*args, **how):
-        raise Interrupted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
+        raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
     monkeypatch.setattr("jaxgpt.session.fit_as_command", stopped)
     monkeypatch.setattr(tools, "load_variants", lambda named: variants)

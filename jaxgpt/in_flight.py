@@ -1,0 +1,67 @@
+"""The steps that are dispatched to the devices and not yet finished."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from jaxgpt.callbacks import Log, Metrics, OnSkipped, Processes
+from jaxgpt.errors import Diverged
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxgpt.train import TrainState
+
+# Enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
+# of steps are in flight.
+IN_FLIGHT = 2
+LONG_STEP = 1.0  # seconds of a step from which on none is left in flight: a signal would have to wait for them all
+
+
+class StepsInFlight:
+    """Steps that are dispatched and whose metrics are still on the device, the oldest first."""
+
+    def __init__(self, log: Log, processes: Processes, on_skipped: OnSkipped, max_skipped: int):
+        self.limit = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
+        self.skipped_in_row = 0  # up to the last step that was settled
+        self._log, self._processes, self._on_skipped, self._max_skipped = log, processes, on_skipped, max_skipped
+        self._steps: deque[tuple[int, Metrics, jax.Array | None]] = deque()
+
+    def add(self, step: int, metrics: Metrics, checksums: jax.Array | None) -> None:
+        """Add the step that was dispatched last."""
+        self._steps.append((step, metrics, checksums))
+
+    def choose_limit(self, seconds: float) -> None:
+        """Choose how many steps are left in flight, in all processes the same. seconds: of a step."""
+        self.limit = self._processes.agree(IN_FLIGHT if seconds < LONG_STEP else 0)
+
+    def settle(self, limit: int, state: TrainState) -> None:
+        """Log the oldest steps until at most `limit` are in flight: the loop's only wait for the device.
+
+        state: the newest. Raises `Diverged` after too many skipped steps.
+        """
+        while len(self._steps) > limit:
+            step, metrics, checksums = self._steps.popleft()
+            if checksums is not None:
+                self._processes.compare(step, checksums)
+            self.skipped_in_row = int(metrics["in_row"])
+            if not self.skipped_in_row:
+                numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
+                self._log.step(step, **numbers)
+                continue
+            self._on_skipped(step, metrics, state, [later for _, later, _ in self._steps])
+            if self.skipped_in_row >= self._max_skipped:
+                count = f"{self.skipped_in_row} steps in a row were skipped, up to step {step}"
+                raise Diverged(f"{count}: {why_skipped(metrics)}")
+
+
+def why_skipped(metrics: Metrics) -> str:
+    """Return why a step was skipped, in words. metrics: of that step."""
+    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+    if not math.isfinite(loss):
+        return f"loss is {loss}"
+    if not math.isfinite(norm):
+        return f"gradient norm is {norm}"
+    return f"gradient norm {norm:.3g} is {norm / float(metrics['median']):.1f} times its median"

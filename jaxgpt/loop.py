@@ -1,0 +1,117 @@
+"""The training loop, over what it is handed: it opens no directory, asks for no device and shows no page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from jaxgpt.batch import Batch
+from jaxgpt.callbacks import NO_LOG, NO_SAVER, ONE_PROCESS, Log, Metrics, OnSkipped, Processes, Saver
+from jaxgpt.config import TrainConfig
+from jaxgpt.errors import Diverged, Preempted
+from jaxgpt.in_flight import StepsInFlight
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxgpt.train import TrainState
+
+# Steps between two decisions of process 0 on how many steps are in flight. All processes settle the same step at the
+# same place: one that raises there must not leave behind steps that it has dispatched and the others have not.
+AGREE_EVERY = 100
+
+
+@dataclasses.dataclass
+class SaveSchedule:
+    """Decide after which steps a checkpoint is due. A due one stays due until `is_due` is reset."""
+
+    config: TrainConfig
+    best: float  # the lowest validation loss of a checkpoint so far
+    is_due: bool = False
+
+    def update(self, step: int, val_loss: float | None, *, stopping: bool) -> bool:
+        """Return whether a checkpoint is due: every so many steps, at the best loss so far, and at the end."""
+        is_best = val_loss is not None and val_loss < self.best
+        if is_best:
+            self.best = val_loss
+        is_regular = step % self.config.checkpoint_every == 0 or step == self.config.steps
+        self.is_due = self.is_due or is_regular or is_best or stopping
+        return self.is_due
+
+
+def train(
+    train_step: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]],
+    state: TrainState,
+    batches: Iterator[Batch],
+    *,
+    config: TrainConfig,
+    max_skipped: int,
+    key: jax.Array,
+    start: int = 0,
+    best: float = math.inf,
+    validate: Callable[[int, TrainState], float | None] = lambda step, state: None,
+    stop: Callable[[int | None], str | None] = lambda step: None,
+    on_skipped: OnSkipped = lambda step, metrics, state, later: None,
+    log: Log = NO_LOG,
+    saver: Saver = NO_SAVER,
+    processes: Processes = ONE_PROCESS,
+) -> TrainState:
+    """Take the steps start + 1 to config.steps, and return the last state.
+
+    train_step: compiled; it may donate the state. key: the run's. best: the lowest validation loss of a checkpoint.
+    validate: (step, state) -> loss, None where a signal came between. stop: step -> the name of the signal that is to end
+        the run, None for none; it asks all processes, each of them at the same step, or with None this one alone.
+    Raises `Preempted` after a save, and `Diverged` after `max_skipped` skipped steps or a last validation loss of NaN.
+    """
+    in_flight, schedule = StepsInFlight(log, processes, on_skipped, max_skipped), SaveSchedule(config, best)
+    for step in range(start + 1, config.steps + 1):
+        began = time.monotonic()
+        batch = next(batches)
+        processes.beat(step)
+        state, metrics = train_step(state, batch, key)
+        in_flight.add(step, metrics, processes.checksums(step, state))
+        in_flight.settle(in_flight.limit, state)
+        seconds = time.monotonic() - began
+        if step == start + 1:
+            log.compiled(step, seconds)
+        if step == start + 2 or step % AGREE_EVERY == 0:
+            in_flight.choose_limit(seconds)
+        saver.raise_if_failed()
+
+        signal, val_loss = stop(step), None
+        if signal is None and is_eval_step(step, config):
+            in_flight.settle(0, state)
+            val_loss = validate(step, state)
+            signal = stop(None)
+        if val_loss is not None:
+            val_loss = log_validation(log, step, val_loss, config)
+        if schedule.update(step, val_loss, stopping=signal is not None):
+            in_flight.settle(0, state)
+            # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken step
+            # is saved instead. A finite validation loss says that they are not.
+            if not in_flight.skipped_in_row or val_loss is not None or signal is not None:
+                saver.save(state, step, val_loss)
+                schedule.is_due = False
+        if signal is not None:
+            saver.wait()
+            raise Preempted(f"{signal}: saved step {step} of {config.steps}")
+    saver.wait()
+    return state
+
+
+def is_eval_step(step: int, config: TrainConfig) -> bool:
+    """Return whether the validation loss is measured after a step."""
+    return step % config.eval_every == 0 or step == config.steps
+
+
+def log_validation(log: Log, step: int, val_loss: float, config: TrainConfig) -> float | None:
+    """Log a validation loss, and return it if it is finite. Raise `Diverged` if the last one of a run is not."""
+    log.validation(step, val_loss)
+    if math.isfinite(val_loss):
+        return val_loss
+    if step == config.steps:
+        raise Diverged(f"the last validation loss is {val_loss}")
+    return None

@@ -1,0 +1,144 @@
+"""What the training loop does in a run directory: validate, examine a step that is not finite, save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxgpt import callbacks, loop
+from jaxgpt.batch import Batch
+from jaxgpt.callbacks import Metrics
+from jaxgpt.cluster import multihost
+from jaxgpt.cluster.processes import Processes
+from jaxgpt.cluster.signals import Stop
+from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.config import Experiment
+from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.tokens import Dataset
+from jaxgpt.errors import SaveFailed
+from jaxgpt.in_flight import why_skipped
+from jaxgpt.parallel.device import device_kind
+from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.runs.autopsy import write_autopsy
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.find import is_run
+from jaxgpt.runs.log import Log
+from jaxgpt.train import NOT_FINITE, TrainState, mean_loss
+
+
+@dataclasses.dataclass(kw_only=True)
+class Hooks(callbacks.Saver):
+    """Functions for `loop.train`."""
+
+    directory: Path
+    experiment: Experiment  # as it is trained
+    trainer: Trainer
+    dataset: Dataset
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+    processes: Processes
+    log: Log
+    stop: Stop
+    key: jax.Array  # of the run's dropout
+    has_examined: bool = False  # a step that is not finite
+
+    def validate(self, step: int, state: TrainState) -> float | None:
+        """Return the validation loss. None: a signal came between, and saving goes first."""
+        with self.log.clock.paused():
+            windows = self.watchdog.each(self._windows(), step)
+            val_loss, _ = mean_loss(self.trainer.eval_step, self.trainer.merged_params(state), windows)
+        return val_loss if self.stop(None) is None else None
+
+    def validate_start(self, step: int, state: TrainState) -> float | None:
+        """Measure the loss at the step from which a session starts, where a signal came between in the last one."""
+        val_loss = self.validate(step, state)
+        if val_loss is None:
+            return None
+        if multihost.is_process_0():
+            self.checkpoints.measured(step, val_loss)
+        return loop.log_validation(self.log, step, val_loss, self.experiment.train)
+
+    def _windows(self) -> Iterator[Batch]:
+        """Yield the validation batches until a signal comes."""
+        strategy, rows = self.trainer.strategy, self.trainer.split.sequences_at_once
+        windows = validation_batches(
+            self.dataset.val,
+            block_size=self.experiment.model.block_size,
+            batch_size=rows,
+            max_tokens=self.experiment.train.eval_tokens,
+            rows=strategy.local_rows(rows),
+        )
+        for window in windows:
+            yield strategy.shard_batch(window)
+            if self.stop(None) is not None:
+                return
+
+    def skipped(self, step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
+        """Tell of a step that was skipped, and examine the first that is not finite. See `callbacks.OnSkipped`."""
+        why = why_skipped(metrics)
+        self.log.skipped(step, why)
+        if int(metrics["skipped"]) == NOT_FINITE and not self.has_examined:
+            self.has_examined = True
+            if multihost.is_process_0():
+                self.watchdog.beat(step, slow=True)
+                with self.log.clock.paused():
+                    why = write_autopsy(
+                        self.directory,
+                        experiment=self.experiment,
+                        trainer=self.trainer,
+                        dataset=self.dataset,
+                        state=state,
+                        key=self.key,
+                        step=step,
+                        metrics=metrics,
+                        later=later,
+                    )
+        self.log.say(f"step {step} skipped: {why}")
+
+    def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
+        """Begin to save, once the copies of the state are known to be equal."""
+        self.watchdog.beat(step, slow=True)
+        self.processes.compare_before_save(step, state)
+        if multihost.is_process_0() and not is_run(self.directory):
+            raise SaveFailed(f"{self.directory} was deleted or moved, so step {step} is not saved")
+        with self.log.clock.paused():
+            self.checkpoints.save(self.trainer.strategy.to_checkpoint(state), step, val_loss)
+
+    def raise_if_failed(self) -> None:
+        """Raise `SaveFailed` if the last save is known to have failed."""
+        self.checkpoints.raise_if_failed()
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk."""
+        self.checkpoints.wait()
+
+
+def introduction(
+    experiment: Experiment, trainer: Trainer, dataset: Dataset, directory: Path, start: int
+) -> Iterator[str]:
+    """Yield lines that say what is trained, on which hardware and data, and from where. start: the step."""
+    strategy, split, train = trainer.strategy, trainer.split, experiment.train
+    n_params, in_adapters = trainer.parameters
+    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
+    adapters = f" and {in_adapters:,} in adapters, which alone are trained" if in_adapters else ""
+    yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
+    if trainer.fallback is not None:
+        yield trainer.fallback
+    if train.init_from is not None and not start:
+        yield f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens"
+    if split.data_parallel_size * split.grad_accum_steps > 1:
+        yield (
+            f"{strategy.name}: {train.batch_size} sequences per step are {split.data_parallel_size} parts of "
+            f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
+        )
+    yield (
+        f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+        f"vocabulary {experiment.model.vocab_size}; {train.batch_size * experiment.model.block_size:,} tokens per step; "
+        f"run in {directory}"
+    )
+    yield from dataset.said
+    if start:
+        yield f"continuing at step {start} of {train.steps}"
