@@ -164,6 +164,21 @@ def test_files_fit_on_a_few_screens():
     assert long == {}
 
 
+# Lines of jaxgpt that `import jaxgpt.X` brings in.
+CLOSURES = {"loop": 2_000}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_the_core_brings_in_few_lines(name, tmp_path):
+    code = f"""
+import sys, jaxgpt.{name}
+print(*(m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "jaxgpt"), sep="\\n")
+"""
+    done = run_command("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sum(len(Path(file).read_text().splitlines()) for file in done.stdout.splitlines()) <= CLOSURES[name]
+
+
 def test_importing_jaxgpt_imports_no_jax_and_its_names_start_no_backend(tmp_path):
     code = """
 import sys, jaxgpt

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-import jaxgpt.data.pipeline
 import jaxgpt.parallel.trainer
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
 from jaxgpt.config import OptimConfig
+from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
@@ -167,15 +167,21 @@ def bumpy(experiment):
 
 @pytest.fixture(scope="module")
 def bad_batch():
-    window = jaxgpt.data.pipeline._window
+    training_rows = Tokens.training_rows
 
-    def poisoned(tokens, block_size, windows, seed, index, order):
-        text = window(tokens, block_size, windows, seed, index, order)
-        bad = index in [2 * (step - 1) for step in BAD_STEPS]
-        return np.concatenate([text[:-1], [30_000]]).astype(np.int32) if bad else text
+    def poisoned(self, **options):
+        rows = training_rows(self, **options)
+
+        def row(n):
+            inputs, targets = rows(n)
+            if n in [2 * (step - 1) for step in BAD_STEPS]:
+                targets = np.append(targets[:-1], np.int32(30_000))
+            return inputs, targets
+
+        return row
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxgpt.data.pipeline, "_window", poisoned)
+        patch.setattr(Tokens, "training_rows", poisoned)
         yield
 
 

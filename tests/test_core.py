@@ -1,0 +1,64 @@
+"""The core alone: it trains and samples where nothing but jax, flax and optax can be imported."""
+
+from tests.helpers import run_command
+
+PROGRAM = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        rings = ("data", "sample", "encdec", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "session")
+        if name.split(".")[0] in {packages} or name.startswith("jaxgpt.") and name.split(".")[1] in rings:
+            raise ImportError(f"{{name}} is not of the core")
+
+import flax.linen  # which imports rich for itself
+sys.meta_path.insert(0, Refuse())
+for name in [name for name in sys.modules if name.split(".")[0] in {packages}]:
+    del sys.modules[name]
+
+import functools, itertools
+import jax, jax.numpy as jnp
+from jaxgpt.batch import Batch
+from jaxgpt.callbacks import Log
+from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.loop import train
+from jaxgpt.model import GPT
+from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.train import init_state, train_step
+
+text = list(b"to be or not to be, ")
+config = TrainConfig(steps=60)
+optim = OptimConfig(learning_rate=1e-2)
+model = GPT(GPTConfig(vocab_size=128, block_size=len(text), n_layer=1, n_head=2, n_embd=32))
+optimizer = make_optimizer(optim, config.steps)
+state = init_state(model, optimizer, jax.random.key(0))
+step = functools.partial(train_step, model=model, optimizer=optimizer, schedule=learning_rate(optim, config.steps))
+batch = Batch(inputs_BT=jnp.asarray([text]), targets_BT=jnp.asarray([text[1:] + text[:1]]))
+
+class Print(Log):
+    def step(self, step, *, loss, grad_norm, learning_rate):
+        print(step, loss)
+
+state = train(
+    jax.jit(step), state, itertools.repeat(batch), config=config, max_skipped=1, key=jax.random.key(1), log=Print()
+)
+tokens = text[:6]
+while len(tokens) < len(text):
+    padded = jnp.asarray([tokens + [0] * (len(text) - len(tokens))])
+    logits_BTV = jax.jit(model.apply)({{"params": state.params}}, padded)
+    tokens.append(int(logits_BTV[0, len(tokens) - 1].argmax()))
+print(bytes(tokens).decode())
+"""
+PACKAGES = (
+    *("orbax", "grain", "tyro", "rich", "matplotlib", "tokenizers", "jinja2", "filelock", "safetensors"),
+    *("huggingface_hub", "transformers", "torch"),
+)
+
+
+def test_the_core_trains_and_samples_alone(tmp_path):
+    done = run_command("-c", PROGRAM.format(packages=PACKAGES), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *lines, text = done.stdout.splitlines()
+    steps, losses = zip(*(map(float, line.split()) for line in lines), strict=True)
+    assert list(steps) == list(range(1, 61)) and losses[-1] < 0.1 < losses[0]
+    assert text == "to be or not to be, "
