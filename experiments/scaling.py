@@ -36,8 +36,8 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.parallel.device import keep_freed_memory, return_freed_memory
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.tools.plan.hlo import read_hlo
 from jaxgpt.tools.plan.plan import memory_of_program
+from jaxgpt.tools.plan.program import read_program
 
 DIMENSIONS = ("depth", "width", "context", "batch")
 BASE = {"depth": 4, "width": 128, "context": 128, "batch": 8}
@@ -90,7 +90,7 @@ class Prepared:
         strategy = self.trainer.strategy
         key = jax.random.key(1)
         self.compiled = self.trainer.lower().compile()
-        point.flops, point.memory = read_hlo(self.compiled.as_text()).flops, memory_of_program(self.compiled)
+        point.flops, point.memory = read_program(self.compiled.as_text()).flops, memory_of_program(self.compiled)
         tokens = np.random.default_rng(0).integers(0, 65, (point.batch, point.context + 1)).astype(np.int32)
         self.batch = strategy.shard_batch(Batch(tokens[:, :-1], tokens[:, 1:]))
         self.key, self.state, self.steps = key, None, 1

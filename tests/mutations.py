@@ -701,7 +701,7 @@ MUTATIONS = (
     Mutation(
         "bits-by-scored-tokens",
         "tools/evaluate/text.py",
-        "math.log(2) * (len(held) - len(prefix))",
+        "math.log(2) * (len(split) - held_out.prefix)",
         "math.log(2) * count",
         "tools/evaluate/test_text.py::test_bits_are_counted_by_bytes_and_by_characters",
     ),

@@ -16,7 +16,7 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import differing_fields, parse_band
-from jaxgpt.tools.study.study import comparable
+from jaxgpt.tools.study.study import check_comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
@@ -217,7 +217,7 @@ STUDIES = [path for path in FILES if path.name.startswith("study_")]
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)
 def test_a_studys_variants_can_be_compared(path):
     variants = load_variants(str(path))
-    comparable(variants)
+    check_comparable(variants)
     first, *_ = variants.values()
     assert first == load_experiment(str(path))  # whose options are on the command line
     sizes = {count_parameters(GPT(dataclasses.replace(e.model, vocab_size=65)).shapes()) for e in variants.values()}

@@ -24,7 +24,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.config.presets import gpt2
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.tools.plan.plan import plan
+from jaxgpt.tools.plan.plan import make_plan
 
 GPT2 = dataclasses.replace(gpt2(), vocab_size=50_304, dropout=0.0, bias=False)
 ROUNDS, STEPS = 5, 200
@@ -51,7 +51,7 @@ def memory() -> None:
     for name, options in rows.items():
         model = {k: v for k, v in options.items() if k in ("scan_layers", "remat")}
         parallel = {k: v for k, v in options.items() if k in ("loss_chunk", "micro_batch_size")}
-        found = plan(
+        found = make_plan(
             Experiment(
                 name="memory",
                 model=dataclasses.replace(GPT2, **model),

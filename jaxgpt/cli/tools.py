@@ -44,12 +44,12 @@ def evaluate(
     find_run(run)
     start_jax()
     from jaxgpt.run import load
-    from jaxgpt.tools.evaluate.text import evaluate_run, text_table
+    from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
 
     model = load(run, average=average)
     model = model if weights is None else model.packed(weights)
     found = evaluate_run(model, data, stride=stride, batch_size=batch_size, beams=beams)
-    print(render_json(found) if json else text_table(found))
+    print(render_json(found) if json else format_evaluation(found))
 
 
 def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None = None, json: Json = False) -> None:
@@ -64,16 +64,16 @@ def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None 
     start_jax()
     from jaxgpt.errors import Preempted
     from jaxgpt.session import fit_as_command
-    from jaxgpt.tools.study.study import STUDY, study, study_table
+    from jaxgpt.tools.study.study import STUDY, format_study, run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
     try:
-        found = study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
+        found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
     except Preempted as e:
         say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
         raise SystemExit(1) from None
     write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
-    print(render_json(found) if json else study_table(found))
+    print(render_json(found) if json else format_study(found))
 
 
 def plan(*, topology: str | None = None, json: Json = False, experiment: Annotated[Experiment, arg(name="")]) -> None:
@@ -88,11 +88,12 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
     start_jax()
     from jaxgpt.data.dataset import vocabulary
     from jaxgpt.runs.pretrained import begun
-    from jaxgpt.tools.plan.plan import plan, table
+    from jaxgpt.tools.plan.estimate import format_plan
+    from jaxgpt.tools.plan.plan import make_plan
 
     full, _ = begun(experiment)
-    found = plan(full, vocabulary(full), topology=topology, say=say)
-    print(render_json(dataclasses.asdict(found)) if json else table(found))
+    found = make_plan(full, vocabulary(full), topology=topology, say=say)
+    print(render_json(found.to_json()) if json else format_plan(found))
 
 
 def replay(run: RunName = None, *, step: int, json: Json = False) -> None:
@@ -103,10 +104,10 @@ def replay(run: RunName = None, *, step: int, json: Json = False) -> None:
     """
     find_run(run)
     start_jax()
-    from jaxgpt.tools.diagnose.replay import replay, replay_table
+    from jaxgpt.tools.diagnose.replay import format_replay, replay
 
     found = replay(run, step, say=say)
-    print(render_json(dataclasses.asdict(found), not_finite=str) if json else replay_table(found))
+    print(render_json(dataclasses.asdict(found), not_finite=str) if json else format_replay(found))
 
 
 def xray(
@@ -124,7 +125,7 @@ def xray(
     Args:
         prompt: the text, at most as long as the context
         out: the page to write
-        data: a UTF-8 text file in which to look for what excites each MLP unit; None: the run's own training text
+        data: a UTF-8 text file in which to look for the top activating examples of each MLP unit; None: the run's own training text
         corpus_tokens: tokens of that text to read, spread evenly over it; 0: none
     """
     find_run(run)
@@ -160,9 +161,9 @@ def report(
     new_file(str(folder / "summary.json"), force=force)
     start_jax()
     from jaxgpt.run import load
-    from jaxgpt.tools.report.report import report
+    from jaxgpt.tools.report.report import make_report
 
-    summary, html = report(load(directory), samples=samples, tokens=tokens)
+    summary, html = make_report(load(directory), samples=samples, tokens=tokens)
     write_whole(page, html)
     write_whole(folder / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
     if json:

@@ -88,7 +88,7 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
 def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
     """The least seconds of one communication, if nothing but bandwidth (bytes/s, of `ring_bandwidth`) limits it.
 
-    size: bytes as `jaxgpt.tools.plan.hlo.Collective` has them; n: devices in the group; switched: every device reaches every
+    size: bytes as `jaxgpt.tools.plan.program.Collective` has them; n: devices in the group; switched: every device reaches every
     other directly, as GPUs do. Each device passes on n - 1 parts of n; an all-reduce is a reduce-scatter and an
     all-gather (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold
     crosses the middle: n size / 4 bytes, over the one link of a line or the two of a ring, and on a torus of more

@@ -26,9 +26,9 @@ from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.evaluate.text import evaluate_run, text_table
-from jaxgpt.tools.report.report import report
-from jaxgpt.tools.xray.activations import anatomy
+from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
+from jaxgpt.tools.report.report import make_report
+from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.xray import xray
 from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model, run_command, tiny_experiment
@@ -428,7 +428,7 @@ def test_a_sample_that_is_too_long_to_read_is_no_failure(trained, tmp_path):
         "-m", "jaxgpt", "train", *options.split(), *more.split(), "--data.path", experiment.data.path, cwd=tmp_path
     )
     assert done.returncode == 0 and "no sample of 'abcdabcdabcd': it is longer than block_size=8" in done.stderr
-    summary, _ = report(run, samples=1, tokens=4)
+    summary, _ = make_report(run, samples=1, tokens=4)
     assert "pairs" in summary["why_no_memorisation"] and "empty" in summary["samples"][0]["text"]
 
 
@@ -465,7 +465,7 @@ def test_exact_matches_are_counted(trained):
     _, run = trained
     found = evaluate_run(run)
     assert found["pairs"] == 6 and 0 <= found["exact"] <= 1 and found["bits_per_byte"] is None
-    table = text_table(found)
+    table = format_evaluation(found)
     assert f"{found['exact']:.2%} of 6 pairs exact" in table
     wide = evaluate_run(run, beams=2)
     assert wide["loss"] == found["loss"] and wide["pairs"] == 6
@@ -512,7 +512,7 @@ def test_the_xray_shows_who_reads_what(trained):
     assert (across["queries"], across["keys"], across["shares"]) == ("text", "source", None)
     assert across["roots"]["shape"][2] == 4 and "pairs of texts" in data["why_no_corpus"]
     ids = run.tokenizer.encode("abcd").tolist()
-    found = anatomy(run.model, run.params, run.tokenizer.encode("\tD").tolist(), source=ids)
+    found = capture_activations(run.model, run.params, run.tokenizer.encode("\tD").tolist(), source=ids)
     for weights_NTS in (*found.cross_LNTS, *found.encoder_LNSS):
         np.testing.assert_allclose(weights_NTS.sum(axis=-1), 1, **FLOAT32_REORDERED)
     assert found.cross_LNTS[0].shape == (2, 2, 4) and (found.encoder_LNSS[0] > 0).all()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import fnmatch
 import functools
 import hashlib
@@ -81,9 +80,9 @@ def lowered_step(experiment: Any, devices: int) -> str:
 
 
 def planned(experiment: Any, vocab_size: int, topology: str | None) -> dict[str, Any]:
-    from jaxgpt.tools.plan.plan import plan
+    from jaxgpt.tools.plan.plan import make_plan
 
-    return dataclasses.asdict(plan(experiment, vocab_size, topology=topology))
+    return make_plan(experiment, vocab_size, topology=topology).to_json()
 
 
 # Texts

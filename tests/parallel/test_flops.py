@@ -17,7 +17,7 @@ import pytest
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.tools.plan.hlo import read_hlo
+from jaxgpt.tools.plan.program import read_program
 from jaxgpt.tools.plan.topology import tpu_devices
 from tests.helpers import run_command
 
@@ -78,7 +78,7 @@ def counts_of(trainer: Trainer) -> dict[str, int]:
     """Of one training step, by kind."""
     compiled = trainer.lower().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    program = read_hlo(text)
+    program = read_program(text)
     return {
         "MFLOP of products": round(program.flops / 1e6),
         "KB read and written": round(program.bytes_accessed / 1e3),

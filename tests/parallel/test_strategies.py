@@ -14,7 +14,7 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_strategy
-from jaxgpt.tools.plan.hlo import read_hlo
+from jaxgpt.tools.plan.program import read_program
 from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, CURVES
@@ -55,7 +55,7 @@ def all_curves(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    return {name: read_hlo(text) for name, text in on_eight_devices("programs", tmp_path_factory).items()}
+    return {name: read_program(text) for name, text in on_eight_devices("programs", tmp_path_factory).items()}
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK_CURVES if not name.startswith("single")])

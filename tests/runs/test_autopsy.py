@@ -23,7 +23,7 @@ from jaxgpt.runs.autopsy import examine
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.session import fit
-from jaxgpt.tools.diagnose.replay import replay, replay_table
+from jaxgpt.tools.diagnose.replay import format_replay, replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
 from tests.test_session import Killed, _raise_at
@@ -149,7 +149,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
     assert str(found.loss) == str(report["loss"])  # JSON has no NaN
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
-    assert found.findings.first in replay_table(found)
+    assert found.findings.first in format_replay(found)
 
 
 BAD_STEPS = (5, 8)  # the second is one of those that are saved

@@ -25,7 +25,7 @@ from jaxgpt.train import NOT_FINITE, run_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     step: int
     start: int  # the step whose state it began from
     origin: str  # of that state: the step's autopsy, a checkpoint, or the seed
@@ -37,7 +37,7 @@ class Replayed:
     findings: Findings | None  # if the step is not finite
 
 
-def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> Replayed:
+def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
     """Take the steps of a run up to `step` again, with its own configuration and data, writing nothing.
 
     It begins from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The same
@@ -81,7 +81,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
     logged = lines[-1] if lines else None
-    return Replayed(
+    return ReplayResult(
         step=step,
         start=start,
         origin=origin,
@@ -106,7 +106,7 @@ def _newest_before(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
     return 0, "the seed", kept["the checkpoint"]
 
 
-def replay_table(found: Replayed) -> str:
+def format_replay(found: ReplayResult) -> str:
     """As text."""
     logged = "not logged" if found.logged is None else str(found.logged.get("skipped", found.logged.get("loss")))
     verdict = {True: "the same", False: "another value", None: ""}[found.equal]

@@ -18,7 +18,7 @@ from jaxgpt.sample.generate import generate
 BATCH = 256  # pairs that are written together
 
 
-def exact_matches(
+def count_exact_matches(
     run: Run, pairs: Conversations, *, beams: int | None = None, batch_size: int = BATCH
 ) -> dict[str, Any]:
     """Whether the likeliest text that the run writes for each source is its target, token for token.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,10 +21,20 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.tools.evaluate.pairs import exact_matches
+from jaxgpt.tools.evaluate.pairs import count_exact_matches
 from jaxgpt.train import eval_step, mean_loss
 
 _eval_step = jax.jit(eval_step, static_argnames="model")
+
+
+class HeldOut(NamedTuple):
+    """What a run is evaluated on."""
+
+    split: Tokens | Conversations
+    is_pairs: bool = False
+    characters: int | None = None  # None: only token ids are known
+    utf8: int | None = None  # bytes
+    prefix: int = 0  # tokens at the beginning that are context alone
 
 
 def evaluate_run(
@@ -35,78 +45,86 @@ def evaluate_run(
     batch_size: int | None = None,
     beams: int | None = None,
 ) -> dict[str, Any]:
-    """Loss of a run on its validation split, or on the whole of a text or of conversations: every target once.
+    """Return the loss of a run on its validation split or on a file, with every target scored once.
 
-    stride: see `validation_batches`. The loss depends on it: a token that begins a window has nothing before it.
-    A text of the user's stands after the tokens that its tokenizer begins texts with, if it does, as when sampling.
-    batch_size: windows that are read together; None: the run's, in training.
-    Returns loss (nats per token), perplexity, tokens, stride, and bits_per_byte (of UTF-8) and bits_per_character,
-    None where only token ids are known. For conversations and pairs also left_out, the number that do not fit into the
-    context and are not scored; for conversations shortened, the number cut after the last answer that fits. For pairs
-    also the results of `exact_matches` for those that fit. beams: see `exact_matches`.
+    path: a text, conversations (.jsonl) or pairs (.tsv); None means the validation split. A text follows the tokens with
+        which its tokenizer begins texts, as in sampling.
+    stride: tokens from one window to the next, see `validation_batches`; the first token of a window has no context. None
+        means block_size, windows that touch.
+    batch_size: windows that are read together. None means the run's in training. beams: see `count_exact_matches`.
+
+    Returns loss (nats per token), perplexity, tokens, stride, bits_per_byte (of UTF-8) and bits_per_character, which are
+    None where only token ids are known. Conversations and pairs add left_out, how many do not fit into the context and
+    are not scored; conversations add shortened, how many are cut after the last answer that fits; pairs add the results
+    of `count_exact_matches` for those that fit. Raises `UserError`.
     """
-    config, data = run.model.config, run.experiment.data
+    config = run.model.config
     stride = config.block_size if stride is None else check_whole("stride", stride)
     if not 1 <= stride <= config.block_size:
         raise UserError(f"stride={stride}: needs at least 1 and at most block_size={config.block_size}")
-    utf8: int | None
-    characters: int | None
-    prefix: tuple[int, ...] = ()
-    if path is None:
-        if run.metadata.imported is not None:
-            raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
-        remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
-        dataset = reopen_dataset(run.metadata, data, remedy=remedy)
-        held, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
-    elif DataConfig(path=path).is_packed:
-        chat = DataConfig(path=path).is_chat
-        encoded = (
-            encode_all(path, run.tokenizer, run.template)
-            if chat
-            else encode_pairs(path, run.tokenizer, prefixed=run.metadata.prefixed)
-        )
-        what, documents = "conversation" if chat else "pair", list(encoded)
-        if not documents:
-            raise UserError(f"{path} is empty: needs a {what} on each line")
-        held, characters, utf8 = in_memory(documents, config.block_size, encoder=config.n_encoder_layer > 0), None, None
-        if not len(held):
-            answer = " with an answer" if chat else ""
-            raise UserError(f"{path} has no {what}{answer} that ends within {config.block_size} tokens")
-    else:
-        (ids, text), prefix = encode_whole(user_files(path), run.tokenizer), run.tokenizer.prefix
-        needed = 1 if prefix else 2
-        if len(ids) < needed:
-            raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
-        held, characters, utf8 = Tokens([np.array(prefix, np.int32), ids]), len(text), len(text.encode())
+    held_out = _held_out(run, path)
+    split = held_out.split
     batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
-    if not isinstance(held, Tokens) and stride != config.block_size:
+    if not isinstance(split, Tokens) and stride != config.block_size:
         raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
-    pairs = data.is_pairs if path is None else DataConfig(path=path).is_pairs
-    if beams is not None and not pairs:
+    if beams is not None and not held_out.is_pairs:
         raise UserError(f"beams={beams} is for pairs of texts: leave it out")
-    if config.n_encoder_layer and not pairs:
+    if config.n_encoder_layer and not held_out.is_pairs:
         raise UserError(f"{path} has no pairs, which a model with an encoder needs: give a .tsv file with --data FILE")
     windows = validation_batches(
-        held, block_size=config.block_size, batch_size=batch_size, stride=stride, prefix_length=len(prefix)
+        split, block_size=config.block_size, batch_size=batch_size, stride=stride, prefix_length=held_out.prefix
     )
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
     if not math.isfinite(loss):
         warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
-    # A first token that nothing is before is not counted, nor is what it spells: a ratio of the whole.
-    bits = loss / math.log(2) * (len(held) - len(prefix))
     of_documents: dict[str, Any] = {}
-    if isinstance(held, Conversations):
-        of_documents = {"left_out": held.left_out} | ({} if pairs else {"shortened": held.shortened})
-        of_documents |= exact_matches(run, held, beams=beams) if pairs else {}
+    if isinstance(split, Conversations):
+        of_documents = {"left_out": split.left_out}
+        of_documents |= (
+            count_exact_matches(run, split, beams=beams) if held_out.is_pairs else {"shortened": split.shortened}
+        )
+    # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
+    bits = loss / math.log(2) * (len(split) - held_out.prefix)
     return {
         "loss": loss,
         "perplexity": _exp(loss),
         "tokens": count,
         "stride": stride,
-        "bits_per_byte": None if utf8 is None else bits / utf8,
-        "bits_per_character": None if characters is None else bits / characters,
+        "bits_per_byte": None if held_out.utf8 is None else bits / held_out.utf8,
+        "bits_per_character": None if held_out.characters is None else bits / held_out.characters,
         **of_documents,
     }
+
+
+def _held_out(run: Run, path: str | None) -> HeldOut:
+    if path is None:
+        if run.metadata.imported is not None:
+            raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
+        remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
+        data = run.experiment.data
+        dataset = reopen_dataset(run.metadata, data, remedy=remedy)
+        return HeldOut(dataset.val, data.is_pairs, dataset.val_characters, dataset.val_bytes)
+    data, config, tokenizer = DataConfig(path=path), run.model.config, run.tokenizer
+    if data.is_packed:
+        chat, what = data.is_chat, "conversation" if data.is_chat else "pair"
+        documents = list(
+            encode_all(path, tokenizer, run.template)
+            if chat
+            else encode_pairs(path, tokenizer, prefixed=run.metadata.prefixed)
+        )
+        if not documents:
+            raise UserError(f"{path} is empty: needs a {what} on each line")
+        split = in_memory(documents, config.block_size, encoder=config.n_encoder_layer > 0)
+        if not len(split):
+            answer = " with an answer" if chat else ""
+            raise UserError(f"{path} has no {what}{answer} that ends within {config.block_size} tokens")
+        return HeldOut(split, data.is_pairs)
+    (ids, text), prefix = encode_whole(user_files(path), tokenizer), tokenizer.prefix
+    needed = 1 if prefix else 2
+    if len(ids) < needed:
+        raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
+    split = Tokens([np.array(prefix, np.int32), ids])
+    return HeldOut(split, False, len(text), len(text.encode()), len(prefix))
 
 
 def _exp(x: float) -> float:
@@ -116,8 +134,8 @@ def _exp(x: float) -> float:
         return math.inf
 
 
-def text_table(found: dict[str, Any]) -> str:
-    """What `evaluate_run` found, for a reader."""
+def format_evaluation(found: dict[str, Any]) -> str:
+    """Return the results of `evaluate_run` as text."""
     text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
     if "exact" in found:
         missed = "".join(f"\n  {source} -> {written}, not {target}" for source, target, written in found["missed"])

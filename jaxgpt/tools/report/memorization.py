@@ -1,4 +1,4 @@
-"""What a text has word for word from a corpus: the longest stretches, and how much of it is new."""
+"""Measure memorization: the longest overlaps of a text with a corpus, and the share of its n-grams that are new."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ import numpy as np
 from jaxgpt.errors import UserError
 
 LENGTHS = (5, 10, 20, 50)  # characters of the n-grams that are looked for
-SHOWN = 5  # overlaps
+SHOWN = 5  # longest overlaps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """A stretch that is in the corpus too, and that could not be longer on either side."""
+    """A maximal substring of a text that is also in the corpus."""
 
     text: str
-    at: int  # character of the corpus where it stands, one of the places
+    at: int  # character of the corpus at which it begins; one of them, if there are several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Novelty:
+    """How much of some texts the corpus has, and how much it has not."""
+
     characters: int  # of all texts together
     overlaps: list[Overlap]  # the longest, none inside another
     novel: dict[int, float | None]  # by n: share of the texts' n-grams that the corpus has not; None: they have none
 
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"novel": {str(n): share for n, share in self.novel.items()}}
 
-class Corpus:
-    """A text to be looked in, by its suffix array (Manber and Myers 1993; libdivsufsort)."""
+
+class SuffixArray:
+    """A corpus that can be searched for substrings (Manber and Myers 1993; libdivsufsort)."""
 
     def __init__(self, text: str):
         self._bytes = text.encode()
         self._suffixes = _divsufsort().divsufsort(self._bytes) if text else np.zeros(0, np.int32)
 
     def match_lengths(self, text: str) -> np.ndarray:
-        """Of each character: how many from it on, itself included, the corpus has in a row somewhere. int64 [len(text)].
+        """Return the length of the longest match that begins at each character, int64 [len(text)].
 
-        From one character to the next, a match loses at most that one: it is grown from there, and never sought anew.
+        A match at the next character is at most one shorter, so it is extended from there and never searched again.
         """
         raw, starts = text.encode(), _starts(text)
         ends = np.append(starts, len(raw))
@@ -52,41 +57,41 @@ class Corpus:
         return lengths
 
     def _find(self, piece: bytes) -> int | None:
-        """A byte at which the corpus has this piece."""
+        """Return a byte at which the corpus has this piece, or None."""
         if not self._bytes:
             return None
         count, at = _divsufsort().sa_search(self._bytes, self._suffixes, piece)
         return int(self._suffixes[at]) if count > 0 else None
 
-    def place(self, piece: str) -> int:
-        """The character at which the corpus has this piece, which it does."""
+    def position(self, piece: str) -> int:
+        """Return a character at which the corpus has this piece, which it must have."""
         at = self._find(piece.encode())
         assert at is not None
         return len(self._bytes[:at].decode())
 
 
-def novelty(corpus: Corpus, texts: Sequence[str]) -> Novelty:
-    """Of texts that a model wrote, each by itself, beside the corpus that it was trained on."""
+def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> Novelty:
+    """Compare texts, each by itself, with a corpus."""
     overlaps: list[tuple[int, str]] = []
     seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}
     for text in texts:
         lengths = corpus.match_lengths(text)
         for n in LENGTHS:
             seen[n] += (lengths[: max(len(text) - n + 1, 0)] >= n).tolist()
-        # What a match before it reaches as far is inside that one.
+        # A match that ends where the one before it ends is inside that one.
         before = np.concatenate([[0], lengths[:-1] - 1]) if len(lengths) else lengths
         for i in np.flatnonzero((lengths > before) & (lengths > 0)):
             overlaps.append((int(lengths[i]), text[i : i + lengths[i]]))
     longest = sorted(set(overlaps), key=lambda found: (-found[0], found[1]))[:SHOWN]
     return Novelty(
         characters=sum(map(len, texts)),
-        overlaps=[Overlap(text=text, at=corpus.place(text)) for _, text in longest],
+        overlaps=[Overlap(text=text, at=corpus.position(text)) for _, text in longest],
         novel={n: 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
     )
 
 
 def _starts(text: str) -> np.ndarray:
-    """The byte at which each character begins, in UTF-8."""
+    """Return the byte at which each character begins in UTF-8."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right")
     return np.cumsum(sizes) - sizes

@@ -51,7 +51,7 @@ class Row:
     verdict: str
 
 
-def study(
+def run_study(
     variants: Mapping[str, Experiment],
     directory: Path,
     *,
@@ -63,26 +63,26 @@ def study(
 
     Seeds come first and variants within them, so that what the machine does in the meantime meets all alike, and a
     study that is cut short has whole rounds. Returns "tokens" and "seconds", each with "at", where all were compared,
-    and the "rows". Raises `UserError` where variants cannot be compared: see `comparable`.
+    and the "rows". Raises `UserError` where variants cannot be compared: see `check_comparable`.
     fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`.
     """
-    comparable(variants)
+    check_comparable(variants)
     seeds = check_count("seeds", seeds)
     if any(experiment.train.init_from is not None for experiment in variants.values()):
-        _refuse_other_tokens(variants, directory)
+        _check_same_tokens(variants, directory)
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     for seed in range(seeds):
         for name, experiment in variants.items():
             place = directory / slug(name) / f"seed-{seed}"
             train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
-            curve = _trained(dataclasses.replace(experiment, train=train), place, fit_one or fit)
+            curve = _train_or_resume(dataclasses.replace(experiment, train=train), place, fit_one or fit)
             curves[name].append(curve)
             told = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
             say(f"seed {seed}, {name}: {told}")
-    return compared(curves) | {"seeds": seeds}
+    return compare(curves) | {"seeds": seeds}
 
 
-def comparable(variants: Mapping[str, Experiment]) -> None:
+def check_comparable(variants: Mapping[str, Experiment]) -> None:
     """Raise `UserError` unless all variants have the same validation loss to be compared by, and names of their own."""
     if len(variants) < 2:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
@@ -113,10 +113,12 @@ def comparable(variants: Mapping[str, Experiment]) -> None:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
 
-def _refuse_other_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
+def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants have the same tokens to validate on, in the tokenizer of their weights."""
     first, *others = variants
-    data = {name: _data_of(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()}
+    data = {
+        name: _data_fingerprint(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()
+    }
     for name in others:
         if changed := describe_data_changes(data[first], data[name]):
             raise UserError(
@@ -125,7 +127,7 @@ def _refuse_other_tokens(variants: Mapping[str, Experiment], directory: Path) ->
             )
 
 
-def _data_of(experiment: Experiment, directory: Path) -> dict[str, Any]:
+def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]:
     """Return the fingerprint of a variant's data: that of its run, if it has begun."""
     if is_run(directory):
         return read_metadata(directory).data
@@ -138,7 +140,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
-def _trained(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
+def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
     """The curve of a run, trained as far as it is not yet."""
     diverged = directory / DIVERGED
     if diverged.exists():
@@ -178,7 +180,7 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     )
 
 
-def compared(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
+def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
     """All variants at the tokens, and at the seconds, that every run reached; between two validations by a line."""
     found: dict[str, Any] = {}
     whole = [curve for those in curves.values() for curve in those if curve.losses]
@@ -191,11 +193,11 @@ def compared(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
             return float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
 
         losses = {name: [loss(curve) for curve in those] for name, those in curves.items()}
-        found[axis] = {"at": at, "rows": [dataclasses.asdict(row) for row in table_rows(losses)] if known else []}
+        found[axis] = {"at": at, "rows": [dataclasses.asdict(row) for row in compare_losses(losses)] if known else []}
     return found
 
 
-def table_rows(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
+def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
     """Each variant beside the first, seed by seed."""
     first, *_ = losses
     rows = []
@@ -203,7 +205,7 @@ def table_rows(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
         finite = [x for x in of_seeds if x is not None]
         pairs = zip(of_seeds, losses[first], strict=True)
         differences = [x - y for x, y in pairs if x is not None and y is not None]
-        difference, margin = (None, None) if name == first else interval(differences)
+        difference, margin = (None, None) if name == first else confidence_interval(differences)
         rows.append(
             Row(
                 variant=name,
@@ -218,7 +220,7 @@ def table_rows(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
     return rows
 
 
-def interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
+def confidence_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
     """Return (mean, half of the 95% confidence interval of it) of paired differences; None: too few."""
     n = len(differences)
     if n < 2:
@@ -246,8 +248,8 @@ def _count(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def study_table(found: Mapping[str, Any]) -> str:
-    """What `study` found, for a reader."""
+def format_study(found: Mapping[str, Any]) -> str:
+    """What `run_study` found, for a reader."""
     tables = []
     for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
         at, rows = found[axis]["at"], found[axis]["rows"]

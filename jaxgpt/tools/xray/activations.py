@@ -1,4 +1,4 @@
-"""What happens inside a model while it reads: the arrays of every layer, by linen's own means of looking in."""
+"""Capture what every layer computes while a model reads one text, with linen's `capture_intermediates` and `sow`."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
 from jaxgpt.sample.quantize import unrolled
 
-ALTERNATIVES = 5  # likeliest tokens that are kept of each place
-LENS = 3  # and of each place in each layer
-BATCH = 8  # windows of a corpus that are read together
+PREDICTIONS = 5  # most likely tokens that are kept for each position
+LENS_PREDICTIONS = 3  # and for each position and layer
+WINDOWS_AT_ONCE = 8  # of a corpus
 
 
 class Guess(NamedTuple):
-    """The likeliest next tokens at each place, and what came."""
+    """The most likely next tokens at each position, and the log-probability of the true one."""
 
-    tokens_TK: Any  # int32, likeliest first
+    tokens_TK: Any  # int32, the most likely first
     probabilities_TK: Any
-    logprob_T: Any  # nats, of the token that came next; of the last place, where none did, nan
+    logprob_T: Any  # nats, of the next token of the text; nan at the last position
 
 
 class Branch(NamedTuple):
-    """What attention or an MLP adds to the residual stream."""
+    """The norms of what attention or an MLP adds to the residual stream."""
 
     name: str  # "h_0/attn", "h_0/cross", "h_0/mlp"
-    added_T: Any  # Euclidean norm, of each token
-    stream_T: Any  # of the stream with it; where norms come after the sum (post), after that
+    added_T: Any  # Euclidean norm at each position
+    stream_T: Any  # norm of the stream after the addition, and after the norm where that follows (post)
 
 
 class Norm(NamedTuple):
-    """One normalisation: each token's vector before and after it."""
+    """One normalisation: the vector at each position before and after it."""
 
     name: str  # "h_0/ln_1"
     before_TD: Any
     after_TD: Any
     scale_D: Any  # gamma, as it multiplies
-    bias_D: Any  # beta; None: there is none
+    bias_D: Any  # beta, or None
     eps: float
-    centred: bool  # whether the mean is taken off: LayerNorm; else RMSNorm
+    centred: bool  # LayerNorm, which subtracts the mean; else RMSNorm
 
 
-class Anatomy(NamedTuple):
-    """What a model does with one text of T tokens. Arrays are NumPy's, in float32."""
+class Activations(NamedTuple):
+    """What a model computes for one text of T tokens. Arrays are NumPy's, in float32."""
 
     guess: Guess
-    logits_V: Any  # at the last place
-    lens: list[Guess]  # L + 1: were the stream read off after the embedding, after the first block, ...
-    weights_LNTS: list[Any]  # of attention: how much of token S each token T takes
-    cross_LNTS: list[Any]  # of a model with an encoder: how much of token S of the source each token T takes
-    encoder_LNSS: list[Any]  # and how much of each other the source's tokens take
-    hidden_LTF: list[Any]  # of the MLPs, after the activation
+    logits_V: Any  # at the last position
+    lens: list[Guess]  # L + 1: the logit lens after the embedding, after the first block, ...
+    weights_LNTS: list[Any]  # attention weights of query T on key S
+    cross_LNTS: list[Any]  # with an encoder: attention weights of query T on token S of the source
+    encoder_LNSS: list[Any]  # with an encoder: attention weights among the tokens of the source
+    hidden_LTF: list[Any]  # hidden units of the MLPs, after the activation
     start_T: Any  # norm of the stream that enters the first block
-    branches: list[Branch]  # in their order
-    norms: list[Norm]  # in their order
+    branches: list[Branch]  # in the order of computation
+    norms: list[Norm]  # in the order of computation
 
 
-def anatomy(
+def capture_activations(
     model: GPT, params: dict, tokens: list[int], vocab_size: int | None = None, source: list[int] | None = None
-) -> Anatomy:
-    """Everything about one text, which is at most block_size long. vocab_size: ids from there on are padding.
+) -> Activations:
+    """Return all activations of one text.
 
-    source: of a model with an encoder, the text that it reads.
+    tokens: at most block_size ids. vocab_size: ids from there on are padding. source: the encoder's input, if any.
     """
-    model, params = _plain(model, params)
+    model, params = _unroll(model, params)
     source_S = None if source is None else jnp.asarray(source, jnp.int32)
-    seen = _look(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
+    seen = _forward(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
     guess, logits_V, lens, inner, weights = jax.device_get(seen)
     c = model.config
     blocks = [inner[f"h_{i}"] for i in range(c.n_layer)]
@@ -86,7 +86,7 @@ def anatomy(
                 added_TD = _output(block[added])
                 stream_TD = _output(block[norm]) if c.norm_position == "post" else stream_TD + added_TD
                 branches.append(Branch(f"h_{i}/{branch}", _length(added_TD), _length(stream_TD)))
-    return Anatomy(
+    return Activations(
         guess=guess,
         logits_V=logits_V,
         lens=[Guess(*(x[layer] for x in lens)) for layer in range(c.n_layer + 1)],
@@ -105,54 +105,57 @@ def anatomy(
     )
 
 
-def excited(model: GPT, params: dict, windows_NT: np.ndarray, most: int = 4) -> tuple[list[Any], list[Any]]:
-    """Where in a corpus each unit of the MLPs is most active: (values, places), for each layer [F, most].
+def top_activating_examples(
+    model: GPT, params: dict, windows_NT: np.ndarray, most: int = 4
+) -> tuple[list[Any], list[Any]]:
+    """Return the positions of a corpus at which each hidden unit of the MLPs is most active.
 
-    windows_NT: token ids, each window read by itself. A place is an index into its flattened form; of each window a
-    unit has its best place alone, so that they differ. -1: there are fewer windows.
+    windows_NT: token ids, each window read by itself. Returns (values, positions), for each layer [F, most]. A position
+    is an index into windows_NT.ravel(), or -1 where there are fewer windows; each window gives a unit at most one.
     """
-    model, params = _plain(model, params)
+    model, params = _unroll(model, params)
     T = windows_NT.shape[1]
     shape = (model.config.mlp_hidden, most)
     best: Any = [(jnp.full(shape, -jnp.inf), jnp.full(shape, -1)) for _ in range(model.config.n_layer)]
-    for first in range(0, len(windows_NT), BATCH):
-        windows_BT = windows_NT[first : first + BATCH]
-        rows = np.full((BATCH, T), 0, np.int32)  # one shape for all, so that one program does
-        rows[: len(windows_BT)] = windows_BT
-        best = _better(model, params, best, jnp.asarray(rows), first, len(windows_BT))
+    for first in range(0, len(windows_NT), WINDOWS_AT_ONCE):
+        count = min(WINDOWS_AT_ONCE, len(windows_NT) - first)
+        windows_BT = np.zeros((WINDOWS_AT_ONCE, T), np.int32)  # one shape, so that one program is compiled
+        windows_BT[:count] = windows_NT[first : first + count]
+        best = _update_best(model, params, best, jnp.asarray(windows_BT), first, count)
     best = jax.device_get(best)
-    return [values for values, _ in best], [places for _, places in best]
+    return [values for values, _ in best], [positions for _, positions in best]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _better(model: GPT, params: dict, best: Any, rows_BT: jax.Array, first: Any, count: Any) -> Any:
-    """`best` with what these windows have."""
-    _, kept = model.apply({"params": params}, rows_BT, mutable=["intermediates"])
+def _update_best(model: GPT, params: dict, best: Any, windows_BT: jax.Array, first: Any, count: Any) -> Any:
+    """Merge the first `count` windows, of which the first has index `first`, into the best (values, positions)."""
+    _, kept = model.apply({"params": params}, windows_BT, mutable=["intermediates"])
     inner: Any = kept["intermediates"]
-    B, T = rows_BT.shape
-    found = []
-    for layer, (values_FK, places_FK) in enumerate(best):
+    B, T = windows_BT.shape
+    is_window_B1 = (jnp.arange(B) < count)[:, None]
+    start_B1 = ((first + jnp.arange(B)) * T)[:, None]
+    merged = []
+    for layer, (values_FK, positions_FK) in enumerate(best):
         hidden_BTF = inner[f"h_{layer}"]["mlp"]["hidden_BTF"][0].astype(jnp.float32)
-        there_B1 = (jnp.arange(B) < count)[:, None]
-        top_BF = jnp.where(there_B1, hidden_BTF.max(axis=1), -jnp.inf)
-        where_BF = jnp.argmax(hidden_BTF, axis=1) + ((first + jnp.arange(B)) * T)[:, None]
+        top_BF = jnp.where(is_window_B1, hidden_BTF.max(axis=1), -jnp.inf)
+        where_BF = jnp.argmax(hidden_BTF, axis=1) + start_B1
         values_FM = jnp.concatenate([values_FK, top_BF.T], axis=1)
-        places_FM = jnp.concatenate([places_FK, where_BF.T.astype(places_FK.dtype)], axis=1)
+        positions_FM = jnp.concatenate([positions_FK, where_BF.T.astype(positions_FK.dtype)], axis=1)
         values_FK, order_FK = jax.lax.top_k(values_FM, values_FK.shape[1])
-        places_FK = jnp.take_along_axis(places_FM, order_FK, axis=1)
-        found.append((values_FK, jnp.where(jnp.isfinite(values_FK), places_FK, -1)))
-    return found
+        positions_FK = jnp.take_along_axis(positions_FM, order_FK, axis=1)
+        merged.append((values_FK, jnp.where(jnp.isfinite(values_FK), positions_FK, -1)))
+    return merged
 
 
-def _plain(model: GPT, params: dict) -> tuple[GPT, dict]:
-    """Layers one by one and nothing recomputed: what is sown under a scan or a remat would be lost."""
+def _unroll(model: GPT, params: dict) -> tuple[GPT, dict]:
+    """Return the model without scan and remat, under which sown values would be lost."""
     model, params = unrolled(model, params)
     return model.clone(config=dataclasses.replace(model.config, remat="none")), params
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None) -> Any:
-    """(guess, logits_V of the last place, lens, what was captured, attention weights)."""
+def _forward(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None) -> Any:
+    """Return (guess, logits_V at the last position, lens, intermediates, attention weights)."""
 
     def sow_inputs(call, args, kwargs, context):
         if isinstance(context.module, LayerNorm | RMSNorm) and context.method_name == "__call__":
@@ -175,19 +178,19 @@ def _look(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None,
         came_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
         return Guess(ids_TK, jnp.exp(top_TK), jnp.append(came_T, jnp.nan))
 
-    def read_off(module: GPT, x_BTD: jax.Array) -> jax.Array:
+    def unembed(module: GPT, x_BTD: jax.Array) -> jax.Array:
         return module.unembed(x_BTD if model.config.norm_position == "post" else module.ln_f(x_BTD))
 
     streams = [inner["drop"]["__call__"][-1], *(inner[f"h_{i}"]["__call__"][0] for i in range(model.config.n_layer))]
-    lens = jax.lax.map(  # one after the other: logits of one layer in memory
-        lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=read_off), LENS),
+    lens = jax.lax.map(  # sequentially: the logits of one layer in memory
+        lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=unembed), LENS_PREDICTIONS),
         jnp.stack([_first(stream) for stream in streams]),
     )
-    return guess(logits_BTV, ALTERNATIVES), logits_BTV[0, -1, :vocab_size], lens, inner, kept[WEIGHTS]
+    return guess(logits_BTV, PREDICTIONS), logits_BTV[0, -1, :vocab_size], lens, inner, kept[WEIGHTS]
 
 
 def _weights(attention: Any) -> Any:
-    """weights_NTS"""
+    """Return the sown weights of the only sequence, [N, T, S]."""
     return attention["weights_BTNS"][0][0].swapaxes(0, 1)
 
 
@@ -209,12 +212,12 @@ def _at(params: dict, path: str) -> dict:
 
 
 def _first(out: Any) -> Any:
-    """Of a module that returns (x_BTD, cache)."""
+    """Return x_BTD of a module's output, x_BTD or (x_BTD, cache)."""
     return out[0] if isinstance(out, tuple) else out
 
 
 def _output(values: Any) -> Any:
-    """x_TD of a captured module."""
+    """Return the output of a captured module, x_TD."""
     return _first(values["__call__"][0])[0].astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""A run seen from inside: what its X-ray page shows is gathered here, and drawn in `viz`."""
+"""Gather what the X-ray page of a run shows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
-from jaxgpt.tools.xray.activations import anatomy, excited
-from jaxgpt.tools.xray.views import Corpus, Map, Subject, xray_page
+from jaxgpt.tools.xray.activations import Activations, capture_activations, top_activating_examples
+from jaxgpt.tools.xray.page import AttentionMap, Subject, TopExamples, render_page
 
-CORPUS_TOKENS = 2**15  # of the corpus that are read for what excites a unit: seconds for a small model
-MOST_WEIGHTS = 2**25  # of attention on a page: a byte each, before they are packed
+CORPUS_TOKENS = 2**15  # of the corpus that are searched for top activating examples: seconds for a small model
+MOST_WEIGHTS = 2**25  # attention weights on a page: a byte each, before compression
 
 
 def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
@@ -33,8 +33,9 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
 
     It shows surprise, attention, norms, the residual stream, the MLPs' units, the logit lens, embeddings and sampling.
 
-    data: a UTF-8 file in which to look for what excites each unit; None: the run's own training text or its tokens in
-        the cache. corpus_tokens: how many of its tokens are read for that, spread evenly; 0: none.
+    prompt: the text; the source, for a model with an encoder. data: a UTF-8 file in which to look for the top activating
+        examples of each unit; None means the run's own training text. corpus_tokens: how many of its tokens are read for
+        that, spread evenly; 0 means none.
     Raises `UserError` for a prompt that is empty, or longer than block_size.
     """
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
@@ -47,50 +48,67 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
             f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
         )
     if config.n_encoder_layer:
-        source, ids = ids, _written(run, ids)
-    layers, longest = config.n_layer + config.n_encoder_layer, max(len(ids), len(source or ()))
-    if (weights := layers * config.n_head * longest**2) > MOST_WEIGHTS:
-        fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
-        raise UserError(
-            f"{longest} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
-        )
-    found = anatomy(run.model, run.params, ids, run.tokenizer.vocab_size, source)
+        source, ids = ids, _generate_target(run, ids)
+    _check_size(config, max(len(ids), len(source or ())))
+    found = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size, source)
     if np.isnan(found.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
         )
-    maps = [Map(f"layer {i + 1}", "text", "text", w) for i, w in enumerate(found.weights_LNTS)]
-    if source is not None:
-        across = [Map(f"layer {i + 1}, to the source", "text", "source", w) for i, w in enumerate(found.cross_LNTS)]
-        maps = [m for pair in zip(maps, across, strict=True) for m in pair]
-        maps += [Map(f"encoder, layer {i + 1}", "source", "source", w) for i, w in enumerate(found.encoder_LNSS)]
     windows_NT, why = _windows(run, data, corpus_tokens)
-    corpus = None if windows_NT is None else Corpus(windows_NT, *excited(run.model, run.params, windows_NT))
-    measured = "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"
-    return xray_page(
+    return render_page(
         Subject(
             title=f"X-ray of {run.experiment.name}",
-            facts=[
-                ("run", str(run.directory)),
-                ("step", f"{run.step:,}"),
-                ("validation loss", measured),
-                ("parameters", f"{count_parameters(run.model.shapes()):,}"),
-                ("layers, heads, width", f"{_layers(config)}, {config.n_head}, {config.n_embd}"),
-                ("norm", f"{config.norm}, {config.norm_position}"),
-                ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
-                ("positions", config.position),
-            ],
+            facts=_facts(run),
             texts={"text": ids} | ({} if source is None else {"source": source}),
             spell=speller(run.tokenizer),
             found=found,
-            maps=maps,
+            maps=_attention_maps(found),
             activation=config.activation,
             embedding_VD=read_embedding(run.params)[: run.tokenizer.vocab_size],
-            corpus=corpus,
+            examples=None
+            if windows_NT is None
+            else TopExamples(windows_NT, *top_activating_examples(run.model, run.params, windows_NT)),
             why_no_corpus=why,
             temperature=run.experiment.train.sample_temperature,
         )
     )
+
+
+def _check_size(config: GPTConfig, tokens: int) -> None:
+    """Raise `UserError` if the attention weights of so many tokens are too many for a page."""
+    layers = config.n_layer + config.n_encoder_layer
+    if (weights := layers * config.n_head * tokens**2) > MOST_WEIGHTS:
+        fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
+        raise UserError(
+            f"{tokens} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
+        )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    config = run.model.config
+    layers = f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
+    return [
+        ("run", str(run.directory)),
+        ("step", f"{run.step:,}"),
+        ("validation loss", "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"),
+        ("parameters", f"{count_parameters(run.model.shapes()):,}"),
+        ("layers, heads, width", f"{layers}, {config.n_head}, {config.n_embd}"),
+        ("norm", f"{config.norm}, {config.norm_position}"),
+        ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
+        ("positions", config.position),
+    ]
+
+
+def _attention_maps(found: Activations) -> list[AttentionMap]:
+    """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
+    maps = []
+    for i, weights_NTS in enumerate(found.weights_LNTS):
+        maps.append(AttentionMap(f"layer {i + 1}", "text", "text", weights_NTS))
+        if found.cross_LNTS:
+            maps.append(AttentionMap(f"layer {i + 1}, to the source", "text", "source", found.cross_LNTS[i]))
+    encoder = enumerate(found.encoder_LNSS)
+    return maps + [AttentionMap(f"encoder, layer {i + 1}", "source", "source", w) for i, w in encoder]
 
 
 def read_embedding(params: dict) -> np.ndarray:
@@ -100,12 +118,8 @@ def read_embedding(params: dict) -> np.ndarray:
     return np.asarray(rows_VD, np.float32)
 
 
-def _layers(config: GPTConfig) -> str:
-    return f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
-
-
 def speller(tokenizer: Tokenizer) -> Any:
-    """How one token is written: its text; where that is part of a character, its bytes in hexadecimal or U+FFFD."""
+    """Return a function that spells a token: its text, or bytes in hexadecimal or U+FFFD for part of a character."""
 
     def spell(token: int) -> str:
         if token >= tokenizer.vocab_size:  # padding of the vocabulary
@@ -117,8 +131,8 @@ def speller(tokenizer: Tokenizer) -> Any:
     return spell
 
 
-def _written(run: Run, source: list[int]) -> list[int]:
-    """What a run with an encoder makes of a source, greedily: the tokens that its decoder reads."""
+def _generate_target(run: Run, source: list[int]) -> list[int]:
+    """Decode a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
     start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
     out = generate(
         *run.decoder,
@@ -134,7 +148,7 @@ def _written(run: Run, source: list[int]) -> list[int]:
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
-    """Windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
+    """Return windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
     T = run.model.config.block_size
     if run.model.config.n_encoder_layer:
         return None, "It was trained on pairs of texts, not on one."

@@ -9,7 +9,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample.beam import Found
 from jaxgpt.sample.generate import Generated
-from jaxgpt.tools.evaluate.pairs import exact_matches
+from jaxgpt.tools.evaluate.pairs import count_exact_matches
 
 BLOCK = 32
 # Short sources with long targets and the other way round; the last two fill the context to the last token.
@@ -55,7 +55,7 @@ def test_all_pairs_of_a_run_that_is_always_right_are_exact(monkeypatch, path, be
     run = always_right(monkeypatch)
     pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK, encoder=encoder)
     assert len(pairs.lengths) == len(TEXTS)
-    found = exact_matches(run, pairs, beams=beams, batch_size=batch_size)
+    found = count_exact_matches(run, pairs, beams=beams, batch_size=batch_size)
     assert found["exact"] == 1.0 and found["missed"] == [] and found["pairs"] == len(TEXTS)
 
 
@@ -64,7 +64,7 @@ def test_batches_of_none_are_refused(monkeypatch, path):
     pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK)
     for batch_size in (0, -1, 2.5, True):
         with pytest.raises(UserError, match=f"batch_size={batch_size}: needs"):
-            exact_matches(run, pairs, batch_size=batch_size)
+            count_exact_matches(run, pairs, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("beams", [None, 2])
@@ -72,4 +72,4 @@ def test_a_target_without_its_end_is_not_exact(monkeypatch, path, beams):
     """Neither is it in a batch of which it is the longest."""
     run = always_right(monkeypatch, ends=False)
     pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK)
-    assert exact_matches(run, pairs, beams=beams)["exact"] == 0.0
+    assert count_exact_matches(run, pairs, beams=beams)["exact"] == 0.0

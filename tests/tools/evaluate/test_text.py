@@ -18,7 +18,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
-from jaxgpt.tools.evaluate.text import evaluate_run, text_table
+from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
 from jaxgpt.train import eval_step, mean_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
     assert perplexity is None or (found["perplexity"] == perplexity and found["loss"] > 1000)
     read = parse_json(render_json(found), "what is printed")
     assert read["perplexity"] is None and (read["loss"] is None) == (said is not None)
-    assert "nan" in text_table(found) or "inf" in text_table(found)
+    assert "nan" in format_evaluation(found) or "inf" in format_evaluation(found)
     assert math.isnan(blown.score(["lance"])[0].bits) == (said is not None)
     if said is not None:
         with pytest.raises(UserError, match="logits that are not finite"):
@@ -142,7 +142,7 @@ def unread(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxgpt.tools.evaluate.text.mean_loss", lambda *args: (1.0, 7))
     half = {"exact": 0.5, "exact_error": 0.1, "missed": []}
     monkeypatch.setattr(
-        "jaxgpt.tools.evaluate.text.exact_matches", lambda run, held, beams: half | {"pairs": len(held.lengths)}
+        "jaxgpt.tools.evaluate.text.count_exact_matches", lambda run, held, beams: half | {"pairs": len(held.lengths)}
     )
     return run
 
@@ -157,7 +157,7 @@ def test_conversations_that_do_not_fit_are_counted(unread, own):
     assert found["left_out"] + found["shortened"] == len(long)
     assert found["shortened"] > 0 and "pairs" not in found
     said = f"longer than the context: {found['left_out']} conversations, which are left out, and {found['shortened']}, which end"
-    assert said in text_table(found)
+    assert said in format_evaluation(found)
 
 
 def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
@@ -165,9 +165,9 @@ def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
     path.write_text(f"a\tb\n{'a' * 40}\tb\nc\td\n")
     found = evaluate_run(unread, str(path))
     assert (found["left_out"], found["pairs"]) == (1, 2) and "shortened" not in found
-    assert "50.00% of 2 pairs that fit in the context, which 1 do not, exact" in text_table(found)
+    assert "50.00% of 2 pairs that fit in the context, which 1 do not, exact" in format_evaluation(found)
     path.write_text("a\tb\n")
-    assert "50.00% of 1 pairs exact" in text_table(evaluate_run(unread, str(path)))
+    assert "50.00% of 1 pairs exact" in format_evaluation(evaluate_run(unread, str(path)))
 
 
 @pytest.mark.parametrize(("name", "said"), [("x.jsonl", "needs a conversation on"), ("x.tsv", "needs a pair on")])

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import jaxgpt.tools.plan.plan
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import peaks
-from jaxgpt.tools.plan.hlo import Collective, read_hlo
-from jaxgpt.tools.plan.plan import DoesNotFit, plan, table
+from jaxgpt.tools.plan import estimate as estimates
+from jaxgpt.tools.plan import plan as plans
+from jaxgpt.tools.plan.estimate import format_plan
+from jaxgpt.tools.plan.plan import DoesNotFit, make_plan
+from jaxgpt.tools.plan.program import Collective, read_program
 from tests.helpers import TINY, run_command
 
 EXPERIMENT = Experiment(
@@ -22,7 +24,7 @@ EXPERIMENT = Experiment(
 
 @pytest.fixture(scope="module")
 def here():
-    return plan(EXPERIMENT, 11)
+    return make_plan(EXPERIMENT, 11)
 
 
 def test_this_machine(here):
@@ -40,9 +42,17 @@ def test_this_machine(here):
 def test_what_is_unknown_is_unknown(here):
     """There is no table of CPUs: neither a time nor a rate is guessed."""
     assert peaks("cpu") is None
-    unknown = ("compute_seconds", "memory_seconds", "interconnect_seconds", "step_seconds", "binds", "mfu", "hours")
+    unknown = (
+        "compute_seconds",
+        "memory_seconds",
+        "interconnect_seconds",
+        "step_seconds",
+        "bottleneck",
+        "mfu",
+        "hours",
+    )
     assert all(getattr(here, name) is None for name in unknown)
-    assert table(here).count("unknown") == 7
+    assert format_plan(here).count("unknown") == 7
 
 
 def test_the_roofline(monkeypatch):
@@ -50,28 +60,26 @@ def test_the_roofline(monkeypatch):
     limits = dataclasses.replace(
         peaks("NVIDIA H100 80GB HBM3"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
     )
-    monkeypatch.setattr(jaxgpt.tools.plan.plan, "peaks", lambda kind: limits)
+    monkeypatch.setattr(estimates, "peaks", lambda kind: limits)
     monkeypatch.setattr("jaxgpt.parallel.peaks.peaks", lambda kind: limits)
-    found = plan(EXPERIMENT, 11)
+    found = make_plan(EXPERIMENT, 11)
     tokens = 8 * TINY.block_size
     assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e12)
-    assert found.binds == "memory" and found.step_seconds == found.memory_seconds > found.compute_seconds
+    assert found.bottleneck == "memory" and found.step_seconds == found.memory_seconds > found.compute_seconds
     assert found.interconnect_seconds == 0
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
-    assert "memory binds" in table(found)
+    assert "memory binds" in format_plan(found)
 
 
 def kernel_flops(calls: dict[str, int], attention: str, **model) -> float:
     """Of two layers and three micro-batches."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
     trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
-    program = read_hlo("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
+    program = read_program("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
     program = dataclasses.replace(program, custom_calls=tuple(calls.items()))
-    return (
-        jaxgpt.tools.plan.plan._kernel_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)
-    )  # products x tokens read
+    return estimates._kernel_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
 
 
 def test_what_attention_kernels_compute():
@@ -88,18 +96,18 @@ def test_what_attention_kernels_compute():
 
 
 def test_an_mfu_above_one_says_why(here):
-    assert "MFU, at most" in table(here) and "hides" not in table(here)
+    assert "MFU, at most" in format_plan(here) and "hides" not in format_plan(here)
     above = dataclasses.replace(here, mfu=1.02)
-    assert "102.0% (it counts scores that the mask hides, and the kernel skips)" in table(above)
+    assert "102.0% (it counts scores that the mask hides, and the kernel skips)" in format_plan(above)
 
 
 def test_exchanges_add_up(monkeypatch):
-    monkeypatch.setattr(jaxgpt.tools.plan.plan, "ring_bandwidth", lambda devices, group: 1e9)
-    monkeypatch.setattr(jaxgpt.tools.plan.plan, "peaks", lambda kind: peaks("TPU v4"))
+    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
+    monkeypatch.setattr(estimates, "peaks", lambda kind: peaks("TPU v4"))
     one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
     other = dataclasses.replace(one, bytes=500, times=2)
     gather = dataclasses.replace(one, kind="all-gather", times=1)
-    found = jaxgpt.tools.plan.plan._exchanges((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
+    found = estimates._total_collectives((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
     assert [(e.kind, e.devices, e.count, e.bytes) for e in found] == [
         ("all-gather", 2, 1, 1000),
         ("all-reduce", 2, 5, 4000),
@@ -118,8 +126,8 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
             raise DoesNotFit(3 * 2**30)
         return dataclasses.replace(here, remat=remat, micro_batch_size=micro, step_seconds=1.0 / micro)
 
-    monkeypatch.setattr(jaxgpt.tools.plan.plan, "_compiled", compiled)
-    found = plan(EXPERIMENT, 11, say=said.append)
+    monkeypatch.setattr(plans, "_compile", compiled)
+    found = make_plan(EXPERIMENT, 11, say=said.append)
     assert (found.remat, found.micro_batch_size) == ("full", 2)
     assert tried == [
         *[("none", n) for n in (8, 4, 2, 1)],
@@ -131,22 +139,20 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
 
 
 def test_nothing_fits(monkeypatch):
-    monkeypatch.setattr(jaxgpt.tools.plan.plan, "memory_of", lambda device: 1000)
+    monkeypatch.setattr(plans, "memory_of", lambda device: 1000)
     with pytest.raises(UserError, match="planned does not fit on 1 x cpu, whatever the micro-batch, remat and fsdp"):
-        plan(dataclasses.replace(EXPERIMENT, train=TrainConfig(batch_size=1, steps=200)), 11)
+        make_plan(dataclasses.replace(EXPERIMENT, train=TrainConfig(batch_size=1, steps=200)), 11)
 
 
 def test_the_search_splits_the_state_over_more_and_more_devices():
     experiment = dataclasses.replace(EXPERIMENT, model=GPTConfig(n_embd=96, n_head=2, remat="dots"))
-    variants = [
-        (v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in jaxgpt.tools.plan.plan._variants(experiment, 8)
-    ]
+    variants = [(v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in plans._iter_variants(experiment, 8)]
     assert variants == [
         *[(remat, "auto", 1) for remat in ("dots", "full")],
         *[(remat, "mesh", n) for n in (2, 4, 8) for remat in ("dots", "full")],
     ]
     tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
-    assert len(list(jaxgpt.tools.plan.plan._variants(tensor, 8))) == 2  # how it is split is the user's choice already
+    assert len(list(plans._iter_variants(tensor, 8))) == 2  # how it is split is the user's choice already
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgpt.tools.report.memorization import LENGTHS, SHOWN, Corpus, novelty
+from jaxgpt.tools.report.memorization import LENGTHS, SHOWN, SuffixArray, measure_novelty
 
 pytest.importorskip("pydivsufsort")
 
@@ -17,7 +17,7 @@ def test_match_lengths_are_those_of_every_stretch(alphabet):
     rng = np.random.default_rng(len(alphabet))
     corpus, text = ("".join(rng.choice(list(alphabet), n)) for n in (400, 120))
     text = text + corpus[50:90] + text[:10]
-    found = Corpus(corpus).match_lengths(text)
+    found = SuffixArray(corpus).match_lengths(text)
     assert found.tolist() == by_hand(corpus, text)
 
 
@@ -25,7 +25,7 @@ def test_novel_n_grams_and_the_longest_overlaps():
     rng = np.random.default_rng(0)
     corpus = "".join(rng.choice(list("abcdé"), 3000))
     texts = [corpus[100:160] + "zzzz" + corpus[1000:1030], "".join(rng.choice(list("abcdé"), 80))]
-    found = novelty(Corpus(corpus), texts)
+    found = measure_novelty(SuffixArray(corpus), texts)
     assert found.characters == 94 + 80
     for n in LENGTHS:
         grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
@@ -39,7 +39,7 @@ def test_novel_n_grams_and_the_longest_overlaps():
 
 
 def test_the_shortest_texts():
-    corpus = Corpus("abcabc")
-    assert novelty(corpus, [""]).overlaps == [] and novelty(corpus, ["", "ab"]).novel[5] is None
-    assert novelty(corpus, ["abcabc"]).novel[5] == 0.0 and novelty(corpus, ["xyzxyz"]).novel[5] == 1.0
-    assert Corpus("").match_lengths("ab").tolist() == [0, 0]
+    corpus = SuffixArray("abcabc")
+    assert measure_novelty(corpus, [""]).overlaps == [] and measure_novelty(corpus, ["", "ab"]).novel[5] is None
+    assert measure_novelty(corpus, ["abcabc"]).novel[5] == 0.0 and measure_novelty(corpus, ["xyzxyz"]).novel[5] == 1.0
+    assert SuffixArray("").match_lengths("ab").tolist() == [0, 0]

@@ -16,9 +16,9 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.report import reference_band
-from jaxgpt.tools.report.memorization import Corpus
+from jaxgpt.tools.report.memorization import SuffixArray
 from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band
-from jaxgpt.tools.report.report import report
+from jaxgpt.tools.report.report import make_report
 from tests.helpers import run_command, script, tiny_experiment
 
 pytest.importorskip("pydivsufsort")
@@ -35,13 +35,13 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run):
-    return report(run, samples=2, tokens=30)
+    return make_report(run, samples=2, tokens=30)
 
 
 def test_counts_that_no_report_takes(run):
     for how, said in (({"samples": 0}, "samples=0: needs at least 1"), ({"tokens": 2.5}, "tokens=2.5: needs a whole")):
         with pytest.raises(UserError, match=said):
-            report(run, **how)
+            make_report(run, **how)
 
 
 def test_the_summary_is_what_was_logged(run, found):
@@ -75,7 +75,7 @@ def test_memorisation_is_of_what_it_writes(run, found):
     assert memory["written"]["characters"] == sum(map(len, texts)) == 60
     grams = [text[i : i + 5] for text in texts for i in range(26)]
     assert memory["written"]["novel"]["5"] == pytest.approx(np.mean([gram not in train for gram in grams]))
-    longest = max(int(Corpus(train).match_lengths(text).max()) for text in texts)
+    longest = max(int(SuffixArray(train).match_lengths(text).max()) for text in texts)
     assert len(memory["written"]["overlaps"][0]["text"]) == longest
     # The same line again and again: what is held out is in the training text, all of it.
     assert memory["held_out"]["novel"] == {"5": 0.0, "10": 0.0, "20": 0.0, "50": None}
@@ -100,7 +100,7 @@ def test_beside_its_band(run, shipped):
     curve = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     for shift, place in ((0.0, "inside"), (-0.5, "above"), (0.5, "below")):
         shipped(record, [[(step, loss + shift + noise) for step, loss in curve] for noise in (-0.01, 0.0, 0.01)])
-        summary, page = report(run, samples=1, tokens=8)
+        summary, page = make_report(run, samples=1, tokens=8)
         assert summary["judged"]["band"] == place and place in summary["verdict"] and summary["band"]["seeds"] == 3
         assert "why-no-band" in page
 
@@ -135,7 +135,7 @@ def test_over_fitting_is_said(run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("experiment.json", "tokenizer.json", "checkpoints"):
         (tmp_path / name).symlink_to(run.directory / name)
-    summary, _ = report(dataclasses.replace(run, directory=tmp_path), samples=1, tokens=8)
+    summary, _ = make_report(dataclasses.replace(run, directory=tmp_path), samples=1, tokens=8)
     assert summary["verdict"] == "over-fitting since step 20"
 
 
@@ -143,14 +143,14 @@ def test_without_its_text_it_says_why(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
     gone = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     moved = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=gone))
-    summary, page = report(moved, samples=1, tokens=8)
+    summary, page = make_report(moved, samples=1, tokens=8)
     assert summary["memorisation"] is None and "gone.txt" in summary["why_no_memorisation"]
     assert "gone.txt" in page and math.isfinite(summary["validation_loss"]["best"])
 
 
 def test_without_the_package_the_rest_is_there(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    summary, _ = report(run, samples=1, tokens=8)
+    summary, _ = make_report(run, samples=1, tokens=8)
     assert summary["memorisation"] is None and "pip install 'jaxgpt[report]'" in summary["why_no_memorisation"]
     assert summary["samples"] and summary["verdict"] == "it learns"
 
@@ -177,7 +177,7 @@ def test_the_page(found, open_page, tmp_path):
 def test_the_band_is_drawn(run, shipped, open_page, tmp_path, steps):
     shipped(read_metadata(run.directory), [[(step, loss - step / 40) for step in steps] for loss in (3.0, 3.1)])
     path = tmp_path / "report.html"
-    path.write_text(report(run, samples=1, tokens=8)[1], encoding="utf-8")
+    path.write_text(make_report(run, samples=1, tokens=8)[1], encoding="utf-8")
     page = open_page(path)
     box = page.locator("#losses path.band").bounding_box()
     assert box["width"] > 5 and box["height"] > 5 and page.locator("#why-no-band").count() == 0
@@ -217,4 +217,4 @@ def test_bands_are_made_of_runs(run, tmp_path, monkeypatch):
     bands.main(["it", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(again)])
     assert json.loads((again / "reported.json").read_text())["band"] == held["band"]
     monkeypatch.setattr(reference_band, "bands_directory", lambda: again)
-    assert "inside" in report(run, samples=1, tokens=8)[0]["verdict"]
+    assert "inside" in make_report(run, samples=1, tokens=8)[0]["verdict"]

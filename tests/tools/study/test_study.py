@@ -13,14 +13,14 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.study.study import (
     Curve,
-    comparable,
-    compared,
-    interval,
+    check_comparable,
+    compare,
+    compare_losses,
+    confidence_interval,
+    format_study,
     read_curve,
+    run_study,
     slug,
-    study,
-    study_table,
-    table_rows,
 )
 from tests.helpers import run_command, tiny_experiment
 
@@ -33,14 +33,17 @@ def curve(tokens, seconds, losses):
 def test_the_interval_is_that_of_the_paired_t_test(n):
     rng = np.random.default_rng(n)
     ours, theirs = rng.normal(size=(2, n))
-    mean, margin = interval((ours - theirs).tolist())
+    mean, margin = confidence_interval((ours - theirs).tolist())
     expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
     assert (mean - margin, mean + margin) == pytest.approx((expected.low, expected.high))
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    held = [abs(mean - 0.3) <= margin for mean, margin in (interval(x.tolist()) for x in rng.normal(0.3, 1, (4000, 5)))]
+    held = [
+        abs(mean - 0.3) <= margin
+        for mean, margin in (confidence_interval(x.tolist()) for x in rng.normal(0.3, 1, (4000, 5)))
+    ]
     assert np.mean(held) == pytest.approx(0.95, abs=0.01)
 
 
@@ -52,7 +55,7 @@ def test_verdicts():
         "worse": [1.2, 1.31, 1.4],
         "lost": [1.0, None, 1.0],
     }
-    rows = {row.variant: row for row in table_rows(losses)}
+    rows = {row.variant: row for row in compare_losses(losses)}
     assert [rows[name].verdict for name in losses] == [
         "the first",
         "no more than noise",
@@ -64,9 +67,9 @@ def test_verdicts():
     assert rows["first"].deviation == pytest.approx(0.1)
     assert rows["better"].difference == pytest.approx(-0.1) and rows["better"].margin == pytest.approx(0, abs=1e-9)
     assert rows["lost"].mean == 1.0 and rows["lost"].losses[1] is None
-    one = table_rows({"a": [1.0], "b": [0.5]})
+    one = compare_losses({"a": [1.0], "b": [0.5]})
     assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
-    none = table_rows({"a": [None, None], "b": [1.0, 2.0]})
+    none = compare_losses({"a": [None, None], "b": [1.0, 2.0]})
     assert none[0].mean is None and none[1].verdict == "the first diverged"
 
 
@@ -75,14 +78,14 @@ def test_all_are_compared_where_the_shortest_ends():
         "slow": [curve([100, 200, 400], [10, 20, 40], [3.0, 2.0, 1.0])],
         "fast": [curve([100, 300], [5, 15], [2.5, 1.5])],
     }
-    found = compared(curves)
+    found = compare(curves)
     assert found["tokens"]["at"] == 300 and found["seconds"]["at"] == 15
     assert [row["losses"] for row in found["tokens"]["rows"]] == [[1.5], [1.5]]
     assert [row["losses"] for row in found["seconds"]["rows"]] == [[2.5], [1.5]]
     # Where one was not measured yet when the other had ended, nothing is known.
     curves["fast"] = [curve([100, 300], [2, 4], [2.5, 1.5])]
-    assert compared(curves)["seconds"] == {"at": 4, "rows": []}
-    assert "at equal seconds: not all were measured within 4 s" in study_table(compared(curves) | {"seeds": 1})
+    assert compare(curves)["seconds"] == {"at": 4, "rows": []}
+    assert "at equal seconds: not all were measured within 4 s" in format_study(compare(curves) | {"seeds": 1})
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def variants(text_file):
 @pytest.fixture(scope="module")
 def studied(variants, tmp_path_factory):
     directory, told = tmp_path_factory.mktemp("study") / "s", []
-    return directory, study(variants, directory, seeds=2, say=told.append), told
+    return directory, run_study(variants, directory, seeds=2, say=told.append), told
 
 
 @pytest.mark.slow
@@ -109,7 +112,7 @@ def test_a_study_is_its_runs(variants, studied, tmp_path):
     assert found["tokens"]["rows"][1]["losses"][1] == last and found["tokens"]["at"] == 4 * 4 * 8
     assert [line.split(":")[0] for line in told] == [f"seed {s}, {v}" for s in (0, 1) for v in variants]
     assert (directory / "as-it-is/seed-1/experiment.json").exists()
-    table = study_table(found)
+    table = format_study(found)
     assert "| as it is |" in table and "of 2 seeds" in table and "| wider |" in table
 
 
@@ -131,12 +134,12 @@ def test_seconds_are_those_of_the_steps(variants, tmp_path):
 def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
     directory, found, _ = studied
     monkeypatch.setattr("jaxgpt.tools.study.study.fit", lambda *args, **how: pytest.fail("it was all done"))
-    assert study(variants, directory, seeds=2) == found
+    assert run_study(variants, directory, seeds=2) == found
     calls = []
     monkeypatch.setattr(
         "jaxgpt.tools.study.study.fit", lambda e, place, **how: calls.append(place) or fit(e, place, **how)
     )
-    more = study(variants, directory, seeds=3)
+    more = run_study(variants, directory, seeds=3)
     assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more["seeds"] == 3
     assert more["tokens"]["rows"][0]["losses"][:2] == found["tokens"]["rows"][0]["losses"]
 
@@ -150,7 +153,7 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, mon
         return fit(experiment, place, **how)
 
     monkeypatch.setattr("jaxgpt.tools.study.study.fit", lost)
-    found = study(variants, tmp_path, seeds=1)
+    found = run_study(variants, tmp_path, seeds=1)
     assert found["tokens"]["rows"][1] | {"variant": ""} == {
         "variant": "",
         "losses": [None],
@@ -161,7 +164,7 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, mon
         "verdict": "1 of its runs diverged",
     }
     assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
-    assert study(variants, tmp_path, seeds=1) == found
+    assert run_study(variants, tmp_path, seeds=1) == found
 
 
 @pytest.mark.slow
@@ -170,7 +173,7 @@ def test_another_configuration_in_the_same_place_is_refused(variants, studied):
         name: dataclasses.replace(e, train=dataclasses.replace(e.train, steps=6)) for name, e in variants.items()
     }
     with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
-        study(changed, studied[0], seeds=1)
+        run_study(changed, studied[0], seeds=1)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +197,11 @@ def test_another_configuration_in_the_same_place_is_refused(variants, studied):
 def test_what_shares_no_metric(variants, change, said):
     first = variants["as it is"]
     with pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}"):
-        comparable({"a": first, "b": change(first)})
+        check_comparable({"a": first, "b": change(first)})
     # How many tokens a BPE would have matters to no other tokenizer.
-    comparable({"a": first, "b": dataclasses.replace(first, data=dataclasses.replace(first.data, bpe_vocab_size=999))})
+    check_comparable(
+        {"a": first, "b": dataclasses.replace(first, data=dataclasses.replace(first.data, bpe_vocab_size=999))}
+    )
 
 
 @pytest.fixture
@@ -211,12 +216,12 @@ def from_weights(variants, studied):
 def test_tokens_are_counted_by_the_context_that_a_run_has(variants, studied, from_weights):
     """Of one that begins with weights, it is theirs at most."""
     given = {"as it is": variants["as it is"], "from weights": from_weights}
-    found = study(given, studied[0], seeds=1)
+    found = run_study(given, studied[0], seeds=1)
     assert found["tokens"]["at"] == 4 * 4 * 8 and found["tokens"]["rows"] and found["seconds"]["at"] > 0
     curves = [read_curve(studied[0] / name / "seed-0", variants["as it is"]) for name in ("as-it-is", "from-weights")]
     assert curves[0].tokens == curves[1].tokens == [2 * 4 * 8, 4 * 4 * 8]
     assert curves[1].seconds[0] < curves[1].seconds[1]
-    assert study(given, studied[0], seeds=1, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
+    assert run_study(given, studied[0], seeds=1, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
 
 
 @pytest.mark.slow
@@ -233,9 +238,9 @@ def test_weights_bring_their_tokenizer_to_a_comparison(variants, from_weights, t
         raise Diverged("nothing was trained")
 
     with pytest.raises(UserError, match="'nothing' and 'weights' do not share a metric: .*tokenizer_sha256"):
-        study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+        run_study({"nothing": nothing, "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
     assert calls == []
-    study({"nothing": variants["as it is"], "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
+    run_study({"nothing": variants["as it is"], "weights": named}, tmp_path, seeds=1, fit_one=fit_none)
     assert len(calls) == 2
 
 
@@ -249,10 +254,10 @@ def test_what_is_no_study(variants, tmp_path):
         ({"a": first, "Study.json": first}, r"variant 'Study\.json' would be the directory Study\.json"),
     ):
         with pytest.raises(UserError, match=said):
-            comparable(given)
+            check_comparable(given)
     for seeds, said in ((0, "needs at least 1"), (2.5, "needs a whole number")):
         with pytest.raises(UserError, match=f"seeds={seeds}: {said}"):
-            study(variants, tmp_path, seeds=seeds)
+            run_study(variants, tmp_path, seeds=seeds)
     assert slug("pre-norm, with warm-up") == "pre-norm-with-warm-up" and slug("ñ/..") == "ñ-.."
 
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import layer_norm, rms_norm
-from jaxgpt.tools.xray.activations import anatomy, excited
+from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers
 
 TOKENS = [1, 2, 3, 10, 0, 1, 7]
@@ -27,7 +27,7 @@ EVERY = {
 @pytest.fixture(scope="module", params=EVERY)
 def seen(request):
     model, params = make_model(dataclasses.replace(TINY, **EVERY[request.param]))
-    return model, params, anatomy(model, params, TOKENS)
+    return model, params, capture_activations(model, params, TOKENS)
 
 
 def test_the_guess_is_the_models(seen):
@@ -93,7 +93,7 @@ def test_the_stream_adds_up(seen):
 
 def test_padding_of_the_vocabulary_is_left_out():
     model, params = make_model(TINY)
-    found = anatomy(model, params, [1, 2, 3], vocab_size=4)
+    found = capture_activations(model, params, [1, 2, 3], vocab_size=4)
     assert found.logits_V.shape == (4,) and found.guess.tokens_TK.max() < 4
     np.testing.assert_allclose(found.guess.probabilities_TK.sum(axis=1), 1, **FLOAT32_REORDERED)
 
@@ -101,10 +101,10 @@ def test_padding_of_the_vocabulary_is_left_out():
 @pytest.mark.parametrize("how", [{"scan_layers": True}, {"remat": "full"}, {"dropout": 0.5}])
 def test_how_it_was_trained_hides_nothing(how):
     model, params = make_model(TINY)
-    plain = anatomy(model, params, TOKENS)
+    plain = capture_activations(model, params, TOKENS)
     if "scan_layers" in how:
         params = stack_layers(params, TINY.n_layer)
-    other = anatomy(model.clone(config=dataclasses.replace(TINY, **how)), params, TOKENS)
+    other = capture_activations(model.clone(config=dataclasses.replace(TINY, **how)), params, TOKENS)
     jax.tree.map(
         lambda a, b: a == b if isinstance(a, str) else np.testing.assert_allclose(a, b, **FLOAT32_REORDERED),
         plain,
@@ -144,8 +144,8 @@ def test_attention_weights_are_computed_for_who_asks():
 def test_places_are_those_of_the_largest_activations(count):
     model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
     windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
-    values, places = excited(model, params, windows_NT, most=4)
-    hidden = [anatomy(model, params, row.tolist()).hidden_LTF for row in windows_NT]
+    values, places = top_activating_examples(model, params, windows_NT, most=4)
+    hidden = [capture_activations(model, params, row.tolist()).hidden_LTF for row in windows_NT]
     for layer in range(TINY.n_layer):
         hidden_NTF = np.stack([of_window[layer] for of_window in hidden])
         peak_NF = hidden_NTF.max(axis=1)

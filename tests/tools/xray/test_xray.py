@@ -16,8 +16,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.session import fit
 from jaxgpt.tools.html_page import KINDS, Arrays, in_html, rounded
-from jaxgpt.tools.xray.activations import anatomy
-from jaxgpt.tools.xray.views import Map, Subject, in_the_plane, shares, xray_page
+from jaxgpt.tools.xray.activations import capture_activations
+from jaxgpt.tools.xray.page import AttentionMap, Subject, attention_shares, project_to_plane, render_page
 from jaxgpt.tools.xray.xray import read_embedding, xray
 from tests.helpers import TINY, make_model, tiny_experiment
 
@@ -40,7 +40,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run):
-    return anatomy(run.model, run.params, run.tokenizer.encode(PROMPT).tolist())
+    return capture_activations(run.model, run.params, run.tokenizer.encode(PROMPT).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +102,16 @@ def test_what_a_script_element_may_hold():
 
 def test_shares_of_a_head():
     weights_NTS = np.tril(np.random.default_rng(0).random((2, 5, 5)))
-    previous, first, itself = shares(weights_NTS)[1]
+    previous, first, itself = attention_shares(weights_NTS)[1]
     w = weights_NTS[1]
     assert previous == pytest.approx((w[2, 1] + w[3, 2] + w[4, 3]) / 3)
     assert first == pytest.approx(w[2:, 0].mean()) and itself == pytest.approx((w[2, 2] + w[3, 3] + w[4, 4]) / 3)
-    assert shares(weights_NTS[:, :2, :2]) == [None, None]
+    assert attention_shares(weights_NTS[:, :2, :2]) == [None, None]
 
 
 def test_the_plane_is_that_of_the_singular_values():
     vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
-    xy_N2, share = in_the_plane(vectors_ND)
+    xy_N2, share = project_to_plane(vectors_ND)
     u, s, _ = np.linalg.svd(vectors_ND - vectors_ND.mean(axis=0), full_matrices=False)
     expected_N2 = u[:, :2] * s[:2]
     np.testing.assert_allclose(np.abs(xy_N2) * np.abs(expected_N2).max(), np.abs(expected_N2), rtol=1e-6, atol=1e-6)
@@ -120,7 +120,10 @@ def test_the_plane_is_that_of_the_singular_values():
 
 def test_the_plane_of_large_vectors_is_that_of_small_ones():
     vectors_ND = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
-    (xy_N2, share), (xy_large_N2, share_large) = in_the_plane(vectors_ND), in_the_plane(vectors_ND * np.float32(1e30))
+    (xy_N2, share), (xy_large_N2, share_large) = (
+        project_to_plane(vectors_ND),
+        project_to_plane(vectors_ND * np.float32(1e30)),
+    )
     np.testing.assert_allclose(np.abs(xy_N2), np.abs(xy_large_N2), atol=1e-4)
     np.testing.assert_allclose(share, share_large, rtol=1e-4)
 
@@ -134,7 +137,7 @@ def test_size_of_six_layers_and_256_tokens():
         dataclasses.replace(TINY, vocab_size=V, block_size=T, n_layer=1, n_head=N, n_embd=D, activation="gelu")
     )
     ids = rng.integers(0, V, T).tolist()
-    found = anatomy(model, params, ids)
+    found = capture_activations(model, params, ids)
     assert found.hidden_LTF[0].shape == (T, F)
     found = found._replace(
         lens=found.lens[:1] + found.lens[1:] * 6,
@@ -143,9 +146,9 @@ def test_size_of_six_layers_and_256_tokens():
         norms=found.norms[:2] * 6,
     )
     scores = [np.where(np.tri(T, dtype=bool), rng.normal(size=(N, T, T)), -np.inf) for _ in range(6)]
-    maps = [Map("layer", "text", "text", np.exp(s) / np.exp(s).sum(-1, keepdims=True)) for s in scores]
+    maps = [AttentionMap("layer", "text", "text", np.exp(s) / np.exp(s).sum(-1, keepdims=True)) for s in scores]
     subject = Subject("t", [], {"text": ids}, chr, found, maps, "gelu", rng.normal(size=(V, D)), None, "", 1.0)
-    assert 1e6 < len(xray_page(subject)) < 5e6
+    assert 1e6 < len(render_page(subject)) < 5e6
 
 
 # In the browser -------------------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_a_head_enlarged(page, found):
     label = page.locator(f"[data-head='1,{N - 1}']").get_attribute("aria-label")
     said = [number(x) for x in re.findall(r"[\d.]+%", label)]
     assert label.startswith(f"layer 2, head {N}: previous") and said == pytest.approx(
-        shares(found.weights_LNTS[1])[-1], **NEAR
+        attention_shares(found.weights_LNTS[1])[-1], **NEAR
     )
     page.click("[data-head='1,0']")
     assert page.text_content("#head-title") == "layer 2, head 1"

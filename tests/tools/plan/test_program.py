@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.tools.plan.hlo import Collective, read_hlo
+from jaxgpt.tools.plan.program import Collective, read_program
 
 
 def compiled(f, *shapes):
@@ -13,12 +13,12 @@ def compiled(f, *shapes):
 
 def test_flops_without_loops_are_xlas():
     program = compiled(lambda a, b: a @ b, (24, 56), (56, 40))
-    assert read_hlo(program.as_text()).flops == program.cost_analysis()["flops"] == 2 * 24 * 56 * 40
+    assert read_program(program.as_text()).flops == program.cost_analysis()["flops"] == 2 * 24 * 56 * 40
 
 
 def test_flops_of_a_batched_product():
     program = compiled(lambda q, k: jnp.einsum("bnth,bnsh->bnts", q, k), (2, 3, 8, 16), (2, 3, 24, 16))
-    assert read_hlo(program.as_text()).flops == 2 * 2 * 3 * 8 * 24 * 16
+    assert read_program(program.as_text()).flops == 2 * 2 * 3 * 8 * 24 * 16
 
 
 def test_flops_of_a_convolution():
@@ -27,7 +27,7 @@ def test_flops_of_a_convolution():
         (2, 10, 3),
         (4, 3, 5),
     )
-    assert read_hlo(program.as_text()).flops == 2 * 2 * 7 * 4 * 3 * 5
+    assert read_program(program.as_text()).flops == 2 * 2 * 7 * 4 * 3 * 5
 
 
 def test_a_scan_counts_as_often_as_it_runs():
@@ -36,21 +36,21 @@ def test_a_scan_counts_as_often_as_it_runs():
 
     L, B, D = 7, 16, 64
     step = 2 * B * D * D
-    assert read_hlo(compiled(f, (B, D), (L, D, D)).as_text()).flops == L * step
+    assert read_program(compiled(f, (B, D), (L, D, D)).as_text()).flops == L * step
     gradient = compiled(jax.grad(lambda x, w: f(x, w).sum(), argnums=(0, 1)), (B, D), (L, D, D))
-    assert read_hlo(gradient.as_text()).flops == 3 * L * step
+    assert read_program(gradient.as_text()).flops == 3 * L * step
 
 
 def test_nested_loops_multiply():
     def f(x):
         return jax.lax.fori_loop(0, 3, lambda _, x: jax.lax.fori_loop(2, 7, lambda _, x: x @ x, x), x)
 
-    assert read_hlo(compiled(f, (32, 32)).as_text()).flops == 3 * 5 * 2 * 32**3
+    assert read_program(compiled(f, (32, 32)).as_text()).flops == 3 * 5 * 2 * 32**3
 
 
 def test_bytes_of_a_product():
     program = compiled(lambda a, b: a @ b, (24, 56), (56, 40))
-    assert read_hlo(program.as_text()).bytes_accessed == 4 * (24 * 56 + 56 * 40 + 24 * 40)
+    assert read_program(program.as_text()).bytes_accessed == 4 * (24 * 56 + 56 * 40 + 24 * 40)
 
 
 def test_a_scan_reads_each_layer_once():
@@ -59,7 +59,7 @@ def test_a_scan_reads_each_layer_once():
 
     L, B, D = 9, 1, 256
     layers = 4 * L * D * D
-    accessed = read_hlo(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
+    accessed = read_program(compiled(f, (B, D), (L, D, D)).as_text()).bytes_accessed
     # At least once; at most, a slice copied out and read again. The whole stack in every iteration would be 9 times.
     assert layers <= accessed <= 3.1 * layers
 
@@ -123,7 +123,7 @@ ENTRY %main.1 (w.1: bf16[1,512,256], x.1: bf16[512,512]) -> s32[] {
 
 
 def test_a_tpus_text():
-    program = read_hlo(TPU)
+    program = read_program(TPU)
     assert program.collectives == (
         Collective(kind="all-gather", shapes=("bf16[1,512,512]",), bytes=2**19, group=(0, 4), times=4),
         Collective(kind="reduce-scatter", shapes=("bf16[512,512]",), bytes=2**19, group=(0, 4), times=4),
@@ -135,7 +135,7 @@ def test_a_tpus_text():
 def one(line: str, module: str = "num_partitions=8") -> list[tuple]:
     """What the reader makes of one instruction whose operand is %x."""
     text = f"HloModule jit_f, {module}\n\nENTRY %main (x: f32[6,4]) -> f32[] {{\n  %x = f32[6,4]{{1,0}} parameter(0)\n  {line}\n}}\n"
-    return [(c.kind, c.shapes, c.bytes, c.group) for c in read_hlo(text).collectives]
+    return [(c.kind, c.shapes, c.bytes, c.group) for c in read_program(text).collectives]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ ENTRY %main (x: f32[6,4]) -> f32[3,4] {
   ROOT %done = f32[3,4]{1,0} async-done(%start), calls=%async
 }
 """
-    program = read_hlo(text)
+    program = read_program(text)
     assert [(c.kind, c.bytes, c.times) for c in program.collectives] == [("reduce-scatter", 96, 1)]
     assert program.bytes_accessed == 96 + 48
 
 
 def bytes_of(line: str, others: str = "") -> float:
-    return read_hlo(
+    return read_program(
         f"""HloModule jit_f
 
 {others}

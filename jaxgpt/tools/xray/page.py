@@ -1,4 +1,4 @@
-"""The X-ray page: what a model does with one text, piece by piece. Drawn by `xray.js`."""
+"""The X-ray page: the data that `xray.js` draws."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgpt.tools.html_page import Arrays, page, rounded
+from jaxgpt.tools.xray.activations import Activations, Guess, Norm
 
 UNITS = 8  # most active units that are listed of each token
 NUMBERS = 8  # of a token's vector that are shown on their way through a norm
 LABELS = 400  # tokens on the map of embeddings, at most
-NAMED = 200  # likeliest last tokens that are named
+NAMED = 200  # most likely next tokens that are named
 NEIGHBOURS = 5
 
 
-class Map(NamedTuple):
+class AttentionMap(NamedTuple):
     """The weights of one layer's attention."""
 
     name: str
-    queries: str  # which text each row is a token of
+    queries: str  # "text" or "source": which of them the rows are tokens of
     keys: str
     weights_NTS: np.ndarray
 
 
-class Corpus(NamedTuple):
-    """Where in a corpus the units of the MLPs are most active, see `anatomy.excited`."""
+class TopExamples(NamedTuple):
+    """The result of `top_activating_examples`, and the windows in which they were looked for."""
 
     windows_NT: np.ndarray  # token ids
     values: list[np.ndarray]
-    places: list[np.ndarray]
+    positions: list[np.ndarray]
 
 
 class Subject(NamedTuple):
-    """What an X-ray page shows, see `anatomy.Anatomy` for what `found` is."""
+    """What an X-ray page shows."""
 
     title: str
     facts: list[tuple[str, str]]
     texts: dict[str, list[int]]  # token ids by name; "text" is the one that the model writes on
     spell: Callable[[int], str]  # a token as it is shown
-    found: Any
-    maps: list[Map]
+    found: Activations
+    maps: list[AttentionMap]
     activation: str
     embedding_VD: np.ndarray
-    corpus: Corpus | None
+    examples: TopExamples | None
     why_no_corpus: str
     temperature: float
 
 
-def xray_page(subject: Subject) -> str:
-    """One self-contained HTML file."""
-    arrays, words = Arrays(), Words(subject.spell)
+def render_page(subject: Subject) -> str:
+    """Return one self-contained HTML file."""
+    arrays, words = Arrays(), Vocabulary(subject.spell)
     found = subject.found
     data: dict[str, Any] = {
         "title": subject.title,
@@ -68,14 +69,14 @@ def xray_page(subject: Subject) -> str:
         ],
         "norms": [_norm(norm) for norm in found.norms],
         "mlp": [
-            _units(i, hidden_TF, subject.activation, subject.corpus, arrays)
+            _units(i, hidden_TF, subject.activation, subject.examples, arrays)
             for i, hidden_TF in enumerate(found.hidden_LTF)
         ],
         "corpus": None
-        if subject.corpus is None
+        if subject.examples is None
         else {
-            "ids": arrays.put(words.ids(subject.corpus.windows_NT.ravel())),
-            "window": subject.corpus.windows_NT.shape[1],
+            "ids": arrays.put(words.ids(subject.examples.windows_NT.ravel())),
+            "window": subject.examples.windows_NT.shape[1],
         },
         "why_no_corpus": subject.why_no_corpus,
         "embedding": _embedding(subject, arrays, words),
@@ -85,7 +86,7 @@ def xray_page(subject: Subject) -> str:
     return page("xray/xray", subject.title, data, arrays)
 
 
-class Words:
+class Vocabulary:
     """The tokens that a page names, each once."""
 
     def __init__(self, spell: Callable[[int], str]):
@@ -93,7 +94,7 @@ class Words:
         self.spelt: list[str] = []
 
     def ids(self, tokens: Any) -> np.ndarray:
-        """Token ids as indices into `spelt`."""
+        """Return token ids as indices into `spelt`."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
         return np.array([self._number(int(i)) for i in known], np.int32)[inverse].reshape(tokens.shape)
@@ -105,10 +106,10 @@ class Words:
         return self._numbers[token]
 
 
-def shares(weights_NTS: np.ndarray) -> list[list[float] | None]:
-    """How much of each head's attention goes to the previous token, to the first, and to the token itself.
+def attention_shares(weights_NTS: np.ndarray) -> list[list[float] | None]:
+    """Return the share of each head's attention on the previous token, on the first, and on the token itself.
 
-    The mean over queries from the third token on, since for the second the previous is the first; None: there are none.
+    They are means over queries from the third token on, since the second's previous token is the first; None: no such.
     """
     N, T, _ = weights_NTS.shape
     if T < 3:
@@ -118,9 +119,9 @@ def shares(weights_NTS: np.ndarray) -> list[list[float] | None]:
     return np.stack([x.mean(axis=1) for x in each], axis=1).tolist()
 
 
-def in_the_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(xy_N2, share of the variance in each): the two principal components of vectors, in [-1, 1]."""
-    vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # whose squares float32 can hold
+def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the two principal components of vectors, xy_N2 in [-1, 1]; their shares of the variance)."""
+    vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # float32 can hold the squares
     centred_ND = vectors_ND - vectors_ND.mean(axis=0)
     variance_D, axes_DD = np.linalg.eigh(centred_ND.T @ centred_ND)
     xy_N2 = centred_ND @ axes_DD[:, [-1, -2]] if vectors_ND.shape[1] > 1 else np.repeat(centred_ND, 2, axis=1)
@@ -128,7 +129,7 @@ def in_the_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xy_N2 / max(np.abs(xy_N2).max(), 1e-30), share
 
 
-def _guess(guess: Any, arrays: Arrays, words: Words) -> dict[str, Any]:
+def _guess(guess: Guess, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
     came_T = np.exp(guess.logprob_T)
     return {
         "ids": arrays.put(words.ids(guess.tokens_TK)),
@@ -137,19 +138,19 @@ def _guess(guess: Any, arrays: Arrays, words: Words) -> dict[str, Any]:
     }
 
 
-def _map(m: Map, arrays: Arrays) -> dict[str, Any]:
+def _map(m: AttentionMap, arrays: Arrays) -> dict[str, Any]:
     same = m.queries == m.keys
     return {
         "name": m.name,
         "queries": m.queries,
         "keys": m.keys,
-        # Their square roots, which are what is shaded, in 256 levels: the small weights are the many.
+        # Square roots, which the page shades, in 256 levels: most weights are small.
         "roots": arrays.put(np.round(255 * np.sqrt(np.clip(m.weights_NTS, 0, 1))).astype(np.uint8)),
-        "shares": rounded(shares(m.weights_NTS), 3) if same and m.weights_NTS.shape[1] > 2 else None,
+        "shares": rounded(attention_shares(m.weights_NTS), 3) if same and m.weights_NTS.shape[1] > 2 else None,
     }
 
 
-def _norm(norm: Any) -> dict[str, Any]:
+def _norm(norm: Norm) -> dict[str, Any]:
     def moments(x_TD: np.ndarray) -> dict[str, Any]:
         return {"mean": rounded(x_TD.mean(axis=1)), "variance": rounded(x_TD.var(axis=1))}
 
@@ -171,10 +172,12 @@ def _norm(norm: Any) -> dict[str, Any]:
     }
 
 
-def _units(layer: int, hidden_TF: np.ndarray, activation: str, corpus: Corpus | None, arrays: Arrays) -> dict[str, Any]:
+def _units(
+    layer: int, hidden_TF: np.ndarray, activation: str, examples: TopExamples | None, arrays: Arrays
+) -> dict[str, Any]:
     order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
     peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
-    # In sixteen levels of each unit's own peak: for colours that is enough, and it packs well.
+    # In sixteen levels of each unit's own peak: enough for colours, and it compresses well.
     levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
     zero_TF = hidden_TF == 0
     return {
@@ -183,23 +186,23 @@ def _units(layer: int, hidden_TF: np.ndarray, activation: str, corpus: Corpus | 
         "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1).astype(np.float32)),
         "levels": arrays.put(levels_TF.T),
         "peaks": arrays.put(peak_F.astype(np.float32)),
-        # Of a ReLU, or of its square; other activations have none.
+        # ReLU and its square alone give exact zeros.
         "zeros": rounded(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
-        "places": None if corpus is None else arrays.put(corpus.places[layer].astype(np.int32)),
-        "excited": None if corpus is None else arrays.put(_finite(corpus.values[layer])),
+        "places": None if examples is None else arrays.put(examples.positions[layer].astype(np.int32)),
+        "excited": None if examples is None else arrays.put(_zero_non_finite(examples.values[layer])),
     }
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
+def _zero_non_finite(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(values), values, 0).astype(np.float32)
 
 
-def _embedding(subject: Subject, arrays: Arrays, words: Words) -> dict[str, Any]:
+def _embedding(subject: Subject, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
     vectors_VD = np.asarray(subject.embedding_VD, np.float32)
     shown = _most_used(subject, len(vectors_VD))
     vectors_ND = vectors_VD[shown]
-    xy_N2, share = in_the_plane(vectors_ND)
+    xy_N2, share = project_to_plane(vectors_ND)
     unit_ND = vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-30)
     cosine_NN = unit_ND @ unit_ND.T
     np.fill_diagonal(cosine_NN, -np.inf)
@@ -215,19 +218,19 @@ def _embedding(subject: Subject, arrays: Arrays, words: Words) -> dict[str, Any]
 
 
 def _most_used(subject: Subject, V: int) -> np.ndarray:
-    """The tokens to show: all, or those of the texts and the most frequent of the corpus."""
+    """Return the tokens to show: all, or those of the texts and the most frequent of the corpus."""
     if V <= LABELS:
         return np.arange(V)
     texts: list[Sequence[int]] = list(subject.texts.values())
     own = np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in texts]))
     rest = np.arange(V)
-    if subject.corpus is not None:
-        rest = np.argsort(-np.bincount(subject.corpus.windows_NT.ravel(), minlength=V), kind="stable")
+    if subject.examples is not None:
+        rest = np.argsort(-np.bincount(subject.examples.windows_NT.ravel(), minlength=V), kind="stable")
     return np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]
 
 
-def _last(logits_V: np.ndarray, arrays: Arrays, words: Words) -> dict[str, Any]:
-    """Temperature does not change the order of tokens, so that they come sorted once for all."""
+def _last(logits_V: np.ndarray, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
+    """Return the logits at the last position, sorted: no temperature changes their order."""
     order_V = np.argsort(-logits_V, kind="stable")
     return {
         "ids": arrays.put(words.ids(order_V[:NAMED])),

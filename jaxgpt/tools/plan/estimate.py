@@ -1,0 +1,225 @@
+"""Estimate the memory, the collectives and the speed of a training step from its compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.layers.kernels.splash import computed_scores
+from jaxgpt.parallel.device import bytes_held
+from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
+from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
+from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.tools.plan.program import Collective, Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveTotal:
+    """All collectives of one kind and group size in one step."""
+
+    kind: str
+    devices: int  # in each group
+    count: int
+    bytes: float  # of the full buffers, all together
+    seconds: float | None  # at the links' full speed; None: unknown
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One training step on one device, as the compiler sees it. What is unknown is None, never a guess."""
+
+    experiment: str
+    topology: str  # "v5e:4x4", or "this machine"
+    devices: int
+    device: str
+    strategy: str
+    compute: str  # dtype and attention kernel
+    remat: str
+    micro_batch_size: int
+    accumulation: int
+    parameters: int
+    tokens_per_step: int
+    flops_per_token: float  # of the model: 6 per weight and 12 L D T
+    executed_flops_per_token: float  # what the program does, recomputation included
+    memory: int  # bytes on one device: state, batch and temporaries
+    state_memory: int  # of them, parameters and optimiser state
+    available: int | None  # bytes
+    fits: bool | None
+    collectives: tuple[CollectiveTotal, ...]
+    compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
+    memory_seconds: float | None  # per step, every operand and result of a fusion read or written once
+    interconnect_seconds: float | None
+    step_seconds: float | None  # the longest of the three: a bound from below, all else hidden behind it
+    bottleneck: str | None  # compute, memory or interconnect
+    tokens_per_second: float | None
+    mfu: float | None  # the model's FLOPs, which have the scores that the mask hides, over peak
+    total_tokens: int  # of the experiment
+    hours: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for `--json`, where two have the names of version 0.1.0."""
+        names = {"collectives": "exchanges", "bottleneck": "binds"}
+        return {names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+
+
+def estimate(
+    experiment: Experiment,
+    trainer: Trainer,
+    program: Program,
+    *,
+    topology: str | None,
+    memory: int,
+    available: int | None,
+) -> Plan:
+    """Return the plan of a compiled step. topology: None means this machine. memory, available: bytes on one device."""
+    train, config, strategy = experiment.train, experiment.model, trainer.strategy
+    used = strategy.devices
+    parameters, in_adapters = trainer.parameters
+    tokens = train.batch_size * config.block_size
+    flops_per_token = train_flops_per_token(config, parameters, in_adapters)
+    flops = program.flops + program.custom_flops + _kernel_flops(trainer, config, tokens / len(used), program)
+    limits = peaks(used[0].device_kind)
+    collectives = _total_collectives(program.collectives, used)
+    compute = memory_traffic = interconnect = bottleneck = step = None
+    if limits is not None:
+        compute, memory_traffic = flops / limits.flops, program.bytes_accessed / limits.memory_bandwidth
+        interconnect = _add([c.seconds for c in collectives], sum)
+    if compute is not None and memory_traffic is not None and interconnect is not None:
+        seconds = {"compute": compute, "memory": memory_traffic, "interconnect": interconnect}
+        bottleneck = max(seconds, key=lambda name: seconds[name])
+        step = seconds[bottleneck]
+    rate = tokens / step if step else None
+    return Plan(
+        experiment=experiment.name,
+        topology=topology or "this machine",
+        devices=len(used),
+        device=used[0].device_kind,
+        strategy=strategy.name,
+        compute=trainer.options.reason,
+        remat=config.remat,
+        micro_batch_size=trainer.split.micro_batch_size,
+        accumulation=trainer.split.grad_accum_steps,
+        parameters=parameters,
+        tokens_per_step=tokens,
+        flops_per_token=flops_per_token,
+        executed_flops_per_token=flops * len(used) / tokens,
+        memory=memory,
+        state_memory=bytes_held(trainer.abstract_state),
+        available=available,
+        fits=None if available is None else True,
+        collectives=collectives,
+        compute_seconds=compute,
+        memory_seconds=memory_traffic,
+        interconnect_seconds=interconnect,
+        step_seconds=step,
+        bottleneck=bottleneck,
+        tokens_per_second=rate,
+        mfu=None if rate is None or limits is None else rate * flops_per_token / (limits.flops * len(used)),
+        total_tokens=tokens * train.steps,
+        hours=None if step is None else step * train.steps / 3600,
+    )
+
+
+def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
+    """Return the FLOPs of attention kernels, which do not state them: 2 products forward, 5 backward with new scores.
+
+    Splash attention computes whole blocks of scores; others are taken to compute the half that the mask leaves.
+    """
+    attention = trainer.options.attention
+    if attention in ("plain", "xla") or config.dropout or program.custom_flops:
+        return 0.0
+    calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call" or "fmha" in target)
+    # One forward and one backward for each layer and micro-batch, and those that remat runs anew.
+    forward = calls - config.n_layer * trainer.split.grad_accum_steps
+    if forward <= 0:
+        return 0.0
+    share = 0.5
+    if attention == "splash":
+        T, H = config.block_size, config.head_size
+        windows = [config.window(layer) for layer in range(config.n_layer)]
+        read = sum(min(window or T, T) * T for window in windows)
+        share = sum(computed_scores(T, H, window) for window in windows) / read
+    products = 2 * forward / (calls - forward) + 5
+    return products * attention_flops(config) * tokens * share
+
+
+def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
+    """Add up the collectives of each kind and group size."""
+    limits = peaks(devices[0].device_kind)
+    switched = limits is not None and limits.torus == 0
+    groups: dict[tuple[str, int], list[Collective]] = defaultdict(list)
+    for c in collectives:
+        groups[c.kind, len(c.group)].append(c)
+
+    def seconds(c: Collective) -> float | None:
+        bandwidth = ring_bandwidth(devices, c.group)
+        if bandwidth is None:
+            return None
+        return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
+
+    return tuple(
+        CollectiveTotal(
+            kind=kind,
+            devices=n,
+            count=sum(c.times for c in members),
+            bytes=sum(c.bytes * c.times for c in members),
+            seconds=_add([seconds(c) for c in members], math.fsum),
+        )
+        for (kind, n), members in sorted(groups.items())
+    )
+
+
+def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
+    """Return the sum, or None if one of the values is unknown."""
+    known = [value for value in values if value is not None]
+    return add(known) if len(known) == len(values) else None
+
+
+def format_gib(n: float | None) -> str:
+    return "unknown" if n is None else f"{n / 2**30:.2f} GiB"
+
+
+def format_plan(p: Plan) -> str:
+    """Return a plan as text, one line a fact."""
+
+    def ms(seconds: float | None) -> str:
+        return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+    def number(x: float | None, unit: str = "") -> str:
+        return "unknown" if x is None else f"{x:,.0f}{unit}"
+
+    fits = {True: "fits", None: "unknown whether it fits"}[p.fits]
+    batch = f"{p.tokens_per_step // p.accumulation:,} tokens at once"
+    skips = " (it counts scores that the mask hides, and the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
+    rows = [
+        ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
+        ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
+        ("parameters", f"{p.parameters:,}"),
+        (
+            "FLOPs per token",
+            f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed",
+        ),
+        (
+            "memory per device",
+            f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
+        ),
+        *(
+            ("exchanges", f"{e.count} x {e.kind} over {e.devices}: {e.bytes / 1e6:,.1f} MB, {ms(e.seconds)}")
+            for e in p.collectives
+        ),
+        ("compute", ms(p.compute_seconds)),
+        ("memory traffic", ms(p.memory_seconds)),
+        ("interconnect", ms(p.interconnect_seconds)),
+        ("a step, at least", ms(p.step_seconds) + (f": {p.bottleneck} binds" if p.bottleneck else "")),
+        ("tokens per second", number(p.tokens_per_second)),
+        ("MFU, at most", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
+        ("the experiment", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
