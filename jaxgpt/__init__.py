@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from jaxgpt.errors import UserError as UserError
     from jaxgpt.model import GPT as GPT
     from jaxgpt.run import Run as Run
-    from jaxgpt.run import Score as Score
     from jaxgpt.run import load as load
     from jaxgpt.sample.filters import Sampling as Sampling
     from jaxgpt.sample.generate import Generated as Generated
     from jaxgpt.sample.generate import generate as generate
     from jaxgpt.sample.generate import stream as stream
     from jaxgpt.sample.quantize import for_decoding as for_decoding
+    from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
     from jaxgpt.sample.speculative import speculate as speculate
     from jaxgpt.session import fit as fit
@@ -41,7 +41,7 @@ _HOME = {
     "ParallelConfig": "config",
     "Run": "run",
     "Sampling": "sample.filters",
-    "Score": "run",
+    "Score": "sample.score",
     "TrainConfig": "config",
     "UserError": "errors",
     "fit": "session",

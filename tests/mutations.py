@@ -615,8 +615,8 @@ MUTATIONS = (
     Mutation(
         "drafted-samples-by-one-key",
         "run.py",
-        'jax.random.fold_in(how["key"], n) if n else how["key"]',
-        'how["key"]',
+        "jax.random.fold_in(key, earlier) if earlier else key",
+        "key",
         "test_session.py::test_drafted_samples_of_one_prompt_differ",
     ),
     Mutation(
@@ -629,8 +629,8 @@ MUTATIONS = (
     Mutation(
         "answers-have-the-room-of-the-longest-prompt",
         "tools/evaluate/pairs.py",
-        "most, greedy = max(map(len, targets)),",
-        "most, greedy = run.model.config.block_size - max(map(len, prompts)),",
+        "max_new_tokens=max(map(len, targets)),",
+        "max_new_tokens=run.model.config.block_size - max(map(len, prompts)),",
         "tools/evaluate/test_pairs.py::test_all_pairs_of_a_run_that_is_always_right_are_exact[None-False-256]",
     ),
     Mutation(

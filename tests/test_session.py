@@ -170,6 +170,12 @@ def test_what_a_sample_refuses(run, how, said):
         list(run.stream("lance", **how))
 
 
+@pytest.mark.parametrize("name", ["sample", "stream"])
+def test_a_misspelt_option_is_pythons_own_error(run, name):
+    with pytest.raises(TypeError, match=rf"Run.{name}\(\) got an unexpected keyword argument 'top_q'"):
+        getattr(run, name)("lance", top_q=0.5)
+
+
 def test_numbers_of_numpy_do_for_a_run(run):
     text = run.sample("lance", max_new_tokens=9, seed=1, temperature=0.5)
     assert run.sample("lance", max_new_tokens=np.int32(9), seed=np.int64(1), temperature=np.float32(0.5)) == text
@@ -185,15 +191,15 @@ def test_numbers_of_numpy_do_for_a_run(run):
 
 
 def test_nothing_to_score(run):
-    assert run.score([]) == [] and run.likelihoods([]) == []
+    assert run.score([]) == [] and run.loglikelihood([]) == []
     (score,) = run.score([""])
     assert (score.logprobs, score.tokens, score.characters, score.bits) == ([], 0, 0, 0.0)
     with pytest.raises(UserError, match="texts='of La M': needs a list of texts"):
         run.score("of La M")
     with pytest.raises(UserError, match="batch_size=0: needs at least 1"):
-        run.likelihoods([([1], [2])], batch_size=0)
+        run.loglikelihood([([1], [2])], batch_size=0)
     with pytest.raises(UserError, match="pair 1 has nothing before its second list"):
-        run.likelihoods([([1], [2]), ([], [2])])
+        run.loglikelihood([([1], [2]), ([], [2])])
 
 
 def test_scores_are_the_evaluations(run, tmp_path):
@@ -210,7 +216,7 @@ def test_scores_are_the_evaluations(run, tmp_path):
 def test_fewer_bits_hardly_change_the_loss(run):
     exact = evaluate_run(run)["loss"]
     for weights in ("float32", "bfloat16", "int8"):
-        assert evaluate_run(run.packed(weights))["loss"] == pytest.approx(exact, abs=0.02)
+        assert evaluate_run(run.for_decoding(weights))["loss"] == pytest.approx(exact, abs=0.02)
 
 
 def test_evaluate_takes_any_text(run, tmp_path):
@@ -280,11 +286,9 @@ def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
     held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
     assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
     end = whole.tokenizer.encode("\x03").tolist()
-    assert (
-        whole._how(max_new_tokens=9, chat=True)["stop_tokens"] == end
-        and whole._how(max_new_tokens=9)["stop_tokens"] == []
-    )
-    assert whole.tokenizer.decode(whole._ids(["1 and 0?"], True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
+    prompts = whole.prompt_format
+    assert prompts.stop_tokens(chat=True) == end and prompts.stop_tokens(chat=False) == []
+    assert whole.tokenizer.decode(prompts.encode(["1 and 0?"], chat=True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
     (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
     with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
         load(tmp_path / "whole").sample("1", chat=True)

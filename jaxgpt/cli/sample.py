@@ -9,7 +9,7 @@ from tyro.conf import UseAppendAction
 
 from jaxgpt.cli.console import say, stdout_is_unicode
 from jaxgpt.cli.options import Average, Json, RunName
-from jaxgpt.config import Precision
+from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.files import render_json
 from jaxgpt.parallel.jax_setup import start_jax
@@ -22,7 +22,7 @@ def sample(
     average: Average = None,
     prompt: str = "",
     chat: bool = False,
-    max_new_tokens: Size = 400,
+    max_new_tokens: Size = MAX_NEW_TOKENS,
     num_samples: Count = 1,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -72,16 +72,12 @@ def sample(
     if temperature is not None:
         given["temperature"] = temperature
     Sampling(**given)  # a mistake answers before the weights are read
-    model = load(run, average=average).packed(weights)
+    model = load(run, average=average).for_decoding(weights)
     is_apart = chat or model.experiment.data.is_pairs  # the prompt is not a part of the text
     if not prompt and not is_apart:
         say(f"no prompt: starting from {start_token(model.tokenizer)[1]}")
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat, **given}
-    options["cache_dtype"] = cache_dtype
-    if beams is not None:
-        options["beams"] = beams
-    if draft:
-        options["draft"] = load(draft).packed(weights)
+    options |= {"cache_dtype": cache_dtype, "draft": load(draft).for_decoding(weights) if draft else None}
     shown = "" if is_apart else prompt
     if stream and sys.stdout.isatty() and not (json or beams) and num_samples == 1:
         print(shown, end="", flush=True)
@@ -89,9 +85,9 @@ def sample(
             print(piece, end="", flush=True)
         print()
         return
-    texts = model.sample([prompt] * num_samples, **options)
+    texts = model.sample([prompt] * num_samples, beams=beams, **options)
     if json:
-        found = [{"prompt": prompt, "text": text} for text in texts]
-        print(render_json(found, ensure_ascii=not stdout_is_unicode()))
+        samples = [{"prompt": prompt, "text": text} for text in texts]
+        print(render_json(samples, ensure_ascii=not stdout_is_unicode()))
     else:
         print(f"\n{'-' * 40}\n".join(shown + text for text in texts))

@@ -47,7 +47,7 @@ def evaluate(
     from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
 
     model = load(run, average=average)
-    model = model if weights is None else model.packed(weights)
+    model = model if weights is None else model.for_decoding(weights)
     found = evaluate_run(model, data, stride=stride, batch_size=batch_size, beams=beams)
     print(render_json(found) if json else format_evaluation(found))
 

@@ -7,6 +7,7 @@ its help text on the command line.
 from typing import Literal
 
 from jaxgpt.config.experiment import (
+    MAX_NEW_TOKENS,
     NO_LORA,
     DataConfig,
     Experiment,
@@ -21,6 +22,7 @@ from jaxgpt.config.serialize import differences, from_dict, to_dict
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 
 __all__ = [
+    "MAX_NEW_TOKENS",
     "NO_LORA",
     "DataConfig",
     "Experiment",

@@ -20,6 +20,7 @@ from jaxgpt.config.validate import (
 )
 from jaxgpt.errors import UserError
 
+MAX_NEW_TOKENS = 400  # of a sample, unless another number is asked for
 # A decay that float32 rounds to 1 would have the optimiser divide by 0.
 Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
@@ -145,7 +146,7 @@ class TrainConfig:
     keep_last: PositiveInt = 2  # checkpoints kept besides the best; the second is there should the first be damaged
     keep_every: PositiveInt | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
     sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
-    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = 400  # tokens of that sample
+    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of that sample
     sample_temperature: NonNegativeFloat = 0.8  # of that sample
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
+from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
 from jaxgpt.sample.quantize import unrolled
 from jaxgpt.sample.score import token_ids
 from jaxgpt.sample.state import Texts, begin, read, read_all
@@ -45,13 +45,10 @@ def beam_search(
     model: GPT,
     params: dict,
     prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
     *,
     beams: int,
-    max_new_tokens: int,
-    stop_tokens: Sequence[int],
     length_penalty: float = 0.6,
-    vocab_size: int | None = None,
-    bucket: int = BUCKET,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Found:
     """Continue each prompt to the stop token, keeping the `beams` likeliest beginnings at every token.
@@ -62,12 +59,12 @@ def beam_search(
     max_new_tokens, or sooner, where the last token that they were made from was the block_size-th of prompt and text.
     It reads through the cache, whose rows follow the beams.
     length_penalty: at least 0, where log-probabilities alone count.
-    Prompts, sources, stop_tokens, vocab_size, bucket: as for `generate`. What is found for a prompt does not depend on
-    the others. Raises `UserError` for a prompt of more than block_size tokens.
+    decoding: its sampling is not used, since nothing is drawn; it needs a stop token. Prompts and sources: see
+    `generate`. What is found for a prompt does not depend on the others. Raises `UserError` for a prompt of more than
+    block_size tokens.
     """
     beams = check_count("beams", beams)
-    decoding = Decoding(max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, vocab_size=vocab_size, bucket=bucket)
-    if not len(stop_tokens):
+    if not decoding.stop_tokens:
         raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
     if not 0 <= length_penalty < math.inf:
         raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")

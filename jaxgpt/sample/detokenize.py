@@ -10,7 +10,7 @@ from jaxgpt.errors import UserError
 UNFINISHED = "\ufffd"  # what decoding ends in when the last bytes are the beginning of a character
 
 
-class TextStream:
+class Detokenizer:
     """The text of one growing list of ids, in pieces that never split a character and never show a stop string.
 
     What could still become part of a character or of a stop string is held back until it is decided; `rest` gives
@@ -68,16 +68,28 @@ class TextStream:
         return text[: len(text) - keep]
 
 
-def pieces(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
-    """The pieces of text of lists of ids, none empty; ends at a stop string, without asking for more ids."""
-    text = TextStream(tokenizer, stop)
-    for some in ids:
-        if piece := text.push(some):
+def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the text of lists of ids in pieces, none empty; end at a stop string, without asking for more ids."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    for new_ids in ids:
+        if piece := detokenizer.push(new_ids):
             yield piece
-        if text.stopped:
+        if detokenizer.stopped:
             return
-    if piece := text.rest():
+    if piece := detokenizer.rest():
         yield piece
+
+
+def join_texts(
+    tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
+) -> list[str]:
+    """Return the `size` texts of batches of new ids, each up to its stop string; end when all have met one."""
+    detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
+    for batch in batches:
+        texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]
+        if all(d.stopped for d in detokenizers):
+            break
+    return [text + d.rest() for text, d in zip(texts, detokenizers, strict=True)]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,8 +1,10 @@
-"""How likely a model finds given tokens."""
+"""Log-likelihood of given tokens and texts under a model."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +22,37 @@ BATCH = 8  # windows that are read together
 ROWS = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
 
 
-class Likelihood(NamedTuple):
-    """What a model makes of a text that follows another."""
+class LogLikelihood(NamedTuple):
+    """How well a model predicts a continuation of a context."""
 
-    logprob: float  # nats, of all its tokens together
-    greedy: bool  # each of them was the likeliest: greedy decoding would write it
+    logprob: float  # nats, summed over its tokens
+    is_greedy: bool  # each token was the most probable one: greedy decoding would generate it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a model predicts a text. Without a prefix its first token has no context and is not counted.
+
+    logprobs: log-probability of each token, in nats; nan for a first token without context.
+    bits: information in the counted tokens together, -log2 of their probability.
+    tokens: how many tokens are counted.
+    characters: how many characters of the text the counted tokens make.
+    """
+
+    logprobs: list[float]
+    bits: float
+    tokens: int
+    characters: int
+
+    @property
+    def bits_per_token(self) -> float:
+        """Return bits per counted token; nan without any."""
+        return self.bits / self.tokens if self.tokens else math.nan
+
+    @property
+    def bits_per_character(self) -> float:
+        """Return bits per counted character; nan without any."""
+        return self.bits / self.characters if self.characters else math.nan
 
 
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -37,28 +65,49 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     return [logprobs for logprobs, _ in _read(model, params, texts, [1] * len(texts), BATCH)]
 
 
-def likelihoods(
-    model: GPT, params: dict, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = BATCH
-) -> list[Likelihood]:
-    """Of the second list of ids of each pair, given the first, which is not empty and of which the last fit is read.
+def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
+    """Return the score of each text, read after the tokens that the tokenizer begins texts with."""
+    if isinstance(texts, str):
+        raise UserError(f"texts={short(texts)}: needs a list of texts")
+    prefix, ids = tokenizer.prefix, [tokenizer.encode(text).tolist() for text in texts]
+    uncounted = 0 if prefix else 1  # a first token without context
+    scores = []
+    for text, row, logprobs in zip(texts, ids, score(model, params, [[*prefix, *row] for row in ids]), strict=True):
+        logprobs = logprobs[len(prefix) :]
+        scores.append(
+            Score(
+                logprobs=logprobs.tolist(),
+                bits=-float(np.sum(logprobs[uncounted:], dtype=np.float64)) / math.log(2),
+                tokens=max(len(row) - uncounted, 0),
+                characters=max(len(text) - len(tokenizer.decode(row[:uncounted])), 0),
+            )
+        )
+    return scores
 
-    Together they may have block_size + 1 ids; a second list of more than block_size is read as `score` reads a text.
-    batch_size: pairs that are read together. Raises `UserError` for ids that the model does not have.
+
+def loglikelihood(
+    model: GPT, params: dict, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = BATCH
+) -> list[LogLikelihood]:
+    """Return the log-likelihood of the continuation in each pair of ids (context, continuation).
+
+    The context is not empty; it is cut from the left so that both have at most block_size + 1 ids. A continuation of
+    more than block_size ids is read in windows as `score` reads a text.
+    batch_size: pairs read together. Raises `UserError` for ids that the model does not have.
     """
-    room = [max(model.config.block_size, len(new)) + 1 for _, new in pairs]
-    texts = [[*before, *new][-fit:] for (before, new), fit in zip(pairs, room, strict=True)]
+    limits = [max(model.config.block_size, len(new)) + 1 for _, new in pairs]
+    texts = [[*context, *new][-limit:] for (context, new), limit in zip(pairs, limits, strict=True)]
     firsts = [len(text) - len(new) for text, (_, new) in zip(texts, pairs, strict=True)]
     if 0 in firsts:
         raise UserError(f"pair {firsts.index(0)} has nothing before its second list: begin it with a start token")
-    found = _read(model, params, texts, firsts, batch_size)
+    results = _read(model, params, texts, firsts, batch_size)
     return [
-        Likelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(likeliest[first:].all()))
-        for (logprobs, likeliest), first in zip(found, firsts, strict=True)
+        LogLikelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(is_greedy[first:].all()))
+        for (logprobs, is_greedy), first in zip(results, firsts, strict=True)
     ]
 
 
 def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """A context and what follows it, as `likelihoods` wants them.
+    """A context and what follows it, as `loglikelihood` takes them.
 
     Both are encoded as one text and cut after it, and spaces at the end of the context go over to the continuation:
     most tokenizers join a space to the word behind it, and it is so that the model has read them. lm-evaluation-harness

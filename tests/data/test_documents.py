@@ -60,15 +60,15 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed)
     dataset = prepare(config, block_size=T, encoder=encoder, prefixed=prefixed)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T, encoder=encoder)
     texts = [(source, target) for _, source, target in read_pairs(config.path)][:36]
-    rows, sources = run._ids([source for source, _ in texts], False)
-    begun, same_sources = run._ids([f"{source}\t{target[:1]}" for source, target in texts], False)
+    rows, sources = run.prompt_format.encode([source for source, _ in texts], chat=False)
+    begun, same_sources = run.prompt_format.encode([f"{source}\t{target[:1]}" for source, target in texts], chat=False)
     assert sources == same_sources and (sources is not None) == encoder
     for number, (_, target) in enumerate(texts):
         ids, answers = dataset.train.read(number)
         prompt = ids[: answers.argmax()].tolist()
         assert (sources[number] if sources else []) + rows[number] == prompt
         assert begun[number] == rows[number] + run.tokenizer.encode(target[:1]).tolist()
-        assert int(ids[-1]) in run._stops(False)
+        assert int(ids[-1]) in run.prompt_format.stop_tokens(chat=False)
         assert not prefixed or prompt[: len(begin)] == list(run.tokenizer.prefix)
     if isinstance(dataset.train, Pairs):
         read, written = dataset.train.split(0)
@@ -76,7 +76,7 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed)
     assert run.tokenizer.prefix == tuple(run.tokenizer.specials[token] for token in begin)
     for empty in ("", "\tx"):
         with pytest.raises(UserError, match="the prompt is empty: give a text to read"):
-            run._ids(["1", empty], False)
+            run.prompt_format.encode(["1", empty], chat=False)
 
 
 @pytest.mark.parametrize(("begin", "prefixed"), BEGINNINGS)
@@ -91,11 +91,11 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, pref
     dataset = prepare(config, block_size=T, prefixed=prefixed)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
     texts = [messages for _, messages in read_messages(config.path)][:36]
-    prompts, sources = run._ids([messages[0]["content"] for messages in texts], True)
+    prompts, sources = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
     assert sources is None
     for number, prompt in enumerate(prompts):
         ids, answers = dataset.train.read(number)
-        assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run._stops(True)
+        assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run.prompt_format.stop_tokens(chat=True)
     own = kind in ("marked", "instruct")  # it writes its own
     first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if prefixed else []
     assert prompts[0][: len(first)] == first and prompts[0][len(first)] not in run.tokenizer.prefix

@@ -21,6 +21,7 @@ from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.sample.beam import beam_search
+from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
@@ -260,6 +261,11 @@ def test_muon_takes_the_encoders_matrices():
 STOP = 3
 
 
+def search(model, params, prompts, *, beams, length_penalty=0.6, sources=None, **options):
+    decoding = Decoding(**options)
+    return beam_search(model, params, prompts, decoding, beams=beams, length_penalty=length_penalty, sources=sources)
+
+
 def best_of_all(model, params, prompt, new, alpha, source=None):
     """Every text of up to `new` tokens, scored by the whole model: (the best, its score)."""
     texts = [[]]
@@ -290,7 +296,7 @@ def test_a_wide_search_finds_the_best_of_all_texts(encoder, alpha):
     params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)  # with opinions
     source = [1, 2, 0] if encoder else None
     score, best = best_of_all(model, params, [1, 2], 3, alpha, source)
-    found = beam_search(
+    found = search(
         model,
         params,
         [[1, 2]],
@@ -314,11 +320,11 @@ def test_a_search_of_one_is_greedy():
     prompts = [[7]] * len(sources)
     how = dict(max_new_tokens=6, stop_tokens=[2], sources=sources)
     greedy = generate(model, params, prompts, key=jax.random.key(0), sampling=Sampling(greedy=True), **how)
-    found = beam_search(model, params, prompts, beams=1, length_penalty=0.0, **how)
+    found = search(model, params, prompts, beams=1, length_penalty=0.0, **how)
     assert [texts[0] for texts in found.tokens] == greedy.tokens
-    wide = beam_search(model, params, prompts, beams=5, length_penalty=0.0, **how)
+    wide = search(model, params, prompts, beams=5, length_penalty=0.0, **how)
     assert all(w[0] >= n[0] - 1e-5 for w, n in zip(wide.scores, found.scores, strict=True))
-    alone = beam_search(model, params, prompts[:1], beams=5, length_penalty=0.0, **(how | {"sources": sources[:1]}))
+    alone = search(model, params, prompts[:1], beams=5, length_penalty=0.0, **(how | {"sources": sources[:1]}))
     assert alone.tokens[0] == wide.tokens[0]  # nor does the batch matter
 
 
@@ -329,9 +335,9 @@ def test_prompts_of_several_lengths_are_searched_together(position):
     params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
     prompts = [[1], [4, 2, 7], [1, 2], [3] * TINY.block_size]
     for new in (4, 20):
-        together = beam_search(model, params, prompts, beams=3, max_new_tokens=new, stop_tokens=[7])
+        together = search(model, params, prompts, beams=3, max_new_tokens=new, stop_tokens=[7])
         for number, prompt in enumerate(prompts):
-            alone = beam_search(model, params, [prompt], beams=3, max_new_tokens=new, stop_tokens=[7])
+            alone = search(model, params, [prompt], beams=3, max_new_tokens=new, stop_tokens=[7])
             assert alone.tokens[0] == together.tokens[number]
             np.testing.assert_allclose(alone.scores[0], together.scores[number], **FLOAT32_REORDERED)
             room = TINY.block_size + 1 - len(prompt)
@@ -348,10 +354,10 @@ def test_a_search_waits_for_a_longer_text_that_may_yet_win():
     params["ln_f"]["scale"] += 1.0
     after_0, after_1 = np.log([0.02, 0.45, 0.03, 0.5]), np.log([0.01, 0.97, 0.01, 0.01])
     params["lm_head"][:2] += np.float32([after_0, after_1]) / 8**0.5
-    search = functools.partial(beam_search, model, params, [[0]], beams=1, stop_tokens=[STOP], length_penalty=2.0)
-    one = search(max_new_tokens=1)
+    searched = functools.partial(search, model, params, [[0]], beams=1, stop_tokens=[STOP], length_penalty=2.0)
+    one = searched(max_new_tokens=1)
     assert (one.tokens, one.scores[0][0]) == ([[[]]], pytest.approx(np.log(0.5), rel=1e-4))  # the stop is a token
-    found = search(max_new_tokens=6)
+    found = searched(max_new_tokens=6)
     assert found.tokens == [[[1] * 6]]
     assert found.scores[0][0] == pytest.approx((np.log(0.45) + 5 * np.log(0.97)) / (11 / 6) ** 2, rel=1e-4)
 
@@ -377,7 +383,7 @@ def test_what_a_search_refuses(how, said):
     model, params = make_model(TINY)
     given = {"prompts": [[1, 2]], "beams": 2, "max_new_tokens": 3, "stop_tokens": [0]} | how
     with pytest.raises(UserError, match=said):
-        beam_search(model, params, given.pop("prompts"), **given)
+        search(model, params, given.pop("prompts"), **given)
 
 
 # From the file to the page ---------------------------------------------------------------------------------------------

@@ -62,12 +62,12 @@ def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str
 
 def quantized(run: Any, weights: str) -> Any:
     """The run with its parameters as decoding reads them."""
-    return run.packed(weights)
+    return run.for_decoding(weights)
 
 
 def likelihoods(run: Any, pairs: list[tuple[list[int], list[int]]]) -> list[Any]:
-    """Each with `logprob` and `greedy`."""
-    return run.likelihoods(pairs)
+    """Each with `logprob` and `is_greedy`."""
+    return run.loglikelihood(pairs)
 
 
 def lowered_step(experiment: Any, devices: int) -> str:
@@ -521,7 +521,7 @@ def _scores() -> dict[str, Any]:
 def _likelihoods() -> Any:
     run = trained("llama")
     a, b, c, _ = _ids(run)
-    return [[x.logprob.hex(), x.greedy] for x in likelihoods(run, [(a, b), (b, c), (c, a * 5)])]
+    return [[x.logprob.hex(), x.is_greedy] for x in likelihoods(run, [(a, b), (b, c), (c, a * 5)])]
 
 
 @case("score.evaluate", "1b")

@@ -83,13 +83,12 @@ def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files
     (tmp_path / "hf").mkdir()
     for name, values in files.items():
         (tmp_path / "hf" / name).write_text(json.dumps(values))
-    assert run._how(max_new_tokens=8)["stop_tokens"] == ends
+    assert run.prompt_format.stop_tokens(chat=False) == ends
 
 
 def test_a_conversation_is_read_the_same_when_it_comes_back(chat, tmp_path):
     run, out = chat
     import_hf(str(out), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
-    assert back._ids("1 and 2?", True) == run._ids("1 and 2?", True)
-    how = dict(max_new_tokens=8, chat=True)
-    assert back._how(**how)["stop_tokens"] == run._how(**how)["stop_tokens"] == [0, 261]
+    assert back.prompt_format.encode("1 and 2?", chat=True) == run.prompt_format.encode("1 and 2?", chat=True)
+    assert back.prompt_format.stop_tokens(chat=True) == run.prompt_format.stop_tokens(chat=True) == [0, 261]

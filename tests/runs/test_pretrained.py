@@ -241,7 +241,7 @@ def test_conversations_keep_the_template_of_the_model(exported, tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "no"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     run = fit(tuning(tmp_path / "chat.jsonl", model, steps=2, eval_every=2), tmp_path / "run", progress=False)
-    assert run.template.write(messages).text == "a,\nno.\n"
+    assert run.prompt_format.template.write(messages).text == "a,\nno.\n"
     out = export_hf(run.directory, tmp_path / "out")
     kept = json.loads((out / "tokenizer_config.json").read_text())
     assert kept == values | {"chat_template": template}

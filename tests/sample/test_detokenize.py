@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample.detokenize import TextStream, pieces
+from jaxgpt.sample.detokenize import Detokenizer, iter_text
 
 BYTES = ByteTokenizer()
 
 
 def told(tokenizer, ids, stop=(), every=1):
-    return list(pieces(tokenizer, (ids[at : at + every] for at in range(0, len(ids), every)), stop))
+    return list(iter_text(tokenizer, (ids[at : at + every] for at in range(0, len(ids), every)), stop))
 
 
 @given(st.text(max_size=20), st.integers(1, 5))
@@ -44,11 +44,11 @@ def test_the_text_ends_before_the_first_stop_string(text, stop, every):
 
 
 def test_what_may_become_a_stop_string_is_held_back():
-    stream = TextStream(BYTES, ["<end>"])
+    stream = Detokenizer(BYTES, ["<end>"])
     assert [stream.push([ord(c)]) for c in "a<en"] == ["a", "", "", ""]
     assert stream.push([ord("x")]) == "<enx"
     assert stream.push(b"b<e") == "b" and stream.rest() == "<e" and not stream.stopped
-    stream = TextStream(BYTES, "<end>")
+    stream = Detokenizer(BYTES, "<end>")
     assert stream.push(b"one<end>two") == "one" and stream.stopped and stream.push(b"three") == stream.rest() == ""
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_asked_for_after_a_stop():
         yield b"one."
         raise AssertionError("asked for more")
 
-    assert list(pieces(BYTES, ids(), ["."])) == ["one"]
+    assert list(iter_text(BYTES, ids(), ["."])) == ["one"]
 
 
 def test_every_tokenizer():
@@ -71,4 +71,4 @@ def test_every_tokenizer():
 
 def test_an_empty_stop_string_is_told():
     with pytest.raises(UserError, match="a stop string is empty"):
-        TextStream(BYTES, ["x", ""])
+        Detokenizer(BYTES, ["x", ""])

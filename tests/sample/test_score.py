@@ -9,7 +9,7 @@ from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample import score
-from jaxgpt.sample.score import _logprobs, likelihoods, pair_ids
+from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids
 from tests.conftest import TEXT
 from tests.helpers import TINY, apply, make_model
 
@@ -51,15 +51,15 @@ def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():
             text = [*before, *new[:at]][-C:]
             new[at] = int(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0, len(text) - 1].argmax())
     compiled = _logprobs._cache_size()
-    found = likelihoods(model, params, pairs)
+    found = loglikelihood(model, params, pairs)
     assert _logprobs._cache_size() <= compiled + 1
     for (before, new), got in zip(pairs, found, strict=True):
         text = [*before, *new][-max(C, len(new)) - 1 :]
         (logprobs,) = score(model, params, [text])
         np.testing.assert_allclose(got.logprob, logprobs[-len(new) :].sum(), rtol=1e-5)
-    assert [got.greedy for got in found] == [True] * 3 + [False] * 5
-    for got, alone in zip(found, likelihoods(model, params, pairs[::-1], batch_size=3)[::-1], strict=True):
-        assert got.greedy == alone.greedy and got.logprob == pytest.approx(alone.logprob, rel=1e-5)
+    assert [got.is_greedy for got in found] == [True] * 3 + [False] * 5
+    for got, alone in zip(found, loglikelihood(model, params, pairs[::-1], batch_size=3)[::-1], strict=True):
+        assert got.is_greedy == alone.is_greedy and got.logprob == pytest.approx(alone.logprob, rel=1e-5)
 
 
 def test_a_pair_is_its_text_cut_before_the_spaces():

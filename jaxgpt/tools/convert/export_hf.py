@@ -42,7 +42,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     original = _original(directory)
     family = family_for(metadata.model, original.get("model_type"))
     found = load_run(metadata)
-    template = found.template if found.experiment.data.is_chat else None
+    template = found.prompt_format.template if found.experiment.data.is_chat else None
     model, params = unrolled(found.model, found.params)
     tensors = to_tensors(params, family, model.config, dtype)
     stored_as = np.dtype(next(iter(tensors.values())).dtype).name

@@ -47,7 +47,7 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class JaxGPT(LM):
     """A trained run that the harness asks; on one device, in one process.
 
-    run: a run, or its directory (None: the newest under `runs/`). weights: see `Run.packed`.
+    run: a run, or its directory (None: the newest under `runs/`). weights: see `Run.for_decoding`.
     batch_size: texts that are read or written together; None or "auto": as many as in training.
     device, max_batch_size: the harness passes them to every model; jax chooses the one, and the other has no use here.
     Raises `UserError` if there is no such run, and later for texts that its tokenizer cannot spell.
@@ -64,13 +64,13 @@ class JaxGPT(LM):
     ):
         super().__init__()
         run = run if isinstance(run, Run) else load(run)
-        self.run = run if weights is None else run.packed(weights)
+        self.run = run if weights is None else run.for_decoding(weights)
         self.batch_size = _batch_size(batch_size) or self.run.experiment.train.batch_size
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, whether greedy decoding would write it) of each continuation; args: (context, continuation)."""
         pairs = [pair_ids(self.run.tokenizer, *request.args) for request in requests]
-        return [tuple(found) for found in self.run.likelihoods(pairs, batch_size=self.batch_size)]
+        return [tuple(found) for found in self.run.loglikelihood(pairs, batch_size=self.batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text after the start token, in the harness's own windows, which touch; args: (text,)."""
@@ -80,7 +80,7 @@ class JaxGPT(LM):
             rolling = get_rolling_token_windows(ids, first[-1], self.run.model.config.block_size, 1)
             (_, begins), *others = map(make_disjoint_window, rolling)
             windows += [(number, pair) for pair in [(first, begins), *others]]
-        found = self.run.likelihoods([pair for _, pair in windows], batch_size=self.batch_size)
+        found = self.run.loglikelihood([pair for _, pair in windows], batch_size=self.batch_size)
         totals = [0.0] * len(requests)
         for (number, _), likelihood in zip(windows, found, strict=True):
             totals[number] += likelihood.logprob

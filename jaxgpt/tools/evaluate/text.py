@@ -108,7 +108,7 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
     if data.is_packed:
         chat, what = data.is_chat, "conversation" if data.is_chat else "pair"
         documents = list(
-            encode_all(path, tokenizer, run.template)
+            encode_all(path, tokenizer, run.prompt_format.template)
             if chat
             else encode_pairs(path, tokenizer, prefixed=run.metadata.prefixed)
         )

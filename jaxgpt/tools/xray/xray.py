@@ -135,7 +135,7 @@ def _generate_target(run: Run, source: list[int]) -> list[int]:
     """Decode a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
     start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
     out = generate(
-        *run.decoder,
+        *run.decode_params,
         [[start]],
         key=jax.random.key(0),
         max_new_tokens=max(run.model.config.block_size - 1, 1),

@@ -114,7 +114,7 @@ def answers(theirs, task):
 def continuations(run, ending=None):
     """Likelihoods of the endings of each line, or of its right one alone."""
     pairs = [(line["ctx"], end) for line in LINES for end in (line["endings"] if ending is None else [ending(line)])]
-    return run.likelihoods([pair_ids(run.tokenizer, context, f" {end}") for context, end in pairs])
+    return run.loglikelihood([pair_ids(run.tokenizer, context, f" {end}") for context, end in pairs])
 
 
 def test_endings_have_the_likelihoods_of_the_run_and_acc_norm_is_by_characters(run, theirs):
@@ -122,7 +122,7 @@ def test_endings_have_the_likelihoods_of_the_run_and_acc_norm_is_by_characters(r
     assert [float(logprob) for logprob, _ in answers(theirs, "choice")] == pytest.approx(
         [o.logprob for o in ours], abs=SAME
     )
-    assert [str(greedy) for _, greedy in answers(theirs, "choice")] == [str(o.greedy) for o in ours]
+    assert [str(greedy) for _, greedy in answers(theirs, "choice")] == [str(o.is_greedy) for o in ours]
     logprobs_NK = np.array([o.logprob for o in ours]).reshape(len(LINES), 3)
     characters_NK = np.array([[len(ending) for ending in line["endings"]] for line in LINES])
     right_N, results = [line["label"] for line in LINES], theirs["results"]["choice"]
@@ -133,7 +133,7 @@ def test_endings_have_the_likelihoods_of_the_run_and_acc_norm_is_by_characters(r
 
 def test_last_words_are_guessed_by_what_greedy_decoding_writes(run, theirs):
     ours, results = continuations(run, lambda line: line["endings"][line["label"]]), theirs["results"]["word"]
-    assert 0 < results["acc,none"] == np.mean([o.greedy for o in ours]) < 1
+    assert 0 < results["acc,none"] == np.mean([o.is_greedy for o in ours]) < 1
     assert results["perplexity,none"] == pytest.approx(math.exp(-np.mean([o.logprob for o in ours])), rel=SAME)
 
 
@@ -152,7 +152,7 @@ def test_whole_texts_have_the_sum_of_windows_that_touch(run, theirs):
         at = range(0, len(ids), C)
         pairs = [(ids[i - 1 : i] or [ord("\n")], ids[i : i + C]) for i in at]
         pairs[-1] = ids[len(ids) - C - 1 : at[-1]], ids[at[-1] :]
-        ours = sum(found.logprob for found in run.likelihoods(pairs))
+        ours = sum(found.logprob for found in run.loglikelihood(pairs))
         assert float(*total) == pytest.approx(ours, abs=SAME)
 
 

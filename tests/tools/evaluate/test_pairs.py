@@ -37,15 +37,15 @@ def always_right(monkeypatch, *, ends=True):
     def generate(model, params, prompts, *, max_new_tokens, sources, **how):
         return Generated(tokens=list(texts(prompts, sources, lambda length: max_new_tokens)))
 
-    def beam_search(model, params, prompts, *, max_new_tokens, sources, **how):
+    def beam_search(model, params, prompts, decoding, *, beams, sources):
         room = BLOCK + 1  # a search stays within the context; its last token is not read
-        found = texts(prompts, sources, lambda length: min(max_new_tokens, room - length))
+        found = texts(prompts, sources, lambda length: min(decoding.max_new_tokens, room - length))
         return Found([[text] for text in found], [[0.0] for _ in prompts])
 
     monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.generate", generate)
     monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.beam_search", beam_search)
     model = types.SimpleNamespace(config=types.SimpleNamespace(block_size=BLOCK))
-    return types.SimpleNamespace(tokenizer=tokenizer, model=model, decoder=(model, {}))
+    return types.SimpleNamespace(tokenizer=tokenizer, model=model, decode_params=(model, {}))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 256])

@@ -118,7 +118,7 @@ def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run
         ids = list(text.encode())
         whole = [*prefix, *ids]
         befores = [whole[max(0, i - C) : i] for i in range(len(prefix), len(whole))]
-        nats = -sum(x.logprob for x in run.likelihoods([(b, [i]) for b, i in zip(befores, ids, strict=True)]))
+        nats = -sum(x.logprob for x in run.loglikelihood([(b, [i]) for b, i in zip(befores, ids, strict=True)]))
         found = evaluate_run(begun, str(path), stride=1)
         assert found["tokens"] == len(ids)
         assert found["loss"] * len(ids) == pytest.approx(nats, rel=1e-5)

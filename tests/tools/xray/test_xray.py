@@ -376,7 +376,7 @@ def data_of(html):
 
 def test_a_packed_run_is_seen_as_it_reads(run):
     """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
-    packed, whole = run.packed("int8"), data_of(xray(run, "la", corpus_tokens=0))
+    packed, whole = run.for_decoding("int8"), data_of(xray(run, "la", corpus_tokens=0))
     found = data_of(xray(packed, "la", corpus_tokens=0))
     assert found["facts"] == whole["facts"]
     rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)

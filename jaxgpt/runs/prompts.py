@@ -1,0 +1,62 @@
+"""How a run reads prompts, as it read its data, and where its completions end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxgpt.data.chat.encode import end_of_turn, prompt_ids
+from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
+from jaxgpt.data.pairs import END, pair_prompt
+from jaxgpt.data.tokenizer import Tokenizer, start_token
+from jaxgpt.errors import UserError
+from jaxgpt.hf.source import end_tokens
+from jaxgpt.runs.metadata import RunMetadata
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """How a run turns prompts into ids: as text, as the user's turn of a conversation, or as the source of a pair."""
+
+    directory: Path
+    metadata: RunMetadata
+    tokenizer: Tokenizer
+    has_encoder: bool
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template of training: the tokenizer's own, or one of `data.template`."""
+        template = find_template(self.tokenizer, self.directory, prefixed=self.metadata.prefixed)
+        known = self.metadata.data.get("template_sha256")
+        if known is not None and known != fingerprint(template):
+            raise UserError(
+                f"the chat template in {self.directory / 'tokenizer_config.json'} is not the one that the run was trained "
+                "with: put back the file with the SHA-256 in experiment.json"
+            )
+        return template
+
+    def encode(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Return (the ids to continue, the ids that an encoder reads: None for a model without one)."""
+        if chat:
+            return [prompt_ids(self.template, self.tokenizer, prompt) for prompt in prompts], None
+        if not self.metadata.experiment.data.is_pairs:
+            ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+            return [row or [start_token(self.tokenizer)[0]] for row in ids], None
+        prefixed = not self.tokenizer.prefix or self.metadata.prefixed
+        pairs = [pair_prompt(prompt, self.tokenizer, prefixed=prefixed) for prompt in prompts]
+        if self.has_encoder:
+            return [target for _, target in pairs], [source for source, _ in pairs]
+        return [[*source, *target] for source, target in pairs], None
+
+    def stop_tokens(self, chat: bool) -> list[int]:
+        """Return the ids that end a completion."""
+        ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
+        if self.metadata.experiment.data.is_pairs:
+            ends.append(int(self.tokenizer.encode(END)[0]))
+        if (
+            self.metadata.experiment.train.init_from is None
+        ):  # else it was trained on other texts, perhaps with other stop tokens
+            ends += [end for end in end_tokens(self.directory) if 0 <= end < self.tokenizer.vocab_size]
+        return list(dict.fromkeys(end for end in ends if end is not None))
