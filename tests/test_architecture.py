@@ -122,6 +122,19 @@ def test_imports_point_down():
     assert upward == []
 
 
+def test_no_tool_imports_another():
+    """Each folder of tools can be deleted alone; what two of them need is a module beside them."""
+    shared = {path.stem for path in (PACKAGE / "tools").glob("*.py")}
+    crossing = [
+        f"{name} -> {target}"
+        for name, tree in modules()
+        if name.startswith("tools.")
+        for target in imports(tree)
+        if target.startswith("jaxgpt.tools.") and target.split(".")[2] not in {*shared, name.split(".")[1]}
+    ]
+    assert crossing == []
+
+
 def test_no_imports_go_round_in_a_circle():
     """Inside a package too: its modules have an order, though no table here says which."""
     graph = {f"jaxgpt.{name}": NAMES & set(imports(tree)) for name, tree in modules()}
