@@ -1,8 +1,9 @@
-"""What was tokenised once: memory-mapped arrays beside their tokenizer, in the user's cache, checked when read."""
+"""The cache of tokens: memory-mapped arrays beside their tokenizer, checked when they are read."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,16 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data import tokenizer as tok
+from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, make_cache, read_json, sha256
 
 SPLITS = ("train", "val")
-# arrays by name, tokenizer, fingerprint, what else was counted
-Cached = tuple[dict[str, np.ndarray], tok.Tokenizer, dict[str, Any], dict[str, int]]
 
 
-def cached_at(spec: dict[str, Any]) -> Path:
+@dataclasses.dataclass(frozen=True)
+class CachedTokens:
+    """An entry of the cache."""
+
+    arrays: dict[str, np.ndarray]  # by name: the two splits and, of documents, what belongs to them
+    tokenizer: Tokenizer
+    fingerprint: dict[str, Any]  # see `Dataset`
+    counts: dict[str, int]  # what else was counted while they were made
+
+
+def cache_entry(spec: dict[str, Any]) -> Path:
     """Return the directory of the tokens that `spec` describes: everything that decides them has to be in it."""
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "tokens" / key
@@ -35,28 +44,12 @@ def changed(source: str) -> UserError:
     return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
-def read_tokens(directory: Path, names: Sequence[str] = SPLITS) -> Cached | None:
-    """Return what `write_tokens` wrote, if its bytes are still those.
-
-    What is damaged is said, and moved out of the way.
-    """
+def read_tokens(directory: Path, names: Sequence[str] = SPLITS) -> CachedTokens | None:
+    """Return what `write_tokens` wrote, if its bytes are still those. Warns of a damaged entry and moves it aside."""
     if not directory.exists():
         return None
     try:
-        meta = read_json(directory / "meta.json", 2**20)
-        fingerprint, about = meta["fingerprint"], meta["about"]
-        for name in names:
-            if sha256(directory / f"{name}.bin") != fingerprint[f"{name}_sha256"]:
-                raise UserError(f"{name}.bin is not what was written")
-        tokenizer = tok.load_tokenizer(directory / "tokenizer.json")
-        if tok.fingerprint(tokenizer) != fingerprint["tokenizer_sha256"]:
-            raise UserError("tokenizer.json is not what was written")
-        arrays: dict[str, np.ndarray] = {
-            name: np.memmap(directory / f"{name}.bin", dtype=_dtype(name, tokenizer), mode="r") for name in names
-        }
-        whole = all(len(arrays[split]) == fingerprint[f"{split}_tokens"] for split in SPLITS)
-        if not whole or not all(type(number) is int and number > 0 for number in about.values()):
-            raise UserError("meta.json is not what was written")
+        return _read_checked(directory, names)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # another process was first
@@ -64,21 +57,38 @@ def read_tokens(directory: Path, names: Sequence[str] = SPLITS) -> Cached | None
             os.replace(directory, aside)
             shutil.rmtree(aside, ignore_errors=True)
         return None
-    return arrays, tokenizer, fingerprint, about
 
 
-def find_tokens(known: dict[str, Any], names: Sequence[str] = SPLITS) -> Cached | None:
+def _read_checked(directory: Path, names: Sequence[str]) -> CachedTokens:
+    meta = read_json(directory / "meta.json", 2**20)
+    digests, counts = meta["fingerprint"], meta["about"]
+    for name in names:
+        if sha256(directory / f"{name}.bin") != digests[f"{name}_sha256"]:
+            raise UserError(f"{name}.bin is not what was written")
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    if fingerprint(tokenizer) != digests["tokenizer_sha256"]:
+        raise UserError("tokenizer.json is not what was written")
+    arrays: dict[str, np.ndarray] = {
+        name: np.memmap(directory / f"{name}.bin", dtype=_dtype(name, tokenizer), mode="r") for name in names
+    }
+    lengths_match = all(len(arrays[split]) == digests[f"{split}_tokens"] for split in SPLITS)
+    if not lengths_match or not all(type(number) is int and number > 0 for number in counts.values()):
+        raise UserError("meta.json is not what was written")
+    return CachedTokens(arrays, tokenizer, digests, counts)
+
+
+def find_tokens(known: dict[str, Any], names: Sequence[str] = SPLITS) -> CachedTokens | None:
     """Return what the cache has with a known fingerprint, whatever text it was made of; None: nothing."""
     for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
         with contextlib.suppress(UserError, KeyError, TypeError, AttributeError):
-            fingerprint = read_json(meta, 2**20)["fingerprint"]
-            whole = all(f"{name}_sha256" in fingerprint for name in names)
-            if whole and all(known.get(name) == value for name, value in fingerprint.items()):
+            entry = read_json(meta, 2**20)["fingerprint"]
+            is_complete = all(f"{name}_sha256" in entry for name in names)
+            if is_complete and all(known.get(name) == value for name, value in entry.items()):
                 return read_tokens(meta.parent, names)
     return None
 
 
-def _dtype(name: str, tokenizer: tok.Tokenizer) -> np.dtype:
+def _dtype(name: str, tokenizer: Tokenizer) -> np.dtype:
     if name.endswith("_answers"):
         return np.dtype(np.bool_)
     if name.endswith("_ends"):
@@ -88,33 +98,37 @@ def _dtype(name: str, tokenizer: tok.Tokenizer) -> np.dtype:
 
 def write_tokens(
     directory: Path,
-    tokenizer: tok.Tokenizer,
+    tokenizer: Tokenizer,
     pieces: Iterable[tuple[str, np.ndarray]],
     names: Sequence[str] = SPLITS,
-    about: dict[str, int] | None = None,
-) -> None:
-    """Stream pieces into NAME.bin beside the tokenizer; the directory appears whole or not at all.
+    counts: dict[str, int] | None = None,
+) -> CachedTokens:
+    """Stream pieces into NAME.bin beside the tokenizer, and read them; the directory appears whole or not at all.
 
-    about: numbers above 0 to keep beside them, which may be counted while the pieces are made.
+    counts: numbers above 0 to keep beside them, which may be counted while the pieces are made.
     """
     make_cache(directory.parent)
     dtypes = {name: _dtype(name, tokenizer) for name in names}
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=directory.name + "."))
     try:
-        counts, digests = dict.fromkeys(names, 0), {name: hashlib.sha256() for name in names}
+        lengths, digests = dict.fromkeys(names, 0), {name: hashlib.sha256() for name in names}
         with contextlib.ExitStack() as stack:
             out = {name: stack.enter_context((partial / f"{name}.bin").open("wb")) for name in names}
             for name, piece in pieces:
                 raw = piece.astype(dtypes[name]).tobytes()
                 out[name].write(raw)
                 digests[name].update(raw)
-                counts[name] += len(piece)
+                lengths[name] += len(piece)
         for split in SPLITS:
-            if not counts[split]:
+            if not lengths[split]:
                 raise UserError(f"the {split} split is empty: the text is too short to split")
         (partial / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        meta = {"fingerprint": _fingerprint(counts, digests, tokenizer), "about": about or {}}
-        (partial / "meta.json").write_text(json.dumps(meta))
+        entry = {
+            **{f"{split}_tokens": lengths[split] for split in SPLITS},
+            **{f"{name}_sha256": digest.hexdigest() for name, digest in digests.items()},
+            "tokenizer_sha256": fingerprint(tokenizer),
+        }
+        (partial / "meta.json").write_text(json.dumps({"fingerprint": entry, "about": counts or {}}))
         try:
             os.replace(partial, directory)
         except OSError:
@@ -122,11 +136,6 @@ def write_tokens(
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _fingerprint(counts: dict, digests: dict, tokenizer: tok.Tokenizer) -> dict:
-    return {
-        **{f"{split}_tokens": counts[split] for split in SPLITS},
-        **{f"{name}_sha256": digest.hexdigest() for name, digest in digests.items()},
-        "tokenizer_sha256": tok.fingerprint(tokenizer),
-    }
+    cached = read_tokens(directory, names)
+    assert cached is not None
+    return cached

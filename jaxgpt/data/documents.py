@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import tokenizer as tok
 from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.cache import SPLITS, Cached, cached_at, changed, find_tokens, read_tokens, write_tokens
+from jaxgpt.data.cache import SPLITS, CachedTokens, cache_entry, changed, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.chat import template as chat_template
 from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import corpus_files
-from jaxgpt.data.pairs import END, START, Pairs, encode_pairs, read_pairs
+from jaxgpt.data.pairs import TARGET_END, TARGET_START, Pairs, encode_pairs, read_pairs
+from jaxgpt.data.tokenizer import CharTokenizer, fingerprint, open_tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
@@ -30,94 +29,76 @@ def from_documents(
     config: DataConfig, block_size: int, encoder: bool, prefixed: bool, known: dict[str, Any] | None = None
 ) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
-    what = "conversation" if config.is_chat else "pair"
+    kind = "conversation" if config.is_chat else "pair"
     beside = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     cached = None if known is None else find_tokens(known, OF_DOCUMENTS)
-    arrays, tokenizer, fingerprint, _ = cached or _tokenised(config, beside, prefixed)
-    path = config.path or config.corpus
-    kind = Pairs if encoder else Conversations
+    cached = cached or _encode_file(config, kind, beside, prefixed)
+    arrays, documents_of = cached.arrays, Pairs if encoder else Conversations
     train, val = (
-        kind(arrays[split], arrays[f"{split}_answers"], np.array(arrays[f"{split}_ends"]), block_size)
-        for split in SPLITS
+        documents_of(arrays[split], arrays[f"{split}_answers"], arrays[f"{split}_ends"], block_size) for split in SPLITS
     )
     for name, documents in (("training", train), ("validation", val)):
         if not len(documents):
             fits = "an answer that ends" if config.is_chat else "texts that end"
             raise UserError(
-                f"no {what} of the {name} split of {path} has {fits} within block_size={block_size} "
-                f"tokens: raise --model.block-size, or give shorter {what}s"
+                f"no {kind} of the {name} split of {config.path or config.corpus} has {fits} within "
+                f"block_size={block_size} tokens: raise --model.block-size, or give shorter {kind}s"
             )
-    if prefixed and tokenizer.prefix:
-        fingerprint = fingerprint | {
-            "prefix": list(tokenizer.prefix)
-        }  # earlier versions wrote none: see `RunMetadata.prefixed`
-    dataset = Dataset(
-        train=train, val=val, tokenizer=tokenizer, fingerprint=fingerprint, said=tuple(_about(train, val, what))
+    made_of: dict[str, Any] = {}
+    if prefixed and cached.tokenizer.prefix:
+        made_of["prefix"] = list(cached.tokenizer.prefix)  # earlier versions had none: see `RunMetadata.prefixed`
+    tokenizer_config = None
+    if config.is_chat:
+        template = chat_template.find_template(cached.tokenizer, beside, prefixed=prefixed)
+        made_of["template_sha256"], tokenizer_config = chat_template.fingerprint(template), template.config()
+    return Dataset(
+        train=train,
+        val=val,
+        tokenizer=cached.tokenizer,
+        fingerprint=cached.fingerprint | made_of,
+        tokenizer_config=tokenizer_config,
+        notes=tuple(_describe(train, val, kind)),
     )
-    if not config.is_chat:
-        return dataset
-    template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
-    told = {"template_sha256": chat_template.fingerprint(template)}
-    return dataclasses.replace(dataset, fingerprint=fingerprint | told, tokenizer_config=template.config())
 
 
-def _tokenised(config: DataConfig, beside: Path | None, prefixed: bool) -> Cached:
-    """Return the tokens of the file, from the cache or made for it. beside: where the tokenizer's file lies."""
-    path, named = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
-    what = "conversation" if config.is_chat else "pair"
-    if not is_there(Path(path), f"Give the path of a {Path(path).suffix} file.") or Path(path).is_dir():
-        raise UserError(
-            f"no file at {path}: --data.path NAME{Path(path).suffix} takes a file with a {what} on each line"
-        )
-    ready: tok.Tokenizer | None = None
-    if named not in ("char", "bpe"):
-        if named == "ids":
-            raise UserError(f"tokenizer ids is for .bin token files; {what}s need char, byte, bpe or a tokenizer.json")
-        ready = tok.ByteTokenizer() if named == "byte" else tok.load_tokenizer(named)
-    spec: dict[str, Any] = {what: FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
-    spec |= {"tokenizer": named} if ready is None else {"tokenizer": tok.fingerprint(ready)}
-    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if named == "bpe" else {}
-    if config.is_chat and ready is not None:
-        spec["template"] = chat_template.fingerprint(chat_template.find_template(ready, beside, prefixed=prefixed))
-    elif ready is not None and prefixed and ready.prefix:
-        spec["prefix"] = ready.prefix
+def _encode_file(config: DataConfig, kind: str, beside: Path | None, prefixed: bool) -> CachedTokens:
+    """Return the tokens of the file, from the cache or made for it. beside: the directory of the tokenizer's file."""
+    path, name = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
+    suffix = Path(path).suffix
+    if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
+        raise UserError(f"no file at {path}: --data.path NAME{suffix} takes a file with a {kind} on each line")
+    tokenizer = open_tokenizer(name, f"{kind}s need")
+    spec: dict[str, Any] = {kind: FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
+    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
+    if config.is_chat and tokenizer is not None:
+        template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
+        spec["template"] = chat_template.fingerprint(template)
+    elif tokenizer is not None and prefixed and tokenizer.prefix:
+        spec["prefix"] = tokenizer.prefix
 
-    directory = cached_at(spec)
-    cached = read_tokens(directory, OF_DOCUMENTS)
-    if cached is None:
-        alphabet, count = set[str](), 0
-        for texts in _texts(config, path):  # a bad line raises here, before the good ones are encoded
-            count += 1
-            if named == "char":
-                alphabet.update(*texts)
-        train = int(count * (1.0 - config.val_fraction))
-        if not 0 < train < count:
-            raise UserError(f"{path} has {count} {what}s: needs at least one to train on and one to validate on")
-        if named == "char":
-            marks = chat_template.plain_characters() if config.is_chat else {START, END}
-            ready = tok.CharTokenizer(alphabet | set(marks))
-        elif ready is None:
-            first = itertools.islice(_texts(config, path), train)
-            ready = train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
-        encoded = (
-            encode_all(path, ready, chat_template.find_template(ready, beside, prefixed=prefixed))
-            if config.is_chat
-            else encode_pairs(path, ready, prefixed=prefixed)
-        )
-        pieces = _unless_changed(_by_split(encoded, train), path, spec["file"])
-        write_tokens(directory, ready, pieces, OF_DOCUMENTS)
-        cached = read_tokens(directory, OF_DOCUMENTS)
-        assert cached is not None
-    return cached
-
-
-def _unless_changed(
-    pieces: Iterable[tuple[str, np.ndarray]], path: str, digest: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Pass on what a file was made into. Raises `UserError` at the end if it has another SHA-256 by then."""
-    yield from pieces
-    if sha256(path) != digest:
-        raise changed(path)
+    directory = cache_entry(spec)
+    if (cached := read_tokens(directory, OF_DOCUMENTS)) is not None:
+        return cached
+    alphabet, count = set[str](), 0
+    for texts in _texts(config, path):  # a bad line raises here, before the good ones are encoded
+        count += 1
+        if name == "char":
+            alphabet.update(*texts)
+    train = int(count * (1.0 - config.val_fraction))
+    if not 0 < train < count:
+        raise UserError(f"{path} has {count} {kind}s: needs at least one to train on and one to validate on")
+    if name == "char":
+        marks = chat_template.plain_characters() if config.is_chat else TARGET_START + TARGET_END
+        tokenizer = CharTokenizer(alphabet | set(marks))
+    elif tokenizer is None:
+        first = itertools.islice(_texts(config, path), train)
+        tokenizer = train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
+    if config.is_chat:
+        encoded = encode_all(path, tokenizer, chat_template.find_template(tokenizer, beside, prefixed=prefixed))
+    else:
+        encoded = encode_pairs(path, tokenizer, prefixed=prefixed)
+    return write_tokens(directory, tokenizer, _by_split(encoded, train, path, spec["file"]), OF_DOCUMENTS)
 
 
 def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
@@ -127,20 +108,13 @@ def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
     return (texts for _, *texts in read_pairs(path))
 
 
-def _about(train: Conversations, val: Conversations, what: str) -> Iterator[str]:
-    n, m, block_size = len(train.lengths), len(val.lengths), train.block_size
-    filled = train.packing.filled
-    yield f"{n:,} training and {m:,} validation {what}s, in rows of {block_size} tokens that are {filled:.1%} full"
-    shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
-    if shortened or left_out:
-        shorter = (
-            f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
-        )
-        yield f"longer than block_size={block_size}: {shortened + left_out:,} {what}s, {shorter} are left out"
+def _by_split(
+    encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int, path: str, digest: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name in OF_DOCUMENTS, what comes next in it), of which the first `train` documents are for training.
 
-
-def _by_split(encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(name in OF_DOCUMENTS, what comes next in it), of which the first `train` documents are for training."""
+    Raises `UserError` at the end if the file has another SHA-256 by then.
+    """
     ends = dict.fromkeys(SPLITS, 0)
     for number, (ids, answers) in enumerate(encoded):
         split = SPLITS[number >= train]
@@ -148,3 +122,15 @@ def _by_split(encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int) -> I
         yield split, ids
         yield f"{split}_answers", answers
         yield f"{split}_ends", np.array([ends[split]])
+    if sha256(path) != digest:
+        raise changed(path)
+
+
+def _describe(train: Conversations, val: Conversations, kind: str) -> Iterator[str]:
+    n, m, block_size = len(train.lengths), len(val.lengths), train.block_size
+    filled = train.packing.filled
+    yield f"{n:,} training and {m:,} validation {kind}s, in rows of {block_size} tokens that are {filled:.1%} full"
+    shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
+    if shortened or left_out:
+        ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
+        yield f"longer than block_size={block_size}: {shortened + left_out:,} {kind}s, {ends} are left out"

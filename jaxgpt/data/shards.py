@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.config import DataConfig
+from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, open_tokenizer
+from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file
 
@@ -35,10 +38,11 @@ OTHER_KINDS = {
 }
 
 SCAN = 2**22  # tokens read at a time
+HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
 
 
 def bin_files(path: str | None) -> list[Path]:
-    """The .bin shards behind `--data.path`, or none if it is a text. A gap in llm.c's numbering raises `UserError`."""
+    """Return the .bin shards behind `--data.path`, or none if it is a text. A gap in llm.c's numbering raises `UserError`."""
     if path is None:
         return []
     root = Path(path)
@@ -61,8 +65,62 @@ def bin_files(path: str | None) -> list[Path]:
     return files
 
 
+def from_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
+    """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
+
+    Files with the word val, valid or validation in their names are held out; without any, the end of the tokens is.
+    """
+    root = Path(config.path or "")
+    tokenizer = _tokenizer_of_shards(config, root, files, vocab_size)
+    val = [f for f in files if HELD_OUT.search(f.stem)]
+    train = [f for f in files if f not in val]
+    if not train:
+        raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
+    shards = {f: open_shard(f) for f in files}
+    limit = max(tokenizer.vocab_size, vocab_size or 0)
+    scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
+    before, after = [shards[f] for f in train], [shards[f] for f in val]
+    notes: tuple[str, ...] = ()
+    if val:
+        more = f" and {len(val) - 3} more" if len(val) > 3 else ""
+        notes = (f"held out for validation: {', '.join(f.name for f in val[:3])}{more}",)
+    else:
+        before, after = cut(before, int(sum(map(len, before)) * (1.0 - config.val_fraction)))
+        if len(files) > 1:
+            share = f"{100 * config.val_fraction:g}%"
+            notes = (f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out",)
+    splits = {"train": Tokens(before), "val": Tokens(after)}
+    return Dataset(
+        **splits,
+        tokenizer=tokenizer,
+        fingerprint={f"{name}_tokens": len(tokens) for name, tokens in splits.items()}
+        | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
+        notes=notes,
+    )
+
+
+def _tokenizer_of_shards(config: DataConfig, root: Path, shards: list[Path], vocab_size: int | None) -> Tokenizer:
+    if config.tokenizer == "ids":
+        if vocab_size is None:
+            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not say how many ids there are")
+        return IdTokenizer(vocab_size)
+    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
+    if text is not None:
+        raise UserError(
+            f"{root} has both token files ({shards[0].name}) and texts ({text.relative_to(root)}): give the path of one "
+            "file, put one kind elsewhere, or give --data.tokenizer ids to read the token files"
+        )
+    tokenizer = open_tokenizer(config.tokenizer, "a text needs")
+    if tokenizer is None:
+        raise UserError(
+            f"{config.path} is token ids, which tokenizer={config.tokenizer} cannot read: give the one they were made with "
+            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
+        )
+    return tokenizer
+
+
 def open_shard(path: Path) -> np.ndarray:
-    """The tokens of a file, memory-mapped. Raises `UserError` for what is cut short or no token file."""
+    """Return the tokens of a file, memory-mapped. Raises `UserError` for what is cut short or no token file."""
     with open_file(path) as f:
         size = f.seek(0, 2)
         f.seek(0)
@@ -110,7 +168,7 @@ def _other_kind(head: bytes, size: int) -> str | None:
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
-    """Tokens and SHA-256 of a shard, read once. Raises `UserError` for the first token that is `limit` or more."""
+    """Return the number of tokens and the SHA-256 of a shard, read once. Raises `UserError` for the first token that is `limit` or more."""
     digest = hashlib.sha256()
     for at in range(0, len(tokens), SCAN):
         part = tokens[at : at + SCAN]
@@ -126,7 +184,7 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
 
 
 def cut(shards: list[np.ndarray], at: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The shards before token `at`, and those after it."""
+    """Return the shards before token `at`, and those after it."""
     before, after = [], []
     for shard in shards:
         head = max(0, min(len(shard), at))

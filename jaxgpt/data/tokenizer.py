@@ -140,6 +140,18 @@ class IdTokenizer(_WithoutSpecials):
         return json.dumps({"jaxgpt": "ids", "vocab_size": self.vocab_size})
 
 
+def open_tokenizer(name: str, what: str) -> Tokenizer | None:
+    """Return the tokenizer of `data.tokenizer`; None for char and bpe, which are made from the text.
+
+    what: what is to be encoded, with its verb. Raises `UserError` for ids, which have no text.
+    """
+    if name in ("char", "bpe"):
+        return None
+    if name == "ids":
+        raise UserError(f"tokenizer ids is for .bin token files; {what} char, byte, bpe or a tokenizer.json")
+    return ByteTokenizer() if name == "byte" else load_tokenizer(name)
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer in a `tokenizer.json`, one of ours or any of Hugging Face's. The file need not be trusted."""
     if not is_there(Path(path), "Give the path of a tokenizer.json."):

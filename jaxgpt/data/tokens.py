@@ -110,4 +110,4 @@ class Dataset:
     # the chat template of conversations, as tokenizer_config.json has it; empty: it follows from the tokenizer; None: these
     # are not conversations
     tokenizer_config: dict[str, Any] | None = None
-    said: tuple[str, ...] = ()  # what the user should know about it
+    notes: tuple[str, ...] = ()  # lines to print before training

@@ -139,6 +139,6 @@ def introduction(
         f"vocabulary {experiment.model.vocab_size}; {train.batch_size * experiment.model.block_size:,} tokens per step; "
         f"run in {directory}"
     )
-    yield from dataset.said
+    yield from dataset.notes
     if start:
         yield f"continuing at step {start} of {train.steps}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.data.chat.encode import end_of_turn, prompt_ids
 from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
-from jaxgpt.data.pairs import END, pair_prompt
+from jaxgpt.data.pairs import TARGET_END, pair_prompt
 from jaxgpt.data.tokenizer import Tokenizer, start_token
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
@@ -54,7 +54,7 @@ class PromptFormat:
         """Return the ids that end a completion."""
         ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
         if self.metadata.experiment.data.is_pairs:
-            ends.append(int(self.tokenizer.encode(END)[0]))
+            ends.append(int(self.tokenizer.encode(TARGET_END)[0]))
         if (
             self.metadata.experiment.train.init_from is None
         ):  # else it was trained on other texts, perhaps with other stop tokens

@@ -223,17 +223,17 @@ def test_files_are_held_out_by_the_word_in_their_names_and_named(tmp_path, held_
     d = bins(tmp_path)
     if held_out is None:
         assert (len(d.train), len(d.val)) == (630, 70)
-        assert d.said == ("no file is named val: of the 7 files the last 10% of the tokens are held out",)
+        assert d.notes == ("no file is named val: of the 7 files the last 10% of the tokens are held out",)
     else:
         assert (len(d.train), ids(d.val)) == (700, list(range(100, 150)))
-        assert d.said == (f"held out for validation: {held_out}.bin",)
+        assert d.notes == (f"held out for validation: {held_out}.bin",)
 
 
 def test_many_held_out_files_are_counted(tmp_path):
     for number in range(9):
         for split in ("train", "val"):
             np.arange(20, dtype=np.uint16).tofile(tmp_path / f"{split}_{number:06d}.bin")
-    assert bins(tmp_path).said == (
+    assert bins(tmp_path).notes == (
         "held out for validation: val_000000.bin, val_000001.bin, val_000002.bin and 6 more",
     )
 

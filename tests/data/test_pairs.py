@@ -103,7 +103,7 @@ def test_prepared_and_split(path, tokenizer):
         assert type(dataset.train) is kind and len(dataset.train.lengths) == 30 and len(dataset.val.lengths) == 10
         ids, _ = dataset.val.read(0)
         assert dataset.tokenizer.decode(ids) == "\t".join(TEXTS[30]) + "\n"
-    assert "30 training and 10 validation pairs, in rows of 16 tokens" in dataset.said[0]
+    assert "30 training and 10 validation pairs, in rows of 16 tokens" in dataset.notes[0]
     with pytest.raises(UserError, match="no pair of the training split of .* has texts that end within block_size=1"):
         prepare(config, block_size=1, encoder=True)
 

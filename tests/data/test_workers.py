@@ -38,7 +38,7 @@ def test_tokens_on_disk_are_the_same(bpe, tmp_path, monkeypatch):
     found = []
     for least in (10**9, 1):
         monkeypatch.setattr(dataset, "FOR_ALL_CORES", least)
-        monkeypatch.setattr(dataset, "cores", lambda: 2)
+        monkeypatch.setattr(dataset, "count_cores", lambda: 2)
         monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / str(least)))
         found.append(dataset.prepare(DataConfig(path=str(text), tokenizer=str(saved)), block_size=8).fingerprint)
     assert found[0] == found[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assis
 
 
 def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message]]]:
-    """("FILE:LINE", messages) of every line of a .jsonl file; empty lines are none.
+    """Yield ("FILE:LINE", messages) of every line of a .jsonl file; empty lines are none.
 
     Raises `UserError`, which names file and line, for what is no conversation or has nothing to learn from.
     """
@@ -39,9 +39,9 @@ def _messages(value: Any, where: str) -> list[Message]:
     for number, message in enumerate(messages, 1):
         here = f"{where}: message {number}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{here} is {short(message)}: needs a role, {_listed(ROLES)}, and a content")
+            raise UserError(f"{here} is {short(message)}: needs a role, {', '.join(ROLES)}, and a content")
         if message["role"] not in ROLES:
-            raise UserError(f"{here} has the role {short(message['role'])}: needs one of {_listed(ROLES)}")
+            raise UserError(f"{here} has the role {short(message['role'])}: needs one of {', '.join(ROLES)}")
         content = message.get("content")
         if not isinstance(content, str):
             raise UserError(f"{here} has the content {short(content)}: needs a text")
@@ -56,16 +56,12 @@ def _messages(value: Any, where: str) -> list[Message]:
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)
-
-
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(ids, which of them the assistant is to write) of every conversation, up to the end of its last answer.
+    """Yield (ids, which of them the assistant is to write) of every conversation, up to the end of its last answer.
 
-    What comes after it nobody is to write, or to read. What a template refuses is `UserError`.
+    Tokens after it are dropped. Raises `UserError` for what a template refuses.
     """
     for where, messages in read_messages(path):
         try:
@@ -81,28 +77,34 @@ def encode_all(
 class Conversations:
     """Conversations as token ids, memory-mapped or in memory, of which each fits into a row of `block_size` inputs.
 
-    What is longer ends after the last of its answers that fits whole; where not even one does, it is left out.
+    A longer one ends after the last of its answers that fits; if none fits, it is left out.
     """
 
     def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
         self._ids, self._answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        lengths = ends - starts
-        long = np.flatnonzero(lengths > block_size + 1)
-        for n in long:  # the one after the last is seen too, to know whether an answer ends there
-            ahead = np.asarray(answers[starts[n] : starts[n] + block_size + 2], bool)
+        whole = np.array(ends) - starts
+        lengths, sizes = self._fit(starts, whole)
+        kept = (sizes > 0) & (sizes <= block_size)
+        self.left_out, self.shortened = int((~kept).sum()), int((kept & (lengths < whole)).sum())
+        self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
+
+    def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (how many tokens of each to read, how much room that takes in a row).
+
+        n tokens have n - 1 inputs, each with its target, and none of another conversation.
+        """
+        lengths = lengths.copy()
+        for n in np.flatnonzero(lengths > self.block_size + 1):
+            # The one after the last is read too, to know whether an answer ends there.
+            ahead = np.asarray(self._answers[starts[n] : starts[n] + self.block_size + 2], bool)
             last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
             lengths[n] = last[-1] + 1 if len(last) else 0
-        kept = lengths > 1  # a token with none before it has nothing to be foreseen from
-        self.left_out = int((~kept).sum())
-        self.shortened = int(kept[long].sum())
-        self.starts, self.lengths = starts[kept], lengths[kept]
-        # Room that each takes in a row: n tokens have n - 1 inputs, each with its target, none from another one.
-        self.sizes = self.lengths - 1
+        return lengths, lengths - 1
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Which of them share a row: the same in each epoch and at each validation, so it is done once."""
+        """Return which of them share a row: the same in each epoch and at each validation, so it is computed once."""
         return Packing(self.sizes, self.block_size)
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
@@ -125,12 +127,12 @@ class Conversations:
         return int(self.lengths.sum())
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, which of them the assistant is to write) of one conversation."""
+        """Return (ids, which of them the assistant is to write) of one conversation."""
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
         return self._ids[here], self._answers[here].astype(bool)
 
     def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
-        """(inputs_T, targets_T, mask_T, segments_T): these, one after the other, numbered from 1, then padding."""
+        """Return (inputs_T, targets_T, mask_T, segments_T): these, one after the other, numbered from 1, then padding."""
         inputs, targets, segments = (np.zeros(self.block_size, np.int32) for _ in range(3))
         mask, at = np.zeros(self.block_size, bool), 0
         for number, member in enumerate(members, 1):

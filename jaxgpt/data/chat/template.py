@@ -6,7 +6,7 @@ The tokenizer's own, in Jinja, where the files beside it have one. Else ChatML, 
 
 Else plain, which any tokenizer can write; END is its end-of-text token, or, without one, the character U+0003:
 
-    User:\\nWhat is 2 + 2?END\\nAssistant:\\n4END\\n
+    User:\\nWhat is 2 + 2?ETX\\nAssistant:\\n4END\\n
 
 The assistant is to write its content and the end of its turn, not what leads up to it.
 """
@@ -34,7 +34,7 @@ ROLES = ("system", "user", "assistant")
 HOLE = "\ufdd2"  # around the number that stands for a content
 MARKS = (OPEN, CLOSE, HOLE)  # noncharacters, which contents must not have
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's has one of them, for its 6,000 added tokens
-END = "\x03"  # "end of text" among ASCII's control codes
+ETX = "\x03"  # "end of text" among ASCII's control codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Turns:
         )
 
 
-PLAIN = Turns(before="{Role}:\n", end=END, special=False)
+PLAIN = Turns(before="{Role}:\n", end=ETX, special=False)
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
 
 

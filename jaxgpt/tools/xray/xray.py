@@ -11,7 +11,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import user_files
 from jaxgpt.data.dataset import encode_whole
-from jaxgpt.data.pairs import END, START
+from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
@@ -133,7 +133,7 @@ def speller(tokenizer: Tokenizer) -> Any:
 
 def _generate_target(run: Run, source: list[int]) -> list[int]:
     """Decode a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
-    start, end = (int(run.tokenizer.encode(text)[0]) for text in (START, END))
+    start, end = (int(run.tokenizer.encode(text)[0]) for text in (TARGET_START, TARGET_END))
     out = generate(
         *run.decode_params,
         [[start]],

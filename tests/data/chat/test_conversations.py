@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.chat.packing import best_fit
-from jaxgpt.data.chat.template import END, PLAIN
+from jaxgpt.data.chat.template import ETX, PLAIN
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import in_memory
 from jaxgpt.data.pipeline import training_batches, validation_batches
@@ -146,8 +146,8 @@ def test_every_conversation_once_an_epoch(held, number):
     found = dict(documents(batch))
     assert len(list(documents(batch))) == len(found) == 40 and set(found) == texts_of(path)
     for text, answers in found.items():
-        turns = (text.decode() + "\n").split(END + "\n")
-        assert answers.decode() == "".join(t.removeprefix("Assistant:\n") + END for t in turns if t.startswith("Ass"))
+        turns = (text.decode() + "\n").split(ETX + "\n")
+        assert answers.decode() == "".join(t.removeprefix("Assistant:\n") + ETX for t in turns if t.startswith("Ass"))
 
 
 def test_batch_t_is_the_same_from_wherever_one_starts_and_epochs_differ(held):
@@ -212,18 +212,18 @@ def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxgpt.data.documents.write_tokens", None)  # would be called
     again = prepare(config, block_size=T)
     assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
-    assert first.said == again.said
+    assert first.notes == again.notes
     texts = [PLAIN.write(messages).text.removesuffix("\n") for _, messages in read_messages(path)]
     for split, expected in ((again.train, texts[:30]), (again.val, texts[30:])):
         assert isinstance(split, Conversations)
         found = [again.tokenizer.decode(split.read(n)[0]) for n in range(len(split.lengths))]
-        assert [text.replace("<|endoftext|>", END) for text in found] == expected
+        assert [text.replace("<|endoftext|>", ETX) for text in found] == expected
 
 
 def test_what_is_cut_is_said(tmp_path):
     path = chat_file(tmp_path)
     size = 33  # bytes: the first turns take 29 to 36
-    (rows, cut) = prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=size).said
+    (rows, cut) = prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=size).notes
     firsts = [PLAIN.write(m[:2]).text.removesuffix("\n") for _, m in read_messages(path)]
     long = sum(len(text) > size + 1 for text in texts_of(path))
     left_out = sum(len(text) > size + 1 for text in firsts)
@@ -247,7 +247,7 @@ def test_bad_files_are_told(tmp_path):
     assert "x.jsonl has 1 conversations" in told(GOOD)
     assert "x.jsonl:2: the line is damaged" in told(GOOD + "\nx")
     assert "x.jsonl:2: message 1 has '\\x03', which ends a turn" in told(
-        f"{GOOD}\n{json.dumps(conversation(END, 'b'))}"
+        f"{GOOD}\n{json.dumps(conversation(ETX, 'b'))}"
     )
     assert "tokenizer ids is for .bin token files" in told(GOOD, tokenizer="ids")
     with pytest.raises(UserError, match=r"no file at .*nowhere.jsonl: --data.path NAME.jsonl takes"):
@@ -256,9 +256,9 @@ def test_bad_files_are_told(tmp_path):
 
 def test_questions_about_python_are_always_there():
     dataset = prepare(DataConfig(corpus="python-docs.jsonl"), block_size=320)
-    assert len(dataset.said) == 1  # none is cut
+    assert len(dataset.notes) == 1  # none is cut
     ids, answers = dataset.train.read(0)
     written = dataset.tokenizer.decode(ids)
-    assert written.startswith("User:\nWhat is ") and written.endswith(f".{END}")
+    assert written.startswith("User:\nWhat is ") and written.endswith(f".{ETX}")
     assert written.endswith("Assistant:\n" + dataset.tokenizer.decode(ids[answers]))
     assert len(dataset.train.lengths) + len(dataset.val.lengths) > 150
