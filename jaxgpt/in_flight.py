@@ -25,7 +25,7 @@ class StepsInFlight:
 
     def __init__(self, log: Log, processes: Processes, on_skipped: OnSkipped, max_skipped: int):
         self.limit = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
-        self.skipped_in_row = 0  # up to the last step that was settled
+        self.skipped_in_a_row = 0  # up to the last step that was settled
         self._log, self._processes, self._on_skipped, self._max_skipped = log, processes, on_skipped, max_skipped
         self._steps: deque[tuple[int, Metrics, jax.Array | None]] = deque()
 
@@ -46,14 +46,14 @@ class StepsInFlight:
             step, metrics, checksums = self._steps.popleft()
             if checksums is not None:
                 self._processes.compare(step, checksums)
-            self.skipped_in_row = int(metrics["in_row"])
-            if not self.skipped_in_row:
+            self.skipped_in_a_row = int(metrics["in_a_row"])
+            if not self.skipped_in_a_row:
                 numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
                 self._log.step(step, **numbers)
                 continue
             self._on_skipped(step, metrics, state, [later for _, later, _ in self._steps])
-            if self.skipped_in_row >= self._max_skipped:
-                count = f"{self.skipped_in_row} steps in a row were skipped, up to step {step}"
+            if self.skipped_in_a_row >= self._max_skipped:
+                count = f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}"
                 raise Diverged(f"{count}: {why_skipped(metrics)}")
 
 

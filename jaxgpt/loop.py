@@ -92,7 +92,7 @@ def train(
             in_flight.settle(0, state)
             # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken step
             # is saved instead. A finite validation loss says that they are not.
-            if not in_flight.skipped_in_row or val_loss is not None or signal is not None:
+            if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
                 saver.save(state, step, val_loss)
                 schedule.is_due = False
         if signal is not None:

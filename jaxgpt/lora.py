@@ -46,8 +46,8 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     return traverse_util.unflatten_dict(adapters)
 
 
-def merged(config: LoraConfig, params: dict, adapters: dict) -> dict:
-    """The parameters with the adapters in them, in float32."""
+def merge_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
+    """Return the parameters with the adapters added to them, in float32."""
     assert config.rank is not None
     flat, adapters = _flat(params), _flat(adapters)
     for path, a_DR in adapters.items():

@@ -38,7 +38,7 @@ from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.pretrained import Weights, begun, origin_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.runs.resume import check_same_configuration, is_resumable
-from jaxgpt.train import TrainState, run_keys
+from jaxgpt.train import TrainState, init_and_dropout_keys
 
 
 def fit(
@@ -190,7 +190,7 @@ class Session:
     def train(self, start: int, *, progress: bool) -> None:
         """Train from the checkpoint of step `start`, 0 for none, to the end."""
         train, strategy = self.experiment.train, self.trainer.strategy
-        init_key, dropout_key = run_keys(train.seed)
+        init_key, dropout_key = init_and_dropout_keys(train.seed)
         state = state_at(self.trainer, self.weights, init_key, self.checkpoints, start)
         is_first = multihost.is_process_0()
         lines = self.lines if is_first else read_metrics(self.metrics)

@@ -30,7 +30,7 @@ ROWS = [
     ["in_flight"],
     ["callbacks"],
     ["train"],
-    ["model", "loss", "optim", "lora"],
+    ["model", "loss", "optim", "skip", "lora"],
     ["layers"],
     ["batch"],
     ["config"],

@@ -14,7 +14,7 @@ from jaxgpt.loop import SaveSchedule, train
 
 
 def metrics(in_row=0, loss=1.0, norm=1.0):
-    return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_row": in_row, "skipped": int(in_row > 0)}
+    return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_a_row": in_row, "skipped": int(in_row > 0)}
 
 
 class Events(Log, Saver, Processes):

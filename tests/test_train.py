@@ -15,7 +15,8 @@ from jaxgpt.config import OptimConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.strategy import SingleDevice
-from jaxgpt.train import ENOUGH, NOT_FINITE, SPIKE, TAKEN, WINDOW, Guard, eval_step, init_state, judged, train_step
+from jaxgpt.skip import MIN_NORMS, NOT_FINITE, NUM_NORMS, SPIKE, TAKEN, skip_bad_steps, skip_metrics
+from jaxgpt.train import eval_step, init_state, train_step
 from tests.helpers import TINY, tokens_BT
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
@@ -24,15 +25,15 @@ STEPS = 8
 
 
 @functools.cache
-def make_step(config=CONFIG, optim=OPTIM, accumulation=1):
+def make_step(config=CONFIG, optim=OPTIM, grad_accum_steps=1):
     """(step, its compiled form, the state of step 0); compiled once for all tests of this file."""
-    model, optimizer = GPT(config), make_optimizer(optim, STEPS)
+    model, optimizer = GPT(config), skip_bad_steps(make_optimizer(optim, STEPS))
     step = functools.partial(
         train_step,
         model=model,
         optimizer=optimizer,
         schedule=learning_rate(optim, STEPS),
-        accumulation=accumulation,
+        grad_accum_steps=grad_accum_steps,
     )
     state = jax.jit(functools.partial(init_state, model, optimizer))(jax.random.key(0))
     return step, jax.jit(step), state
@@ -65,7 +66,7 @@ def test_it_learns(name):
 def test_metrics():
     _, compiled, state = make_step()
     _, metrics = compiled(state, make_batch(), jax.random.key(1))
-    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_row"}
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_a_row"}
     chex.assert_tree_all_finite(metrics)
     assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
 
@@ -82,7 +83,7 @@ def test_accumulation_equals_one_big_batch(masked):
         mask[0, :5], mask[3] = False, False
     batch = make_batch(jnp.asarray(mask))
     one, _ = run(*make_step()[1:], batch=batch)
-    four, _ = run(*make_step(accumulation=4)[1:], batch=batch)
+    four, _ = run(*make_step(grad_accum_steps=4)[1:], batch=batch)
     np.testing.assert_allclose(one, four, **ACCUMULATION_TOLERANCE)
 
 
@@ -91,7 +92,7 @@ def test_micro_batches_draw_their_own_dropout():
     config = dataclasses.replace(CONFIG, dropout=0.5)
     batch = make_batch()
     twins = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), batch)
-    _, compiled, state = make_step(config, accumulation=2)
+    _, compiled, state = make_step(config, grad_accum_steps=2)
     losses = {float(compiled(state, twins._replace(mask_BT=mask), jax.random.key(1))[1]["loss"]) for mask in halves()}
     assert len(losses) == 2
 
@@ -161,39 +162,49 @@ def poisoned(batch):
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(accumulation):
     """Parameters and optimiser bit for bit; only the batches go on, and the learning rate waits."""
-    _, compiled, state = make_step(accumulation=accumulation)
+    _, compiled, state = make_step(grad_accum_steps=accumulation)
     key, batch = jax.random.key(1), make_batch()
     _, one = run(compiled, state, 3)
     bad, told = compiled(one, poisoned(batch), key)
     assert not np.isfinite(float(told["loss"]))
-    assert (int(told["skipped"]), int(told["in_row"])) == (NOT_FINITE, 1)
-    chex.assert_trees_all_equal((bad.params, bad.opt_state), (one.params, one.opt_state))
-    assert (int(bad.step), int(bad.guard.skipped)) == (4, 1)
+    assert (int(told["skipped"]), int(told["in_a_row"])) == (NOT_FINITE, 1)
+    inner = (bad.opt_state.inner_state, one.opt_state.inner_state)
+    chex.assert_trees_all_equal((bad.params, inner[0]), (one.params, inner[1]))
+    assert (int(bad.step), int(bad.opt_state.skipped)) == (4, 1)
     bad, told = compiled(bad, poisoned(batch), key)
-    assert int(told["in_row"]) == 2
+    assert int(told["in_a_row"]) == 2
     after, told = compiled(bad, batch, key)
     expected, as_told = compiled(one, batch, key)
-    chex.assert_trees_all_equal((after.params, after.opt_state), (expected.params, expected.opt_state))
-    assert (int(told["skipped"]), int(told["in_row"]), int(after.guard.skipped)) == (TAKEN, 0, 2)
+    inner = (after.opt_state.inner_state, expected.opt_state.inner_state)
+    chex.assert_trees_all_equal((after.params, inner[0]), (expected.params, inner[1]))
+    assert (int(told["skipped"]), int(told["in_a_row"]), int(after.opt_state.skipped)) == (TAKEN, 0, 2)
     assert float(told["learning_rate"]) == float(as_told["learning_rate"])
 
 
 def test_spikes_are_judged_by_the_median_of_the_steps_taken():
     """Against the same in NumPy, over more norms than are remembered; some are spikes, some not finite."""
-    judge = jax.jit(functools.partial(judged, skip_spikes=3.0))
+    optimizer = skip_bad_steps(optax.sgd(1.0), spikes=3.0)
+
+    @jax.jit
+    def take(state, step, norm):
+        given = {"value": jnp.float32(1.0), "grad_norm": norm}
+        updates, after = optimizer.update(jnp.ones(()), state, step=step, **given)
+        return after, updates, skip_metrics(state, after, **given)
+
     rng = np.random.default_rng(0)
-    norms = np.exp(rng.normal(size=3 * WINDOW)).astype(np.float32)
+    norms = np.exp(rng.normal(size=3 * NUM_NORMS)).astype(np.float32)
     norms[40], norms[5], norms[200] = np.nan, 1e6, 1e6
-    norms[ENOUGH] = 1e6  # the first that is judged
-    guard, taken = Guard.new(), []
+    norms[MIN_NORMS] = 1e6  # the first that is judged
+    state, taken = optimizer.init(jnp.zeros(())), []
     for step, norm in enumerate(norms):
         expected = TAKEN if np.isfinite(norm) else NOT_FINITE
-        if expected == TAKEN and len(taken) >= ENOUGH and norm > 3.0 * np.median(taken[-WINDOW:]):
+        if expected == TAKEN and len(taken) >= MIN_NORMS and norm > 3.0 * np.median(taken[-NUM_NORMS:]):
             expected = SPIKE
-        guard, told = judge(guard, jnp.int32(step), jnp.float32(1.0), jnp.float32(norm))
-        assert int(told["skipped"]) == expected, step
+        state, update, metrics = take(state, jnp.int32(step), jnp.float32(norm))
+        assert int(metrics["skipped"]) == expected, step
+        assert float(update) == (-1.0 if expected == TAKEN else 0.0)
         taken += [norm] * (expected == TAKEN)
-    assert int(guard.skipped) == len(norms) - len(taken) > 30
+    assert int(state.skipped) == len(norms) - len(taken) > 30
     assert taken.count(1e6) == 1 and np.sum(norms == 1e6) == 3  # the first was too early to be judged
 
 

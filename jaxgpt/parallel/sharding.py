@@ -1,7 +1,7 @@
 """The sharding of each parameter on a mesh: one table from paths to logical axes, one from those to the mesh's."""
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -75,18 +75,18 @@ def state_shardings(
     def shard(params: Any) -> Any:
         return nn.logical_to_mesh_sharding(parameter_axes(params, config), mesh, RULES)
 
-    params, base = shard(state.params), None if state.base is None else shard(state.base)
-    whole = NamedSharding(mesh, PartitionSpec())
+    params = shard(state.params)
+    frozen_params = None if state.frozen_params is None else shard(state.frozen_params)
+    replicated, opt_state = NamedSharding(mesh, PartitionSpec()), cast(Any, state.opt_state)
     opt_state = optax.tree.map_params(
         optimizer.init,
-        lambda x, place: x if isinstance(x, optax.MaskedNode) else place,
-        state.opt_state,
+        lambda x, sharding: x if isinstance(x, optax.MaskedNode) else sharding,
+        opt_state,
         params,
-        transform_non_params=lambda _: whole,
+        transform_non_params=lambda _: replicated,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # where Muon and AdamW leave parameters to each other
     )
-    guard = jax.tree.map(lambda _: whole, state.guard)
-    return TrainState(step=whole, params=params, opt_state=opt_state, guard=guard, base=base)  # type: ignore[arg-type]
+    return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
 
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.train import TrainState
 
 InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
-StepFn = Callable[..., tuple[TrainState, dict[str, jax.Array]]]  # (state, batch, key) -> (state, metrics)
+StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key) -> (state, metrics)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
 
 

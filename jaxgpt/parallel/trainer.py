@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
+from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -18,7 +20,8 @@ from jaxgpt.parallel.mesh import MeshStrategy
 from jaxgpt.parallel.pmap import PmapStrategy
 from jaxgpt.parallel.sharding import check_divisible
 from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
-from jaxgpt.train import TrainState, eval_step, init_state, train_step, whole
+from jaxgpt.skip import skip_bad_steps
+from jaxgpt.train import MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
 
 Devices = Sequence[jax.Device] | None  # None: all there are; a topology's, to compile for them
 
@@ -34,11 +37,15 @@ class Trainer:
     init_state: InitFn  # (key, params=None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
-    merged_params: Callable[[TrainState], Any]  # state -> the parameters that `eval_step` takes
+    merge: MergeFn  # see `merged_params`
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy.jit_checksums`
     abstract_state: TrainState  # shapes and shardings, as checkpoints are read
     abstract_batch: Batch  # shapes and shardings of a training batch
     fallback: str | None = None  # how the strategy differs from the recorded one, in words; None: it does not
+
+    def merged_params(self, state: TrainState) -> Params:
+        """Return the parameters that `eval_step` takes: adapters, if there are any, merged into the model's."""
+        return self.merge(state.params, state.frozen_params)
 
     def lower(self) -> Any:
         """Lower `train_step` for the states and batches of this experiment, to be compiled by XLA."""
@@ -49,9 +56,9 @@ class Trainer:
     def parameters(self) -> tuple[int, int]:
         """Count the parameters (of the model, in adapters)."""
         state = self.abstract_state
-        if state.base is None:
+        if state.frozen_params is None:
             return count_parameters(state.params), 0
-        return count_parameters(state.base), count_parameters(state.params)
+        return count_parameters(state.frozen_params), count_parameters(state.params)
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
@@ -69,21 +76,21 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
     plain = GPT(experiment.model, **options.for_model())  # initialises: a batch of one token divides over no devices
     model = plain.clone(attention_fn=strategy.shard_attention(options.attention_fn), sharding=strategy.sharding_hooks)
-    optimizer = make_optimizer(experiment.optim, train.steps)
-    init = functools.partial(init_state, plain, optimizer, lora=lora)
+    adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
+    merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)
+    optimizer = skip_bad_steps(make_optimizer(experiment.optim, train.steps), spikes=experiment.optim.skip_spikes)
+    init = functools.partial(init_state, plain, optimizer, adapt=adapt)
     state = strategy.abstract_state(init, experiment.model, optimizer)
     step = functools.partial(
         train_step,
         model=model,
         optimizer=optimizer,
         schedule=learning_rate(experiment.optim, train.steps),
-        lora=lora,
-        accumulation=split.grad_accum_steps,
+        merge=merge,
+        grad_accum_steps=split.grad_accum_steps,
         loss_chunk=loss_chunk,
         label_smoothing=experiment.optim.label_smoothing,
-        skip_spikes=experiment.optim.skip_spikes,
     )
-    merged_params = functools.partial(whole, lora=lora)
     return Trainer(
         options=options,
         model=model,
@@ -92,7 +99,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         init_state=strategy.jit_init_state(init, state),
         train_step=strategy.jit_train_step(step, state),
         eval_step=strategy.jit_eval_step(functools.partial(eval_step, model=model, loss_chunk=loss_chunk)),
-        merged_params=merged_params if lora.rank is None else jax.jit(merged_params),
+        merge=merge if lora.rank is None else jax.jit(merge),
         checksums=strategy.jit_checksums(state),
         abstract_state=state,
         abstract_batch=_abstract_batch(experiment, strategy),
@@ -109,6 +116,24 @@ def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:
     if experiment.model.n_encoder_layer:
         batch = batch._replace(source_BS=tokens, source_segments_BS=tokens)
     return batch
+
+
+def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return (nats per target, number of targets) over all batches; eval_step: `train.eval_step`, compiled.
+
+    Sums are added in float64 on the host, so that a million windows lose nothing.
+    """
+    nats, count = 0.0, 0.0
+    pending: deque = deque()
+    for batch in batches:
+        pending.append(eval_step(params, batch))
+        if len(pending) > 2:  # at most two in flight, see loop.fit
+            batch_nats, batch_count = pending.popleft()
+            nats, count = nats + float(batch_nats), count + float(batch_count)
+    for batch_nats, batch_count in pending:
+        nats, count = nats + float(batch_nats), count + float(batch_count)
+    assert count, "no targets to evaluate on"
+    return nats / count, int(count)
 
 
 def choose_layout(

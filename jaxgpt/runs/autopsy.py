@@ -86,8 +86,8 @@ def params_here(trainer: Trainer, state: TrainState) -> Any:
 
     Adapters are merged in after that: a program over all devices is none for one process to start.
     """
-    held = multihost.on_one_device(dataclasses.replace(state, opt_state=()))
-    return None if held is None else trainer.merged_params(held)
+    held = multihost.on_one_device((state.params, state.frozen_params))
+    return None if held is None else trainer.merge(*held)
 
 
 def _watched(model: GPT) -> tuple[Any, list[str]]:
@@ -270,8 +270,9 @@ def _place(run: Path, step: int) -> Path:
 
 def _rewound(state: TrainState, steps: int) -> TrainState:
     """Without the last so many steps, all of them skipped."""
-    guard = dataclasses.replace(state.guard, skipped=state.guard.skipped - steps, in_row=state.guard.in_row - steps)
-    return dataclasses.replace(state, step=state.step - steps, guard=guard)
+    skips = state.opt_state
+    skips = dataclasses.replace(skips, skipped=skips.skipped - steps, in_a_row=skips.in_a_row - steps)
+    return dataclasses.replace(state, step=state.step - steps, opt_state=skips)
 
 
 def _keep_state(directory: Path, trainer: Trainer, state: TrainState, step: int) -> str | None:

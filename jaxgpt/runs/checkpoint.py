@@ -26,13 +26,12 @@ from jaxgpt.errors import SaveFailed, UserError, reason_of, shell_line
 from jaxgpt.files import delete
 from jaxgpt.runs import manifest
 from jaxgpt.runs.manifest import Damaged, Removed
+from jaxgpt.runs.state_layout import PARAMS, REST, from_items, to_items
 from jaxgpt.train import TrainState
 
 if TYPE_CHECKING:  # half a second to import: only where it is used
     import orbax.checkpoint as ocp
 
-# Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
-PARAMS, REST = "params", "rest"
 # Bytes that are read or written at once, if not a sixteenth of all or the largest array are more: what Orbax copies and
 # compresses for all of them together would be another model in memory.
 AT_ONCE = 2**26
@@ -67,7 +66,7 @@ class Checkpoints:
 
         Raises `SaveFailed`, for this step or for the one before it.
         """
-        self._save({PARAMS: state.params, REST: _rest(state)}, step, val_loss)
+        self._save(to_items(state), step, val_loss)
 
     def save_params(self, params: Any, step: int) -> None:
         """Parameters that nothing was trained with here, in whatever dtype: to be used, and no run to go on with."""
@@ -266,8 +265,7 @@ class Checkpoints:
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The whole state but for what adapters are of, which is not saved; `like` gives shapes, dtypes and places."""
-        restored = self._restore(step, **{PARAMS: like.params, REST: _rest(like)})
-        return TrainState(params=restored[PARAMS], **restored[REST])
+        return from_items(self._restore(step, **to_items(like)), spikes=like.opt_state.spikes)
 
     def restore_params(self, step: int, like: Any) -> Any:
         """The parameters alone, in the dtype in which they were saved; `like` gives shapes and places."""
@@ -326,10 +324,6 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
 def _finite(loss: float | None) -> float | None:
     """JSON has no NaN; such a loss is never the best."""
     return None if loss is None or not math.isfinite(loss) else loss
-
-
-def _rest(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "opt_state": state.opt_state, "guard": state.guard}
 
 
 def open_checkpoints(run: Path) -> Checkpoints:

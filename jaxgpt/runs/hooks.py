@@ -21,12 +21,13 @@ from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import SaveFailed
 from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.parallel.trainer import Trainer, mean_loss
 from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.log import Log
-from jaxgpt.train import NOT_FINITE, TrainState, mean_loss
+from jaxgpt.skip import NOT_FINITE
+from jaxgpt.train import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
-from jaxgpt.lora import init_adapters, merged
+from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPT
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.parallel.trainer import Trainer
@@ -182,8 +182,8 @@ def restored_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, 
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
     adapters = with_shardings(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
-    return jax.jit(merged, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
-        lora, params, checkpoints.restore_params(step, adapters)
+    return jax.jit(merge_adapters, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
+        lora, checkpoints.restore_params(step, adapters), params
     )
 
 
@@ -195,13 +195,13 @@ def state_at(
     weights: what it starts from; None: nothing. key: of random parameters, and of adapters.
     """
     strategy = trainer.strategy
-    base = trainer.abstract_state.base
+    frozen = trainer.abstract_state.frozen_params
     read = None
-    if weights is not None and (base is not None or not step):
-        read = weights().read(trainer.abstract_state.params if base is None else base)
+    if weights is not None and (frozen is not None or not step):
+        read = weights().read(trainer.abstract_state.params if frozen is None else frozen)
     if step:
         return strategy.from_checkpoint(
-            dataclasses.replace(checkpoints.restore(step, trainer.abstract_state), base=read)
+            dataclasses.replace(checkpoints.restore(step, trainer.abstract_state), frozen_params=read)
         )
     return trainer.init_state(key, None if read is None else strategy.from_checkpoint(read))
 

@@ -277,7 +277,7 @@ def guarded() -> dict:
             state, metrics = run.step(state, batch, jax.random.key(1))
             seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
             told.append([int(metrics["skipped"]), float(metrics["learning_rate"]), float(metrics["loss"])])
-        skipped = [[shard.data.item() for shard in state.guard.skipped.addressable_shards]]
+        skipped = [[shard.data.item() for shard in state.opt_state.skipped.addressable_shards]]
         found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
     return found
 
@@ -288,13 +288,13 @@ def adapters() -> dict:
     for name in ("single", "pmap", "all"):
         run = Run(name, "muon", lora=LoraConfig(rank=2, targets=("q", "c_fc", "c_proj")))
         given = jax.device_get(Run(name, "muon").init_state(jax.random.key(0)).params)
-        run.state = run.init_state(jax.random.key(0), run.init_state(jax.random.key(0)).base)
+        run.state = run.init_state(jax.random.key(0), run.init_state(jax.random.key(0)).frozen_params)
         before = run.validation()
         losses = run.run(0, 6)
-        same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), given, jax.device_get(run.state.base))
+        same = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), given, jax.device_get(run.state.frozen_params))
         whole = [
             jax.tree_util.keystr(path)
-            for path, x in jax.tree.leaves_with_path((run.abstract_state.params, run.abstract_state.base))
+            for path, x in jax.tree.leaves_with_path((run.abstract_state.params, run.abstract_state.frozen_params))
             if x.sharding.shard_shape(x.shape) == x.shape
         ]
         found[name] = {

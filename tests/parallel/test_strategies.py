@@ -14,8 +14,8 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_strategy
+from jaxgpt.skip import NOT_FINITE, TAKEN
 from jaxgpt.tools.plan.program import read_program
-from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, CURVES
 

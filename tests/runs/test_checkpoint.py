@@ -22,7 +22,8 @@ from jaxgpt.runs.manifest import Damaged
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
-from jaxgpt.train import Guard, TrainState
+from jaxgpt.skip import skip_bad_steps
+from jaxgpt.train import TrainState
 from tests.helpers import flip, run_command, tiny_experiment
 
 FLIPS = 100  # single bits, over all files of a checkpoint
@@ -30,9 +31,8 @@ FLIPS = 100  # single bits, over all files of a checkpoint
 
 def small_state(step, size=16):
     params = {"a": {"kernel": jax.numpy.arange(size * size, dtype="float32").reshape(size, size) + step}}
-    return TrainState(
-        step=jax.numpy.int32(step), params=params, opt_state=optax.adam(1e-3).init(params), guard=Guard.new()
-    )
+    opt_state = skip_bad_steps(optax.adam(1e-3)).init(params)
+    return TrainState(step=jax.numpy.int32(step), params=params, opt_state=opt_state)
 
 
 def save(directory, steps, losses=(), **policy):

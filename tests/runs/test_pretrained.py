@@ -14,7 +14,7 @@ from flax import traverse_util
 import jaxgpt
 from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
-from jaxgpt.lora import init_adapters, merged
+from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.autopsy import params_here
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -155,7 +155,7 @@ def test_merged_equals_unmerged(scan):
     if scan:
         model = model.clone(config=dataclasses.replace(TINY, scan_layers=True))
         params, adapters = (stack_layers(tree, TINY.n_layer) for tree in (params | {}, adapters))
-    found = apply(model, merged(LORA, params, adapters), tokens_BT(TINY))
+    found = apply(model, merge_adapters(LORA, adapters, params), tokens_BT(TINY))
     np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
     assert np.abs(found - apply(model, params, tokens_BT(TINY))).max() > 0.1  # and they do something
 
@@ -164,7 +164,7 @@ def test_the_merge_is_in_float32_on_any_device():
     """Where products of float32 are rounded, in training and in what is exported alike."""
     _, params = make_model(TINY)
     adapters = jax.eval_shape(lambda params: init_adapters(LORA, jax.random.key(1), params), params)
-    text = jax.jit(merged, static_argnums=0).lower(LORA, params, adapters).as_text()
+    text = jax.jit(merge_adapters, static_argnums=0).lower(LORA, adapters, params).as_text()
     assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == len(LORA.targets) * TINY.n_layer
 
 

@@ -21,7 +21,8 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import base_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.train import NOT_FINITE, run_keys
+from jaxgpt.skip import NOT_FINITE
+from jaxgpt.train import init_and_dropout_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,10 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """Take the steps of a run up to `step` again, with its own configuration and data, writing nothing.
 
     It begins from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The same
-    hardware and strategy give the same bits on CPU. On GPU this is not known, see `train_step`. say: told where it
-    begins. Raises `UserError` for what is not there.
+    hardware and strategy give the same bits on CPU, which tests hold. On GPU nothing asks for deterministic operations:
+    the gradient of an embedding adds rows in any order there, cuDNN's backward pass may, and another process may choose
+    other kernels for its products. XLA_FLAGS=--xla_gpu_deterministic_ops=true asks for them; untried.
+    say: told where it begins. Raises `UserError` for what is not there.
     """
     directory = find_run(run)
     metadata = read_metadata(directory)
@@ -55,7 +58,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     trainer = make_trainer(experiment, recorded=experiment)
     strategy = trainer.strategy
 
-    init_key, key = run_keys(train.seed)
+    init_key, key = init_and_dropout_keys(train.seed)
     start, origin, checkpoints = _newest_before(directory, step)
     weights = None if metadata.origin is None else functools.partial(base_of, metadata)
     state = state_at(trainer, weights, init_key, checkpoints, start)

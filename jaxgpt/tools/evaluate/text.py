@@ -19,10 +19,11 @@ from jaxgpt.data.pairs import encode_pairs, in_memory
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.tools.evaluate.pairs import count_exact_matches
-from jaxgpt.train import eval_step, mean_loss
+from jaxgpt.train import eval_step
 
 _eval_step = jax.jit(eval_step, static_argnames="model")
 

@@ -18,9 +18,10 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
+from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
-from jaxgpt.train import eval_step, mean_loss
+from jaxgpt.train import eval_step
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
 
 C = TINY.block_size

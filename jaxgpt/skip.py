@@ -1,0 +1,93 @@
+"""Skipping bad steps as a gradient transformation: what `optax.apply_if_finite` does, with spikes and a full record."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+NUM_NORMS = 128  # gradient norms of taken steps that are remembered
+MIN_NORMS = 16  # of them, before another one can be called a spike
+TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
+
+
+@struct.dataclass
+class SkipState:
+    """The wrapped optimizer's state, which skipped steps leave as it was, and the record of those steps."""
+
+    inner_state: optax.OptState
+    skipped: jax.Array  # int32: steps skipped so far
+    in_a_row: jax.Array  # int32: of them, those since the last one that was taken; 0 if the last step was taken
+    norms: jax.Array  # float32 [NUM_NORMS]: gradient norms of the last steps taken, in a ring; NaN: none yet
+    spikes: float | None = struct.field(pytree_node=False, default=None)  # see `skip_bad_steps`
+
+    def count_taken(self, step: jax.Array) -> jax.Array:
+        """Count the steps, of the first `step`, that the wrapped optimizer took: its schedules follow this count."""
+        return step - self.skipped
+
+
+def skip_bad_steps(
+    optimizer: optax.GradientTransformation, *, spikes: float | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer to leave parameters and its own state as they were after a bad step.
+
+    A step is bad if its loss or gradient norm is not finite, or if the norm is more than `spikes` times the median of
+    the last NUM_NORMS norms of taken steps. None: no finite norm is too large.
+    A finite gradient norm is enough for finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds
+    what multiplies them. To look at the updates too takes 1.4 ms of nanoGPT's CPU configuration, 2.5% of its step.
+
+    `update` needs three more arguments: value, the loss; grad_norm; and step, int32, the steps before this one.
+    """
+
+    def init(params: optax.Params) -> SkipState:
+        skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # one for each, since each is donated
+        return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan), spikes)
+
+    def update(
+        updates: optax.Updates,
+        state: SkipState,
+        params: optax.Params | None = None,
+        *,
+        value: jax.Array,
+        grad_norm: jax.Array,
+        step: jax.Array,
+    ) -> tuple[optax.Updates, SkipState]:
+        count, good = state.count_taken(step), jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        if spikes is not None:
+            good &= ~((count >= MIN_NORMS) & (grad_norm > spikes * jnp.nanmedian(state.norms)))
+        in_a_row = jnp.where(good, 0, state.in_a_row + 1)
+        taken = in_a_row == 0
+        updates, inner_state = optimizer.update(updates, state.inner_state, params)
+        return jax.tree.map(lambda x: jnp.where(taken, x, 0.0), updates), SkipState(
+            inner_state=jax.tree.map(lambda new, old: jnp.where(taken, new, old), inner_state, state.inner_state),
+            skipped=jnp.where(taken, state.skipped, state.skipped + 1),
+            in_a_row=in_a_row,
+            norms=jnp.where(taken, state.norms.at[count % NUM_NORMS].set(grad_norm), state.norms),
+            spikes=spikes,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def apply_updates(params: Any, updates: optax.Updates, state: SkipState) -> Any:
+    """Return the parameters after an update: `optax.apply_updates`, whose sum is selected as well.
+
+    The updates of a skipped step are zero. To select only them would part the last product of the optimizer from this
+    sum, which the compiler makes one instruction with one rounding.
+    """
+    taken = state.in_a_row == 0
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), optax.apply_updates(params, updates), params)
+
+
+def skip_metrics(
+    before: SkipState, after: SkipState, *, value: jax.Array, grad_norm: jax.Array
+) -> dict[str, jax.Array]:
+    """Return {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_a_row": steps skipped in a row} of the step between two states.
+
+    With `spikes` also "median", of the norms before the step.
+    """
+    finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+    skipped = jnp.where(after.in_a_row == 0, TAKEN, jnp.where(finite, SPIKE, NOT_FINITE))
+    metrics = {"skipped": skipped, "in_a_row": after.in_a_row}
+    return metrics if before.spikes is None else metrics | {"median": jnp.nanmedian(before.norms)}
