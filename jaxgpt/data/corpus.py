@@ -1,4 +1,4 @@
-"""Where text comes from: a registry of public corpora, or the user's own files."""
+"""Texts: a registry of public corpora, or the user's own files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Corpus:
 
 
 def strip_gutenberg(text: str) -> str:
-    """A Project Gutenberg file without its header, licence and Windows line ends."""
+    """Return a Project Gutenberg file without its header, licence and Windows line ends."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     start = next((i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")), 0)
     end = next((i for i, line in enumerate(lines) if line.startswith("*** END OF")), len(lines))
@@ -74,20 +74,20 @@ CORPORA = {
 }
 
 # The corpora that are always there: the second is made of the first, as conversations; the third is pairs of texts.
-PYTHON_DOCS, PYTHON_QUESTIONS, NUMBERS = "python-docs", "python-docs.jsonl", "spanish-numbers.tsv"
+BUILT_IN: dict[str, Callable[[], str]] = {
+    "python-docs": lambda: _python_docs(),
+    "python-docs.jsonl": lambda: "".join(json.dumps({"messages": m}) + "\n" for m in python_questions()),
+    "spanish-numbers.tsv": numbers.number_pairs,
+}
 
 
 def corpus_files(name: str) -> list[Path]:
-    """The files of a registered corpus, made or downloaded if need be."""
-    if name == PYTHON_DOCS:
-        return [_kept(f"{PYTHON_DOCS}.txt", _python_docs())]
-    if name == PYTHON_QUESTIONS:
-        return [_kept(PYTHON_QUESTIONS, "".join(json.dumps({"messages": m}) + "\n" for m in python_questions()))]
-    if name == NUMBERS:
-        return [_kept(NUMBERS, numbers.number_pairs())]
+    """Return the files of a registered corpus, made or downloaded if need be."""
+    if name in BUILT_IN:
+        return [_write_to_cache(name if "." in name else f"{name}.txt", BUILT_IN[name]())]
     if name not in CORPORA:
         raise UserError(
-            f"unknown corpus {name!r}: there are {', '.join([PYTHON_DOCS, PYTHON_QUESTIONS, NUMBERS, *CORPORA])}; for a text of your own use --data.path"
+            f"unknown corpus {name!r}: there are {', '.join([*BUILT_IN, *CORPORA])}; for a text of your own use --data.path"
         )
     corpus = CORPORA[name]
     path = cache_directory() / "corpora" / f"{name}.txt"
@@ -102,7 +102,7 @@ def corpus_files(name: str) -> list[Path]:
 
 
 def user_files(path: str) -> list[Path]:
-    """The text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
+    """Return the text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
     root = Path(path)
     if is_there(root, "--data.path takes a text, a folder of them, or .bin shards") and root.is_dir():
         files = sorted(p for p in root.rglob("*.txt") if p.is_file())
@@ -120,7 +120,7 @@ def user_files(path: str) -> list[Path]:
 
 
 def read_text(files: list[Path]) -> Iterator[str | None]:
-    """The files' text in pieces of bounded size, and None between two files.
+    """Yield the text of files in pieces of bounded size, and None between two files.
 
     Raises `UserError` with the file and the byte where a text is not UTF-8.
     """
@@ -145,9 +145,9 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 
 def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
-    """Fetch, clean, check, and only then put in place. Raises `UserError`; a wrong file is never left behind.
+    """Download, clean and check a corpus, then write it. Raises `UserError`; a wrong file is never written.
 
-    What stops half-way, or does not come, is tried again from its beginning. timeout: seconds of silence.
+    A download that fails or stops is tried again from its beginning. timeout: seconds without data.
     """
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
@@ -183,14 +183,14 @@ def _fetch(url: str, timeout: float) -> bytes:
 
 
 def _python_docs() -> str:
-    """Python's own reference, about 460 KB of English prose that `help()` shows; a little different in each release."""
+    """Return Python's own reference, about 460 KB of English prose that `help()` shows; a little different in each release."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
 
 
 def python_questions() -> list[list[dict[str, str]]]:
-    """Conversations of one turn: what something is, by the first sentence of its section in Python's reference.
+    """Make conversations of one turn: what something is, by the first sentence of its section in Python's reference.
 
     Some 215, in an order that is mixed and always the same, so that the held-out ones are of every kind.
     """
@@ -209,8 +209,8 @@ def python_questions() -> list[list[dict[str, str]]]:
     ]
 
 
-def _kept(name: str, text: str) -> Path:
-    """Return the file of the cache that holds the text; its name is of the text's SHA-256."""
+def _write_to_cache(name: str, text: str) -> Path:
+    """Return the file of the cache with a text; its name has the text's SHA-256."""
     stem, _, suffix = name.rpartition(".")
     digest = hashlib.sha256(text.encode()).hexdigest()
     path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix}"

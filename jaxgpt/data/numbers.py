@@ -1,4 +1,4 @@
-"""Numbers in Spanish words and in digits: pairs to translate either way, that want every word to be looked at."""
+"""Numbers in Spanish words and in digits: pairs to translate either way, in which every word matters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUNDREDS = (
 
 
 def in_words(n: int) -> str:
-    """n in Spanish, 0 to 999,999,999: 21,000 is "veintiún mil", 101 "ciento uno".
+    """Spell n in Spanish, 0 to 999,999,999: 21,000 is "veintiún mil", 101 "ciento uno".
 
     As the Academy writes it: Ortografía de la lengua española, 2010, chapter VIII.
     """
@@ -30,9 +30,9 @@ def in_words(n: int) -> str:
     millions, thousands, rest = n // 1_000_000, n // 1000 % 1000, n % 1000
     words = []
     if millions:
-        words += ["un millón"] if millions == 1 else [_shortened(millions), "millones"]
+        words.append("un millón" if millions == 1 else f"{_before_noun(millions)} millones")
     if thousands:
-        words += ["mil"] if thousands == 1 else [_shortened(thousands), "mil"]
+        words.append("mil" if thousands == 1 else f"{_before_noun(thousands)} mil")
     if rest:
         words.append(_below_1000(rest))
     return " ".join(words)
@@ -50,8 +50,8 @@ def _below_1000(n: int) -> str:
     return " ".join(words)
 
 
-def _shortened(n: int) -> str:
-    """Before a noun, "uno" loses its o: veintiún mil, treinta y un millones."""
+def _before_noun(n: int) -> str:
+    """Drop the o of "uno": veintiún mil, treinta y un millones."""
     words = _below_1000(n)
     if words.endswith("veintiuno"):
         return words.removesuffix("uno") + "ún"
@@ -59,10 +59,10 @@ def _shortened(n: int) -> str:
 
 
 def number_pairs() -> str:
-    """A .tsv of COUNT different numbers, each in words and then in digits, and the other way round in the next line.
+    """Return a .tsv of COUNT different numbers, each in words and then in digits, and the other way round in the next line.
 
-    All lengths from one to nine digits are drawn alike, in an order that is mixed and always the same; of the shorter
-    there are fewer than that, so that most have five to nine.
+    Lengths from one to nine digits are equally likely, in a mixed order that is always the same; there are fewer
+    numbers of few digits, so that most have five to nine.
     """
     rng = np.random.default_rng(2017)
     digits_N = rng.integers(1, 10, 4 * COUNT)

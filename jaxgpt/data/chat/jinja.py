@@ -29,17 +29,32 @@ TODAY = datetime.date(2025, 1, 1)
 
 
 def compile_template(source: str) -> Callable[..., str]:
-    """A function (**variables) -> text, with OPEN and CLOSE around the parts in {% generation %} tags.
+    """Return a function (**variables) -> text, with OPEN and CLOSE around the parts in {% generation %} tags.
 
-    Whitespace, filters and functions are those of transformers' `apply_chat_template`, but `strftime_now` tells TODAY.
+    Whitespace, filters and functions are those of transformers' `apply_chat_template`, but `strftime_now` gives TODAY.
     The program reads its variables and nothing else: no attribute whose name begins with _, no file, no import. What it
     writes is bounded, but not the time and the memory that it takes: see `Renderer`.
-    Raises `UserError` for what is no template, here, and where it fails or refuses what it is given, there.
+    Raises `UserError` for what is not a template, here, and where it fails or refuses its variables, there.
     """
-    jinja2 = _jinja2()
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    environment = _make_environment()
+    try:
+        template = environment.from_string(source)
+    except Exception as e:  # Jinja's own, and Python's for what it was translated into
+        line = getattr(e, "lineno", None)
+        raise UserError(
+            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
+        ) from None
+    return functools.partial(_render, template)
+
+
+def _make_environment() -> Any:
+    try:
+        import jinja2
+        from jinja2 import nodes, utils
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'") from None
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -47,12 +62,12 @@ def compile_template(source: str) -> Callable[..., str]:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-        def _marked(self, caller: Callable[[], str]) -> str:
+        def _mark(self, caller: Callable[[], str]) -> str:
             return OPEN + caller() + CLOSE
 
-    class Namespace(jinja2.utils.Namespace):
+    class Namespace(utils.Namespace):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
             for name, value in dict(*args, **kwargs).items():
@@ -69,62 +84,42 @@ def compile_template(source: str) -> Callable[..., str]:
     def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
-    known: dict[str, Any] = {
-        "range": environment.globals["range"],
+    functions: dict[str, Any] = {
         "dict": lambda **items: items,
         "namespace": Namespace,
         "raise_exception": raise_exception,
-        "strftime_now": TODAY.strftime,
     }
+    functions |= {"range": environment.globals["range"], "strftime_now": TODAY.strftime}
     environment.globals.clear()
-    environment.globals.update(known)
+    environment.globals.update(functions)
+    return environment
+
+
+def _render(template: Any, **variables: Any) -> str:
+    pieces, length = [], 0
     try:
-        template = environment.from_string(source)
-    except Exception as e:  # Jinja's own, and Python's for what it was translated into
-        line = getattr(e, "lineno", None)
+        for piece in template.generate(**variables):
+            pieces.append(piece)
+            length += len(piece)
+            if length > LONGEST_TEXT:
+                raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
+    except UserError:
+        raise
+    except MemoryError:
+        raise UserError("the chat template takes more memory than it may: it cannot be used") from None
+    except Exception as e:  # a program of somebody else's: of any kind
+        why = str(e)[:300].rstrip(".") or type(e).__name__
         raise UserError(
-            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
+            f"the chat template refuses it: {why}. Repair the conversation, or give another tokenizer"
         ) from None
-
-    def render(**variables: Any) -> str:
-        text, length = [], 0
-        try:
-            for piece in template.generate(**variables):
-                text.append(piece)
-                length += len(piece)
-                if length > LONGEST_TEXT:
-                    raise UserError(
-                        f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used"
-                    )
-        except UserError:
-            raise
-        except MemoryError:
-            raise UserError("the chat template takes more memory than it may: it cannot be used") from None
-        except Exception as e:  # a program of somebody else's: of any kind
-            said = str(e)[:300].rstrip(".") or type(e).__name__
-            raise UserError(
-                f"the chat template refuses it: {said}. Repair the conversation, or give another tokenizer"
-            ) from None
-        return "".join(text)
-
-    return render
-
-
-def _jinja2() -> Any:
-    try:
-        import jinja2
-        import jinja2.utils
-    except ImportError:
-        raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'") from None
-    return jinja2
+    return "".join(pieces)
 
 
 class Renderer:
-    """A template in a process of its own: a function as `compile_template` returns, for a program that is not trusted.
+    """A template in a process of its own, called as the function that `compile_template` returns.
 
     For one text the process may take SECONDS (but on Windows) and MEMORY (on Linux). Where it takes more, that is a
     `UserError`, and the next text is written by it, or, if it had to be ended, by another.
@@ -133,19 +128,19 @@ class Renderer:
     def __init__(self, source: str):
         self._source = source
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = self._started()
+        self._process: subprocess.Popen | None = self._start()
 
     def __call__(self, **variables: Any) -> str:
         with self._lock:
-            process = self._process or self._started()
+            process = self._process or self._start()
             self._process = None  # until it has answered: what comes late would be taken for the next answer
-            answer = _asked(process, variables)
+            answer = _ask(process, variables)
             self._process = process
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["text"]
 
-    def _started(self) -> subprocess.Popen:
+    def _start(self) -> subprocess.Popen:
         # By this file alone: to import its package takes three times as long.
         code = f"import runpy; runpy.run_path({__file__!r})['serve']({SECONDS}, {MEMORY})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -156,15 +151,15 @@ class Renderer:
             env=os.environ | {"PYTHONPATH": path},
         )
         weakref.finalize(self, _end, process)
-        answer = _asked(process, self._source)
+        answer = _ask(process, self._source)
         if "error" in answer:
             _end(process)
             raise UserError(answer["error"])
         return process
 
 
-def _asked(process: subprocess.Popen, value: Any) -> dict[str, str]:
-    """Return a process's answer. It is ended where it does not come."""
+def _ask(process: subprocess.Popen, value: Any) -> dict[str, str]:
+    """Return the answer of a process. Ends the process if none comes."""
     assert process.stdin is not None and process.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):
