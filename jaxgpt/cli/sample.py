@@ -63,7 +63,7 @@ def sample(
     for name in (run, *([draft] if draft else [])):
         find_run(name)  # before jax is imported: a wrong path answers at once
     start_jax()
-    from jaxgpt.data.tokenizer import start_token
+    from jaxgpt.data.tokenizer import find_start_token
     from jaxgpt.run import load
     from jaxgpt.sample.filters import Sampling
 
@@ -75,7 +75,7 @@ def sample(
     model = load(run, average=average).for_decoding(weights)
     is_apart = chat or model.experiment.data.is_pairs  # the prompt is not a part of the text
     if not prompt and not is_apart:
-        say(f"no prompt: starting from {start_token(model.tokenizer)[1]}")
+        say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat, **given}
     options |= {"cache_dtype": cache_dtype, "draft": load(draft).for_decoding(weights) if draft else None}
     shown = "" if is_apart else prompt

@@ -86,13 +86,13 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     start_jax()
-    from jaxgpt.data.dataset import vocabulary
+    from jaxgpt.data.dataset import find_vocab_size
     from jaxgpt.runs.pretrained import begun
     from jaxgpt.tools.plan.estimate import format_plan
     from jaxgpt.tools.plan.plan import make_plan
 
     full, _ = begun(experiment)
-    found = make_plan(full, vocabulary(full), topology=topology, say=say)
+    found = make_plan(full, find_vocab_size(full), topology=topology, say=say)
     print(render_json(found.to_json()) if json else format_plan(found))
 
 

@@ -39,7 +39,7 @@ def cache_entry(spec: dict[str, Any]) -> Path:
     return cache_directory() / "tokens" / key
 
 
-def changed(source: str) -> UserError:
+def change_error(source: str) -> UserError:
     """Return the error for a text that was not what its key is made of when it was read again."""
     return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 

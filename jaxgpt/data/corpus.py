@@ -76,12 +76,12 @@ CORPORA = {
 # The corpora that are always there: the second is made of the first, as conversations; the third is pairs of texts.
 BUILT_IN: dict[str, Callable[[], str]] = {
     "python-docs": lambda: _python_docs(),
-    "python-docs.jsonl": lambda: "".join(json.dumps({"messages": m}) + "\n" for m in python_questions()),
-    "spanish-numbers.tsv": numbers.number_pairs,
+    "python-docs.jsonl": lambda: "".join(json.dumps({"messages": m}) + "\n" for m in make_python_questions()),
+    "spanish-numbers.tsv": numbers.make_number_pairs,
 }
 
 
-def corpus_files(name: str) -> list[Path]:
+def find_corpus_files(name: str) -> list[Path]:
     """Return the files of a registered corpus, made or downloaded if need be."""
     if name in BUILT_IN:
         return [_write_to_cache(name if "." in name else f"{name}.txt", BUILT_IN[name]())]
@@ -101,7 +101,7 @@ def corpus_files(name: str) -> list[Path]:
     return [path]
 
 
-def user_files(path: str) -> list[Path]:
+def find_user_files(path: str) -> list[Path]:
     """Return the text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
     root = Path(path)
     if is_there(root, "--data.path takes a text, a folder of them, or .bin shards") and root.is_dir():
@@ -189,7 +189,7 @@ def _python_docs() -> str:
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
 
 
-def python_questions() -> list[list[dict[str, str]]]:
+def make_python_questions() -> list[list[dict[str, str]]]:
     """Make conversations of one turn: what something is, by the first sentence of its section in Python's reference.
 
     Some 215, in an order that is mixed and always the same, so that the held-out ones are of every kind.

@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig
 from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.cache import CachedTokens, cache_entry, changed, find_tokens, read_tokens, write_tokens
-from jaxgpt.data.corpus import corpus_files, read_text, user_files
-from jaxgpt.data.documents import from_documents
-from jaxgpt.data.shards import bin_files, from_shards
+from jaxgpt.data.cache import CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
+from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
+from jaxgpt.data.documents import prepare_documents
+from jaxgpt.data.shards import find_shards, prepare_shards
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, open_tokenizer
 from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.data.workers import count_cores, encode_in_order
@@ -32,7 +32,7 @@ def prepare(
     block_size: int,
     vocab_size: int | None = None,
     encoder: bool = False,
-    prefixed: bool = True,
+    with_prefix: bool = True,
     known: dict[str, Any] | None = None,
 ) -> Dataset:
     """Return the dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
@@ -40,7 +40,7 @@ def prepare(
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
     validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
     "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
-    prefixed: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `RunMetadata.prefixed`.
+    with_prefix: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `RunMetadata.has_prefix`.
     known: the fingerprint of what it gave before. Where no path is named, or nothing is there any more, the tokens in the
     cache with that fingerprint are enough.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
@@ -48,11 +48,11 @@ def prepare(
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
     if config.is_packed:
-        return from_documents(config, block_size, encoder, prefixed, known)
+        return prepare_documents(config, block_size, encoder, with_prefix, known)
     if known is not None and (cached := find_tokens(known)) is not None:
         return _from_cache(cached)
-    shards = bin_files(config.path)
-    dataset = from_shards(config, shards, vocab_size) if shards else _from_text(config)
+    shards = find_shards(config.path)
+    dataset = prepare_shards(config, shards, vocab_size) if shards else _from_text(config)
     source = config.path or config.corpus
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
@@ -64,7 +64,7 @@ def prepare(
 
 
 def prepare_for(
-    model: GPTConfig, data: DataConfig, *, prefixed: bool = True, known: dict[str, Any] | None = None
+    model: GPTConfig, data: DataConfig, *, with_prefix: bool = True, known: dict[str, Any] | None = None
 ) -> Dataset:
     """Prepare the dataset that a model is trained on: see `prepare`."""
     return prepare(
@@ -72,7 +72,7 @@ def prepare_for(
         block_size=model.block_size,
         vocab_size=model.vocab_size,
         encoder=model.n_encoder_layer > 0,
-        prefixed=prefixed,
+        with_prefix=with_prefix,
         known=known,
     )
 
@@ -80,7 +80,7 @@ def prepare_for(
 def _from_text(config: DataConfig) -> Dataset:
     name, source = config.tokenizer, config.path or config.corpus
     tokenizer = open_tokenizer(name, "a text needs")
-    text = _Text(user_files(config.path) if config.path else corpus_files(config.corpus), source)
+    text = _Text(find_user_files(config.path) if config.path else find_corpus_files(config.corpus), source)
     alphabet = text.scan(alphabet=name == "char")
     if not text.characters:
         raise UserError(f"{source} is empty: there is nothing to learn from")
@@ -146,7 +146,7 @@ class _Text:
             digest.update(_to_hash(piece))
             yield piece
         if digest.hexdigest() != self.digest:
-            raise changed(self._source)
+            raise change_error(self._source)
 
 
 def _to_hash(piece: str | None) -> bytes:
@@ -219,7 +219,7 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
     return model
 
 
-def vocabulary(experiment: Experiment) -> int:
+def find_vocab_size(experiment: Experiment) -> int:
     """Return the vocabulary size that an experiment would train with; reads its text only if it must."""
     model = experiment.model
     if model.vocab_size is not None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.cache import SPLITS, CachedTokens, cache_entry, changed, find_tokens, read_tokens, write_tokens
+from jaxgpt.data.cache import SPLITS, CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.chat import template as chat_template
 from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
-from jaxgpt.data.corpus import corpus_files
+from jaxgpt.data.corpus import find_corpus_files
 from jaxgpt.data.pairs import TARGET_END, TARGET_START, Pairs, encode_pairs, read_pairs
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint, open_tokenizer
 from jaxgpt.data.tokens import Dataset
@@ -25,14 +25,14 @@ OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_ans
 FORMAT = 2  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
 
 
-def from_documents(
-    config: DataConfig, block_size: int, encoder: bool, prefixed: bool, known: dict[str, Any] | None = None
+def prepare_documents(
+    config: DataConfig, block_size: int, encoder: bool, with_prefix: bool, known: dict[str, Any] | None = None
 ) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
     kind = "conversation" if config.is_chat else "pair"
     beside = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     cached = None if known is None else find_tokens(known, OF_DOCUMENTS)
-    cached = cached or _encode_file(config, kind, beside, prefixed)
+    cached = cached or _encode_file(config, kind, beside, with_prefix)
     arrays, documents_of = cached.arrays, Pairs if encoder else Conversations
     train, val = (
         documents_of(arrays[split], arrays[f"{split}_answers"], arrays[f"{split}_ends"], block_size) for split in SPLITS
@@ -45,11 +45,11 @@ def from_documents(
                 f"block_size={block_size} tokens: raise --model.block-size, or give shorter {kind}s"
             )
     made_of: dict[str, Any] = {}
-    if prefixed and cached.tokenizer.prefix:
-        made_of["prefix"] = list(cached.tokenizer.prefix)  # earlier versions had none: see `RunMetadata.prefixed`
+    if with_prefix and cached.tokenizer.prefix:
+        made_of["prefix"] = list(cached.tokenizer.prefix)  # earlier versions had none: see `RunMetadata.has_prefix`
     tokenizer_config = None
     if config.is_chat:
-        template = chat_template.find_template(cached.tokenizer, beside, prefixed=prefixed)
+        template = chat_template.find_template(cached.tokenizer, beside, with_prefix=with_prefix)
         made_of["template_sha256"], tokenizer_config = chat_template.fingerprint(template), template.config()
     return Dataset(
         train=train,
@@ -61,9 +61,9 @@ def from_documents(
     )
 
 
-def _encode_file(config: DataConfig, kind: str, beside: Path | None, prefixed: bool) -> CachedTokens:
+def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix: bool) -> CachedTokens:
     """Return the tokens of the file, from the cache or made for it. beside: the directory of the tokenizer's file."""
-    path, name = config.path or str(corpus_files(config.corpus)[0]), config.tokenizer
+    path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
     suffix = Path(path).suffix
     if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
         raise UserError(f"no file at {path}: --data.path NAME{suffix} takes a file with a {kind} on each line")
@@ -72,9 +72,9 @@ def _encode_file(config: DataConfig, kind: str, beside: Path | None, prefixed: b
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if config.is_chat and tokenizer is not None:
-        template = chat_template.find_template(tokenizer, beside, prefixed=prefixed)
+        template = chat_template.find_template(tokenizer, beside, with_prefix=with_prefix)
         spec["template"] = chat_template.fingerprint(template)
-    elif tokenizer is not None and prefixed and tokenizer.prefix:
+    elif tokenizer is not None and with_prefix and tokenizer.prefix:
         spec["prefix"] = tokenizer.prefix
 
     directory = cache_entry(spec)
@@ -89,15 +89,15 @@ def _encode_file(config: DataConfig, kind: str, beside: Path | None, prefixed: b
     if not 0 < train < count:
         raise UserError(f"{path} has {count} {kind}s: needs at least one to train on and one to validate on")
     if name == "char":
-        marks = chat_template.plain_characters() if config.is_chat else TARGET_START + TARGET_END
+        marks = chat_template.list_plain_characters() if config.is_chat else TARGET_START + TARGET_END
         tokenizer = CharTokenizer(alphabet | set(marks))
     elif tokenizer is None:
         first = itertools.islice(_texts(config, path), train)
         tokenizer = train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
     if config.is_chat:
-        encoded = encode_all(path, tokenizer, chat_template.find_template(tokenizer, beside, prefixed=prefixed))
+        encoded = encode_all(path, tokenizer, chat_template.find_template(tokenizer, beside, with_prefix=with_prefix))
     else:
-        encoded = encode_pairs(path, tokenizer, prefixed=prefixed)
+        encoded = encode_pairs(path, tokenizer, with_prefix=with_prefix)
     return write_tokens(directory, tokenizer, _by_split(encoded, train, path, spec["file"]), OF_DOCUMENTS)
 
 
@@ -123,7 +123,7 @@ def _by_split(
         yield f"{split}_answers", answers
         yield f"{split}_ends", np.array([ends[split]])
     if sha256(path) != digest:
-        raise changed(path)
+        raise change_error(path)
 
 
 def _describe(train: Conversations, val: Conversations, kind: str) -> Iterator[str]:

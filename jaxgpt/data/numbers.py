@@ -18,7 +18,7 @@ _HUNDREDS = (
 )
 
 
-def in_words(n: int) -> str:
+def spell_number(n: int) -> str:
     """Spell n in Spanish, 0 to 999,999,999: 21,000 is "veintiún mil", 101 "ciento uno".
 
     As the Academy writes it: Ortografía de la lengua española, 2010, chapter VIII.
@@ -58,7 +58,7 @@ def _before_noun(n: int) -> str:
     return words.removesuffix("o") if words.endswith("uno") else words
 
 
-def number_pairs() -> str:
+def make_number_pairs() -> str:
     """Return a .tsv of COUNT different numbers, each in words and then in digits, and the other way round in the next line.
 
     Lengths from one to nine digits are equally likely, in a mixed order that is always the same; there are fewer
@@ -70,6 +70,6 @@ def number_pairs() -> str:
     _, first = np.unique(drawn_N, return_index=True)
     lines = []
     for n in drawn_N[np.sort(first)[:COUNT]].tolist():
-        words = in_words(n)
+        words = spell_number(n)
         lines.append(f"{words}\t{n}\n{n}\t{words}\n")
     return "".join(lines)

@@ -34,14 +34,14 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
 
 
 def encode_pairs(
-    path: str | Path, tokenizer: Tokenizer, *, prefixed: bool = True
+    path: str | Path, tokenizer: Tokenizer, *, with_prefix: bool = True
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, which of them are to be written) of every pair: source, TARGET_START, target, TARGET_END.
 
-    prefixed: whether a source begins with the tokens that the tokenizer begins texts with.
+    with_prefix: whether a source begins with the tokens that the tokenizer begins texts with.
     """
-    prefix = np.array(tokenizer.prefix if prefixed else (), np.int32)
-    start, end = start_ids(tokenizer), tokenizer.encode(TARGET_END)
+    prefix = np.array(tokenizer.prefix if with_prefix else (), np.int32)
+    start, end = encode_target_start(tokenizer), tokenizer.encode(TARGET_END)
     for where, source, target in read_pairs(path):
         try:
             before = np.concatenate([prefix, tokenizer.encode(source), start])
@@ -52,7 +52,7 @@ def encode_pairs(
         yield ids, np.arange(len(ids)) >= len(before)
 
 
-def pair_prompt(prompt: str, tokenizer: Tokenizer, *, prefixed: bool = True) -> tuple[list[int], list[int]]:
+def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, *, with_prefix: bool = True) -> tuple[list[int], list[int]]:
     """Return (source, what its target begins with) as `encode_pairs` has them.
 
     A prompt is a source; after TARGET_START in it comes the beginning of the target. Raises `UserError` for an empty source.
@@ -60,12 +60,12 @@ def pair_prompt(prompt: str, tokenizer: Tokenizer, *, prefixed: bool = True) -> 
     source, _, target = prompt.partition(TARGET_START)
     if not source:
         raise UserError("the prompt is empty: give a text to read with --prompt TEXT")
-    prefix = tokenizer.prefix if prefixed else ()
-    begun = [*start_ids(tokenizer).tolist(), *tokenizer.encode(target).tolist()]
+    prefix = tokenizer.prefix if with_prefix else ()
+    begun = [*encode_target_start(tokenizer).tolist(), *tokenizer.encode(target).tolist()]
     return [*prefix, *tokenizer.encode(source).tolist()], begun
 
 
-def start_ids(tokenizer: Tokenizer) -> np.ndarray:
+def encode_target_start(tokenizer: Tokenizer) -> np.ndarray:
     """Return the token with which a target begins. Raises `UserError` if it is not a single token."""
     for name, text in (("tab", TARGET_START), ("end of line", TARGET_END)):
         if len(tokenizer.encode(text)) != 1:
@@ -105,7 +105,7 @@ class Pairs(Conversations):
         return ids[:start], ids[start:]
 
 
-def in_memory(
+def collect_documents(
     encoded: Iterable[tuple[np.ndarray, np.ndarray]], block_size: int, *, encoder: bool = False
 ) -> Conversations:
     """Return documents that are not in the cache. encoder: pairs, with sources apart from targets."""

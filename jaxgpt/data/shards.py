@@ -41,7 +41,7 @@ SCAN = 2**22  # tokens read at a time
 HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
 
 
-def bin_files(path: str | None) -> list[Path]:
+def find_shards(path: str | None) -> list[Path]:
     """Return the .bin shards behind `--data.path`, or none if it is a text. A gap in llm.c's numbering raises `UserError`."""
     if path is None:
         return []
@@ -65,7 +65,7 @@ def bin_files(path: str | None) -> list[Path]:
     return files
 
 
-def from_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
+def prepare_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out; without any, the end of the tokens is.

@@ -62,12 +62,12 @@ class CharTokenizer(_WithoutSpecials):
         self.vocab_size = len(self.characters)
         if not self.vocab_size:
             raise UserError("a character tokenizer needs at least one character, got none")
-        codes = code_points(self.characters)
+        codes = to_code_points(self.characters)
         self._ids = np.full(codes[-1] + 2, -1, np.int32)  # by code point, and of all those above the last at the end
         self._ids[codes] = np.arange(self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        codes = code_points(text)
+        codes = to_code_points(text)
         ids = self._ids.take(codes, mode="clip")
         if ids.size and ids.min() < 0:
             unknown = codes[ids < 0]
@@ -187,7 +187,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
-def start_token(tokenizer: Tokenizer) -> tuple[int, str]:
+def find_start_token(tokenizer: Tokenizer) -> tuple[int, str]:
     """Return the token that an empty prompt starts from, and its name: the end-of-text token, else a newline, else id 0."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text, "the end-of-text token"
@@ -197,6 +197,6 @@ def start_token(tokenizer: Tokenizer) -> tuple[int, str]:
         return 0, f"token 0, {tokenizer.decode([0])!r}"
 
 
-def code_points(text: str) -> np.ndarray:
+def to_code_points(text: str) -> np.ndarray:
     """Return the code points of a text, uint32."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)

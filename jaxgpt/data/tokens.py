@@ -44,7 +44,7 @@ class Tokens:
         window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the fewer than
         2 block_size tokens left over at the two ends are skipped in that epoch.
         """
-        windows = windows_per_epoch(len(self), block_size)
+        windows = count_windows(len(self), block_size)
         order = shuffle_epochs(windows, seed)
         most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
 
@@ -63,7 +63,7 @@ class Tokens:
     ) -> tuple[int, RowReader]:
         """Return the number and the reader of (inputs_T, targets_T, mask_T): see `pipeline.Split`."""
         n_targets = len(self) - 1
-        starts: Sequence[int] = window_starts(n_targets, block_size=block_size, stride=stride)
+        starts: Sequence[int] = find_window_starts(n_targets, block_size=block_size, stride=stride)
         if max_tokens is not None and max_tokens < n_targets:
             starts = pick_evenly(starts, max_tokens // stride)
 
@@ -81,13 +81,13 @@ class Tokens:
         return len(starts), row
 
 
-def windows_per_epoch(n_tokens: int, block_size: int) -> int:
+def count_windows(n_tokens: int, block_size: int) -> int:
     """Count windows of block_size + 1 tokens, each sharing one token with the next, that fit wherever the cut falls."""
     assert n_tokens > block_size
     return max(1, n_tokens // block_size - 1)
 
 
-def window_starts(targets: int, *, block_size: int, stride: int) -> range:
+def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:
     """Return the starts of windows that move on by `stride` and together have every target: input i has target i + 1.
 
     A window scores those of its inputs that no earlier one has: all of the first, and from input

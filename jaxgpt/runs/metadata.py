@@ -57,7 +57,7 @@ class RunMetadata:
         return dataclasses.replace(self.experiment.model, vocab_size=self.vocab_size)
 
     @property
-    def prefixed(self) -> bool:
+    def has_prefix(self) -> bool:
         """Return whether conversations and pairs begin with the tokens that the tokenizer begins texts with.
 
         An earlier version left them out. A run that it trained on such documents is resumed without them.

@@ -7,10 +7,10 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxgpt.data.chat.encode import end_of_turn, prompt_ids
+from jaxgpt.data.chat.encode import encode_prompt, find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
-from jaxgpt.data.pairs import TARGET_END, pair_prompt
-from jaxgpt.data.tokenizer import Tokenizer, start_token
+from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
+from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.runs.metadata import RunMetadata
@@ -28,7 +28,7 @@ class PromptFormat:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The chat template of training: the tokenizer's own, or one of `data.template`."""
-        template = find_template(self.tokenizer, self.directory, prefixed=self.metadata.prefixed)
+        template = find_template(self.tokenizer, self.directory, with_prefix=self.metadata.has_prefix)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):
             raise UserError(
@@ -40,19 +40,19 @@ class PromptFormat:
     def encode(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
         """Return (the ids to continue, the ids that an encoder reads: None for a model without one)."""
         if chat:
-            return [prompt_ids(self.template, self.tokenizer, prompt) for prompt in prompts], None
+            return [encode_prompt(self.template, self.tokenizer, prompt) for prompt in prompts], None
         if not self.metadata.experiment.data.is_pairs:
             ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
-            return [row or [start_token(self.tokenizer)[0]] for row in ids], None
-        prefixed = not self.tokenizer.prefix or self.metadata.prefixed
-        pairs = [pair_prompt(prompt, self.tokenizer, prefixed=prefixed) for prompt in prompts]
+            return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None
+        with_prefix = not self.tokenizer.prefix or self.metadata.has_prefix
+        pairs = [encode_pair_prompt(prompt, self.tokenizer, with_prefix=with_prefix) for prompt in prompts]
         if self.has_encoder:
             return [target for _, target in pairs], [source for source, _ in pairs]
         return [[*source, *target] for source, target in pairs], None
 
     def stop_tokens(self, chat: bool) -> list[int]:
         """Return the ids that end a completion."""
-        ends = [self.tokenizer.end_of_text, end_of_turn(self.template, self.tokenizer) if chat else None]
+        ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
         if self.metadata.experiment.data.is_pairs:
             ends.append(int(self.tokenizer.encode(TARGET_END)[0]))
         if (

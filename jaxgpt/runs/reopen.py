@@ -21,7 +21,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     """
     data = data or metadata.experiment.data
     try:
-        dataset = prepare_for(metadata.model, data, prefixed=metadata.prefixed, known=metadata.data)
+        dataset = prepare_for(metadata.model, data, with_prefix=metadata.has_prefix, known=metadata.data)
     except UserError:
         if data.path is None or is_there(Path(data.path), "Name another text."):
             raise

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config.validate import check_count, short
-from jaxgpt.data.tokenizer import Tokenizer, start_token
-from jaxgpt.data.tokens import window_starts
+from jaxgpt.data.tokenizer import Tokenizer, find_start_token
+from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 
@@ -119,7 +119,7 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     before = tokenizer.encode(context).tolist()
     if len(whole) <= len(before):
         raise UserError(f"{continuation[:40]!r} adds no token to the context before it: it needs at least one")
-    first = [*tokenizer.prefix, *before] or [start_token(tokenizer)[0]]
+    first = [*tokenizer.prefix, *before] or [find_start_token(tokenizer)[0]]
     return first, whole[len(before) :]
 
 
@@ -157,7 +157,7 @@ def _read(
     work: list[_Window] = []
     for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):
         targets = len(text) - 1
-        for start in window_starts(targets, block_size=block_size, stride=stride):
+        for start in find_window_starts(targets, block_size=block_size, stride=stride):
             new = max(start + block_size - stride if start else 0, first - 1)
             work.append(_Window(min(block_size, targets - start), number, start, new))
     work.sort()  # by length: a batch is as wide as its longest

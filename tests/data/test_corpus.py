@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from jaxgpt.data import corpus as module
-from jaxgpt.data.corpus import CORPORA, Corpus, corpus_files, download, read_text, strip_gutenberg, user_files
+from jaxgpt.data.corpus import CORPORA, Corpus, download, find_corpus_files, find_user_files, read_text, strip_gutenberg
 from jaxgpt.errors import UserError
 
 TEXT = "Desocupado lector: ñandú.\n"
@@ -67,12 +67,12 @@ def test_downloaded_once_then_kept(server, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     monkeypatch.setitem(CORPORA, "lector", entry(server, "good"))
     for _ in range(2):
-        (path,) = corpus_files("lector")
+        (path,) = find_corpus_files("lector")
         assert path.read_text(encoding="utf-8") == TEXT
     assert server.served == ["/good"]
     path.write_text("something else")
     with pytest.raises(UserError, match="is not the corpus 'lector'"):
-        corpus_files("lector")
+        find_corpus_files("lector")
 
 
 @pytest.fixture(autouse=True)
@@ -145,19 +145,19 @@ def test_registered_hashes_are_those_of_the_real_texts(real_text, name):
 
 
 def test_pythons_documentation_is_always_there():
-    (path,) = corpus_files("python-docs")
+    (path,) = find_corpus_files("python-docs")
     text = path.read_text(encoding="utf-8")
     assert len(text) > 300_000 and "statement" in text
-    assert corpus_files("python-docs") == [path]
+    assert find_corpus_files("python-docs") == [path]
 
 
 @pytest.mark.parametrize("name", ["python-docs", "python-docs.jsonl"])
 def test_a_made_corpus_that_is_damaged_is_made_again(tmp_path, monkeypatch, name):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    (path,) = corpus_files(name)
+    (path,) = find_corpus_files(name)
     good = path.read_bytes()
     path.write_bytes(good[: len(good) // 2])
-    assert corpus_files(name) == [path] and path.read_bytes() == good
+    assert find_corpus_files(name) == [path] and path.read_bytes() == good
 
 
 def test_an_unknown_corpus_is_told():
@@ -165,7 +165,7 @@ def test_an_unknown_corpus_is_told():
         UserError,
         match="unknown corpus 'bible': there are python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare",
     ):
-        corpus_files("bible")
+        find_corpus_files("bible")
 
 
 def test_gutenberg_frame_is_removed():
@@ -178,7 +178,7 @@ def test_a_folder_is_its_text_files_by_name(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("A")
     (tmp_path / "c.md").write_text("C")
-    files = user_files(str(tmp_path))
+    files = find_user_files(str(tmp_path))
     assert [f.name for f in files] == ["b.txt", "a.txt"]
     assert list(read_text(files)) == ["B", "", None, "A", ""]
 

@@ -166,7 +166,7 @@ def test_a_text_to_evaluate_has_the_tokens_that_training_gives_it(tmp_path, toke
         DataConfig(path=str(tmp_path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.331), block_size=8
     )
     assert d.val_characters == 99  # the last file: at the border between the splits no word is cut in two
-    found, text = encode_whole(corpus.user_files(str(tmp_path)), d.tokenizer)
+    found, text = encode_whole(corpus.find_user_files(str(tmp_path)), d.tokenizer)
     assert found.tolist() == ids(d.train) + ids(d.val)
     assert text == "\n".join(f"document {name}\n" * 9 for name in "abc")
 

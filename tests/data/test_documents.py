@@ -52,12 +52,12 @@ BEGINNINGS = [((), True), (("<s>",), True), (("<s>",), False), (("<s>", "<|syste
 
 
 @pytest.mark.parametrize("encoder", [False, True])
-@pytest.mark.parametrize(("begin", "prefixed"), BEGINNINGS)
-def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed):
+@pytest.mark.parametrize(("begin", "with_prefix"), BEGINNINGS)
+def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, with_prefix):
     """Also by a run that an earlier version trained, whose sources did not begin with the tokenizer's tokens."""
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin))
     config = DataConfig(path=str(pairs_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T, encoder=encoder, prefixed=prefixed)
+    dataset = prepare(config, block_size=T, encoder=encoder, with_prefix=with_prefix)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T, encoder=encoder)
     texts = [(source, target) for _, source, target in read_pairs(config.path)][:36]
     rows, sources = run.prompt_format.encode([source for source, _ in texts], chat=False)
@@ -69,7 +69,7 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed)
         assert (sources[number] if sources else []) + rows[number] == prompt
         assert begun[number] == rows[number] + run.tokenizer.encode(target[:1]).tolist()
         assert int(ids[-1]) in run.prompt_format.stop_tokens(chat=False)
-        assert not prefixed or prompt[: len(begin)] == list(run.tokenizer.prefix)
+        assert not with_prefix or prompt[: len(begin)] == list(run.tokenizer.prefix)
     if isinstance(dataset.train, Pairs):
         read, written = dataset.train.split(0)
         assert (sources[0], rows[0]) == (read.tolist(), written[:1].tolist())
@@ -79,16 +79,16 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, prefixed)
             run.prompt_format.encode(["1", empty], chat=False)
 
 
-@pytest.mark.parametrize(("begin", "prefixed"), BEGINNINGS)
+@pytest.mark.parametrize(("begin", "with_prefix"), BEGINNINGS)
 @pytest.mark.parametrize("kind", ["chatml", "plain", "marked", "instruct"])
-def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, prefixed):
+def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, with_prefix):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin, special=kind != "plain"))
     if kind in GOLDEN["templates"] and kind != "chatml":
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps(GOLDEN["tokens"] | {"chat_template": GOLDEN["templates"][kind]})
         )
     config = DataConfig(path=str(chat_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T, prefixed=prefixed)
+    dataset = prepare(config, block_size=T, with_prefix=with_prefix)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
     texts = [messages for _, messages in read_messages(config.path)][:36]
     prompts, sources = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
@@ -97,7 +97,7 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, pref
         ids, answers = dataset.train.read(number)
         assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run.prompt_format.stop_tokens(chat=True)
     own = kind in ("marked", "instruct")  # it writes its own
-    first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if prefixed else []
+    first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if with_prefix else []
     assert prompts[0][: len(first)] == first and prompts[0][len(first)] not in run.tokenizer.prefix
 
 
@@ -107,13 +107,13 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, what):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(("<s>",)))
     path = {"chat": chat_file, "pairs": pairs_file}[what](tmp_path)
     config = DataConfig(path=str(path), tokenizer=str(tmp_path / "tokenizer.json"))
-    now, before = (prepare(config, block_size=T, prefixed=prefixed) for prefixed in (True, False))
+    now, before = (prepare(config, block_size=T, with_prefix=with_prefix) for with_prefix in (True, False))
     assert now.fingerprint["prefix"] == [0] and "prefix" not in before.fingerprint
     assert now.fingerprint["train_sha256"] != before.fingerprint["train_sha256"]
     for name, made in (("now", now), ("before", before)):
         run = recorded_run(tmp_path / name, config, made, block_size=T)
-        assert run.metadata.prefixed == (name == "now")
-        check_same_data(run.metadata, prepare(config, block_size=T, prefixed=run.metadata.prefixed))
+        assert run.metadata.has_prefix == (name == "now")
+        check_same_data(run.metadata, prepare(config, block_size=T, with_prefix=run.metadata.has_prefix))
 
 
 def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):
@@ -144,4 +144,4 @@ def test_a_first_token_that_no_text_has_is_told():
     assert tokenizer.prefix == (0,)
     with pytest.raises(UserError, match="begins texts with '<s>', which is no special token of it"):
         find_template(tokenizer, None)
-    assert find_template(tokenizer, None, prefixed=False) is CHATML
+    assert find_template(tokenizer, None, with_prefix=False) is CHATML

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.data.tokens import Tokens, window_starts, windows_per_epoch
+from jaxgpt.data.tokens import Tokens, count_windows, find_window_starts
 
 T = 8
 
@@ -52,7 +52,7 @@ def test_another_seed_is_another_order():
 
 def test_an_epoch_shows_every_window_once_and_epochs_differ():
     """124 windows of 1000 tokens are 31 batches; each epoch has its own order and its own place of the first cut."""
-    assert windows_per_epoch(1000, T) == 124
+    assert count_windows(1000, T) == 124
     batches = take(31 * 4)
     epochs = [np.concatenate([b.inputs_BT[:, 0] for b in batches[i : i + 31]]) for i in range(0, 31 * 4, 31)]
     for starts in epochs:
@@ -84,7 +84,7 @@ def test_validation_has_every_target_once_in_batches_of_one_shape(n_tokens, batc
 def test_windows_of_any_stride_have_every_target_once_and_none_to_spare(targets, block_size, data):
     stride = data.draw(st.integers(1, block_size))
     seen = []
-    for start in window_starts(targets, block_size=block_size, stride=stride):
+    for start in find_window_starts(targets, block_size=block_size, stride=stride):
         new = list(range(start + (block_size - stride if start else 0), min(start + block_size, targets)))
         assert new
         seen += new

@@ -11,9 +11,9 @@ from jaxgpt.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     IdTokenizer,
+    find_start_token,
     fingerprint,
     load_tokenizer,
-    start_token,
 )
 from jaxgpt.errors import UserError
 from tests.conftest import TEXT
@@ -120,10 +120,10 @@ def test_a_missing_file_is_told(tmp_path):
 
 
 def test_where_an_empty_prompt_starts(bpe):
-    assert start_token(bpe)[0] == bpe.end_of_text
-    assert start_token(CharTokenizer("\nab")) == (0, "a newline")
-    assert start_token(ByteTokenizer()) == (10, "a newline")
-    assert start_token(CharTokenizer("ab"))[0] == 0
+    assert find_start_token(bpe)[0] == bpe.end_of_text
+    assert find_start_token(CharTokenizer("\nab")) == (0, "a newline")
+    assert find_start_token(ByteTokenizer()) == (10, "a newline")
+    assert find_start_token(CharTokenizer("ab"))[0] == 0
 
 
 def test_any_tokenizer_of_the_library_loads(tmp_path):

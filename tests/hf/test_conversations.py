@@ -7,8 +7,8 @@ import pytest
 
 import jaxgpt
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.encode import end_of_turn, tokenise
-from jaxgpt.data.chat.template import find_template, plain_characters
+from jaxgpt.data.chat.encode import find_end_of_turn, tokenise
+from jaxgpt.data.chat.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
@@ -48,7 +48,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     system = {"role": "system", "content": "1 and 0?"}
     turns = [{"role": ("user", "assistant")[n % 2], "content": x} for n, x in enumerate(["1 and 2?", "x3", "", " x\n"])]
     if kind != "chatml":
-        alphabet = plain_characters() + "".join(m["content"] for m in (system, *turns))
+        alphabet = list_plain_characters() + "".join(m["content"] for m in (system, *turns))
         known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
         known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
         run, out = dataclasses.replace(run, tokenizer=known[kind]), tmp_path
@@ -62,7 +62,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
             assert found == expected
     marked = theirs.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
     assert marked["assistant_masks"] == tokenise(template.write(turns), run.tokenizer)[1].astype(int).tolist()
-    end = end_of_turn(template, run.tokenizer)
+    end = find_end_of_turn(template, run.tokenizer)
     assert GenerationConfig.from_pretrained(out).eos_token_id == {"chatml": [0, end], "begun": [1, end]}.get(
         kind, [end]
     )

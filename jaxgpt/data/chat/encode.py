@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxgpt.data.chat.template import ChatTemplate, Written, specials_by_id
+from jaxgpt.data.chat.template import ChatTemplate, Written, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
 
 
@@ -15,7 +15,7 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     read as one there, the text is read between the template's own.
     """
     ids, at = tokenizer.locate(written.text, specials=True)
-    specials = specials_by_id(tokenizer)
+    specials = index_specials(tokenizer)
     own, forged = [], False
     for n in np.flatnonzero(np.isin(ids, list(specials))):
         start, end = at[n]
@@ -35,17 +35,17 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     return ids, answers
 
 
-def prompt_ids(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
+def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
     """Of a user's message, up to where the assistant begins to write."""
     return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
+def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
     """The token with which the assistant ends: the last special one that it is to write, or, without any, the last."""
     # One character, that every tokenizer of conversations knows: it is in the templates themselves.
     written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
     ids, answers = tokenise(written, tokenizer)
-    known = [i for i in ids[answers].tolist() if i in specials_by_id(tokenizer)]
+    known = [i for i in ids[answers].tolist() if i in index_specials(tokenizer)]
     return known[-1] if known else int(ids[answers][-1])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxgpt.data.pipeline import pick_evenly
 
 
-def best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
+def pack_best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
     """Return row_N, int64, from 0 on: the row of each size if each goes, largest first, to the fullest row it fits.
 
     Johnson et al. 1974, SIAM J. Comput. 3(4): at most 11/9 of the fewest rows, and 4. Sizes are 1 to `room`.
@@ -44,7 +44,7 @@ class Packing:
 
     def __init__(self, sizes_N: np.ndarray, block_size: int):
         self._longest_first = np.argsort(-sizes_N, kind="stable")  # conversations
-        row_N = best_fit(sizes_N[self._longest_first], block_size)
+        row_N = pack_best_fit(sizes_N[self._longest_first], block_size)
         self._by_row = np.argsort(row_N, kind="stable")  # ranks by length
         self._ends = np.cumsum(np.bincount(row_N))
         self._sizes, self.block_size = sizes_N, block_size

@@ -186,11 +186,11 @@ class Jinja:
         return {"chat_template": self.source, **self.tokens}
 
 
-def find_template(tokenizer: Tokenizer, directory: Path | None, *, prefixed: bool = True) -> ChatTemplate:
+def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: bool = True) -> ChatTemplate:
     """The template that a tokenizer has. directory: where its tokenizer.json lies; None: it was made here.
 
     Read are chat_template.jinja, and tokenizer_config.json, in which a template may be one of several with names.
-    prefixed: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
+    with_prefix: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
     Raises `UserError` for files that are damaged.
     """
     values: Any = {}
@@ -224,12 +224,12 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, prefixed: boo
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
         ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
-    return dataclasses.replace(ours, begin=_written_prefix(tokenizer)) if prefixed and tokenizer.prefix else ours
+    return dataclasses.replace(ours, begin=_spell_prefix(tokenizer)) if with_prefix and tokenizer.prefix else ours
 
 
-def _written_prefix(tokenizer: Tokenizer) -> str:
+def _spell_prefix(tokenizer: Tokenizer) -> str:
     """Return the text that is read as the tokens with which a tokenizer begins texts."""
-    specials = specials_by_id(tokenizer)
+    specials = index_specials(tokenizer)
     for token in tokenizer.prefix:
         if token not in specials:
             raise UserError(
@@ -262,11 +262,11 @@ def fingerprint(template: ChatTemplate) -> str:
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
-def plain_characters() -> str:
+def list_plain_characters() -> str:
     """What the plain template may write beside the contents."""
     return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
 
 
 @functools.lru_cache(maxsize=4)  # some have thousands
-def specials_by_id(tokenizer: Tokenizer) -> dict[int, str]:
+def index_specials(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: token for token, i in tokenizer.specials.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt.data.chat.encode import end_of_turn
+from jaxgpt.data.chat.encode import find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
@@ -98,7 +98,7 @@ def _write_generation(place: Path, directory: Path, run: Run, template: ChatTemp
     said = read_json(kept, LARGEST_CONFIG) if kept.exists() else {}
     values = _special(run) | (said if isinstance(said, dict) else {})
     if template is not None:  # who answers has learnt to end there
-        ends, turn = values["eos_token_id"], end_of_turn(template, run.tokenizer)
+        ends, turn = values["eos_token_id"], find_end_of_turn(template, run.tokenizer)
         others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, turn)]
         values = values | {"eos_token_id": [*others, turn]}
     _write_json(place / kept.name, values)

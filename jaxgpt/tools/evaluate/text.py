@@ -13,9 +13,9 @@ import numpy as np
 from jaxgpt.config import DataConfig
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.chat.conversations import Conversations, encode_all
-from jaxgpt.data.corpus import user_files
+from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
-from jaxgpt.data.pairs import encode_pairs, in_memory
+from jaxgpt.data.pairs import collect_documents, encode_pairs
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
@@ -111,16 +111,16 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
         documents = list(
             encode_all(path, tokenizer, run.prompt_format.template)
             if chat
-            else encode_pairs(path, tokenizer, prefixed=run.metadata.prefixed)
+            else encode_pairs(path, tokenizer, with_prefix=run.metadata.has_prefix)
         )
         if not documents:
             raise UserError(f"{path} is empty: needs a {what} on each line")
-        split = in_memory(documents, config.block_size, encoder=config.n_encoder_layer > 0)
+        split = collect_documents(documents, config.block_size, encoder=config.n_encoder_layer > 0)
         if not len(split):
             answer = " with an answer" if chat else ""
             raise UserError(f"{path} has no {what}{answer} that ends within {config.block_size} tokens")
         return HeldOut(split, data.is_pairs)
-    (ids, text), prefix = encode_whole(user_files(path), tokenizer), tokenizer.prefix
+    (ids, text), prefix = encode_whole(find_user_files(path), tokenizer), tokenizer.prefix
     needed = 1 if prefix else 2
     if len(ids) < needed:
         raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
-from jaxgpt.data.corpus import user_files
+from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
@@ -155,7 +155,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
     if not tokens:
         return None, "It was not asked for (--corpus-tokens 0)."
     if data is not None:
-        held: Any = Tokens([encode_whole(user_files(data), run.tokenizer)[0]])
+        held: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
         if len(held) < T:
             raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
     else:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
-from jaxgpt.data.chat.packing import best_fit
+from jaxgpt.data.chat.packing import pack_best_fit
 from jaxgpt.data.chat.template import ETX, PLAIN
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pairs import in_memory
+from jaxgpt.data.pairs import collect_documents
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
@@ -81,7 +81,7 @@ def test_good_lines_are_read(tmp_path):
 def held(tmp_path_factory):
     """(path, Conversations) of 40 whose lengths and numbers of turns differ."""
     path = chat_file(tmp_path_factory.mktemp("chat"))
-    return path, in_memory(encode_all(path, ByteTokenizer(), PLAIN), T)
+    return path, collect_documents(encode_all(path, ByteTokenizer(), PLAIN), T)
 
 
 def test_a_conversation_ends_after_its_last_answer_that_fits():
@@ -106,7 +106,7 @@ def test_a_conversation_ends_after_its_last_answer_that_fits():
 @settings(max_examples=60, deadline=None)
 def test_best_fit(sizes):
     """Nothing overflows, and what it opens a row for fits in no row that was open: the fullest is taken."""
-    row_N = best_fit(np.array(sizes), 20)
+    row_N = pack_best_fit(np.array(sizes), 20)
     filled = np.zeros(max(row_N) + 1, int)
     for n in np.argsort(-np.array(sizes), kind="stable"):
         fits = [20 - used for used in filled if used and used + sizes[n] <= 20]
@@ -179,9 +179,11 @@ def test_validation_has_every_conversation_once(held, batch_size):
 def test_rows_are_packed_once(held, monkeypatch):
     """Best fit takes seconds where there are a million conversations, and every validation asks for its rows."""
     path, _ = held
-    conversations = in_memory(encode_all(path, ByteTokenizer(), PLAIN), T)
+    conversations = collect_documents(encode_all(path, ByteTokenizer(), PLAIN), T)
     packed = []
-    monkeypatch.setattr("jaxgpt.data.chat.packing.best_fit", lambda *given: packed.append(given) or best_fit(*given))
+    monkeypatch.setattr(
+        "jaxgpt.data.chat.packing.pack_best_fit", lambda *given: packed.append(given) or pack_best_fit(*given)
+    )
     first, second = (list(validation_batches(conversations, block_size=T, batch_size=4)) for _ in range(2))
     take(conversations, 1)
     assert len(packed) == 1
@@ -199,7 +201,9 @@ def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):
 
     packed = sums(validation_batches(conversations, block_size=T, batch_size=4))
     whole = [conversations.read(n) for n in range(40)]
-    alone = sums(next(iter(validation_batches(in_memory([pair], T), block_size=T, batch_size=4))) for pair in whole)
+    alone = sums(
+        next(iter(validation_batches(collect_documents([pair], T), block_size=T, batch_size=4))) for pair in whole
+    )
     assert packed[1] == alone[1] == sum(answers[1:].sum() for _, answers in whole)
     np.testing.assert_allclose(packed[0], alone[0], rtol=1e-5)
 

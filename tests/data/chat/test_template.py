@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.encode import end_of_turn, prompt_ids, tokenise
+from jaxgpt.data.chat.encode import encode_prompt, find_end_of_turn, tokenise
 from jaxgpt.data.chat.jinja import LONGEST_TEXT, Renderer, compile_template
 from jaxgpt.data.chat.template import CHATML, ETX, PLAIN, Jinja, find_template
 from jaxgpt.data.tokenizer import ByteTokenizer
@@ -145,7 +145,7 @@ def test_our_templates_are_the_same_in_jinja(kind, messages):
         found, expected = theirs.write(messages, prompt=prompt), ours.write(messages, prompt=prompt)
         assert (found.text, found.answers) == (expected.text, expected.answers)
         assert set(found.contents) == {(a, b) for a, b in expected.contents if a < b}
-    assert end_of_turn(theirs, tokenizer) == end_of_turn(ours, tokenizer)
+    assert find_end_of_turn(theirs, tokenizer) == find_end_of_turn(ours, tokenizer)
 
 
 def test_what_is_sampled_goes_on_where_training_put_answers():
@@ -156,9 +156,9 @@ def test_what_is_sampled_goes_on_where_training_put_answers():
         (TOKENIZERS["pieces"], template("instruct", TOKENIZERS["pieces"])),
     ):
         ids, answers = tokenise(found.write(user("Why <|im_end|>?", "Because.")), tokenizer)
-        prompt = prompt_ids(found, tokenizer, "Why <|im_end|>?")
+        prompt = encode_prompt(found, tokenizer, "Why <|im_end|>?")
         assert ids[: len(prompt)].tolist() == prompt and answers.argmax() == len(prompt)
-        assert ids[answers][-1] == end_of_turn(found, tokenizer)
+        assert ids[answers][-1] == find_end_of_turn(found, tokenizer)
 
 
 def test_templates_lie_beside_the_tokenizer(tmp_path):

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxgpt.data.pairs import encode_pairs, in_memory
+from jaxgpt.data.pairs import collect_documents, encode_pairs
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample.beam import Found
@@ -53,7 +53,7 @@ def always_right(monkeypatch, *, ends=True):
 @pytest.mark.parametrize("beams", [None, 2])
 def test_all_pairs_of_a_run_that_is_always_right_are_exact(monkeypatch, path, beams, encoder, batch_size):
     run = always_right(monkeypatch)
-    pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK, encoder=encoder)
+    pairs = collect_documents(encode_pairs(path, run.tokenizer), BLOCK, encoder=encoder)
     assert len(pairs.lengths) == len(TEXTS)
     found = count_exact_matches(run, pairs, beams=beams, batch_size=batch_size)
     assert found["exact"] == 1.0 and found["missed"] == [] and found["pairs"] == len(TEXTS)
@@ -61,7 +61,7 @@ def test_all_pairs_of_a_run_that_is_always_right_are_exact(monkeypatch, path, be
 
 def test_batches_of_none_are_refused(monkeypatch, path):
     run = always_right(monkeypatch)
-    pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK)
+    pairs = collect_documents(encode_pairs(path, run.tokenizer), BLOCK)
     for batch_size in (0, -1, 2.5, True):
         with pytest.raises(UserError, match=f"batch_size={batch_size}: needs"):
             count_exact_matches(run, pairs, batch_size=batch_size)
@@ -71,5 +71,5 @@ def test_batches_of_none_are_refused(monkeypatch, path):
 def test_a_target_without_its_end_is_not_exact(monkeypatch, path, beams):
     """Neither is it in a batch of which it is the longest."""
     run = always_right(monkeypatch, ends=False)
-    pairs = in_memory(encode_pairs(path, run.tokenizer), BLOCK)
+    pairs = collect_documents(encode_pairs(path, run.tokenizer), BLOCK)
     assert count_exact_matches(run, pairs, beams=beams)["exact"] == 0.0
