@@ -14,6 +14,7 @@ from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint
+from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
@@ -215,7 +216,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     """Load a run whose metadata are read: see `load`."""
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, packed=experiment.data.is_packed, required=False)
-    model = GPT(metadata.model, **options.for_model())
+    model = build_model(metadata.model, **options.for_model())
     like = with_shardings(model.shapes(), whole_everywhere())
     params, step, val_loss = restore_mean(metadata, like, which, average)
     return Run(

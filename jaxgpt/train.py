@@ -158,9 +158,9 @@ def batch_loss(
         train=key is not None,
         rngs=None if key is None else {"dropout": key},
         segments_BT=micro.segments_BT,
-        source_BS=micro.source_BS,
-        source_segments_BS=micro.source_segments_BS,
     )
+    if micro.source_BS is not None:  # an encoder-decoder's
+        forward = functools.partial(forward, source_BS=micro.source_BS, source_segments_BS=micro.source_segments_BS)
     if loss_chunk is None or loss_chunk >= micro.targets_BT.shape[1]:
         return next_token_loss(forward(), micro.targets_BT, micro.mask_BT, smoothing=label_smoothing)
 
@@ -168,8 +168,8 @@ def batch_loss(
     sums = model.sharding.reduce_loss(
         functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk, smoothing=label_smoothing)
     )
-    head = {name: params[name] for name in model.head}
-    return sums(head, forward(method="features"), micro.targets_BT, micro.mask_BT)
+    head = {name: params[name] for name in model.unembed_params}
+    return sums(head, forward(method="hidden_states"), micro.targets_BT, micro.mask_BT)
 
 
 def eval_step(

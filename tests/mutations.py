@@ -302,8 +302,8 @@ MUTATIONS = (
     Mutation(
         "query-scale-without-its-root",
         "layers/block.py",
-        "c.query_scale**-0.5",
-        "1.0 / c.query_scale",
+        "config.query_scale**-0.5",
+        "1.0 / config.query_scale",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma2]",
     ),
     Mutation(
@@ -359,7 +359,7 @@ MUTATIONS = (
     Mutation(
         "positions-go-on-in-a-row",
         "layers/position.py",
-        "jnp.where(first_BT, places_BT, 0)",
+        "jnp.where(first_BT, index_BT, 0)",
         "jnp.where(first_BT, 0, 0)",
         "test_segments.py::test_positions_start_anew",
     ),
@@ -415,9 +415,9 @@ MUTATIONS = (
     ),
     Mutation(
         "source-padding-is-read",
-        "layers/attention.py",
-        "memory_segments_BS > 0",
-        "memory_segments_BS >= 0",
+        "encdec/cross.py",
+        "source_segments_BS > 0",
+        "source_segments_BS >= 0",
         "encdec/test_encoder.py::test_greedy_writes_the_likeliest[2017]",
     ),
     Mutation(
@@ -494,8 +494,8 @@ MUTATIONS = (
     Mutation(
         "parallel-branches-in-series",
         "layers/block.py",
-        "branch(norm(entered_BTD))",
-        "branch(norm(x_BTD))",
+        "read_BTD = entered_BTD if self.config.parallel_residual else x_BTD",
+        "read_BTD = x_BTD",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[neox]",
     ),
     Mutation(
@@ -744,7 +744,7 @@ MUTATIONS = (
         "flops-of-key-value-heads",
         "parallel/flops.py",
         "2.0 * config.n_head",
-        "2.0 * config.kv_heads",
+        "2.0 * (config.n_kv_head or 1)",
         "test_model.py::test_flops_by_hand",
     ),
     Mutation(

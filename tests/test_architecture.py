@@ -29,6 +29,7 @@ ROWS = [
     ["loop"],
     ["in_flight"],
     ["callbacks"],
+    ["encdec"],
     ["train"],
     ["model", "loss", "optim", "skip", "lora"],
     ["layers"],

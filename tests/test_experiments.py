@@ -12,7 +12,7 @@ import pytest
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment, from_dict
 from jaxgpt.config.presets import EXPERIMENTS
-from jaxgpt.model import GPT
+from jaxgpt.encdec import build_model
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import differing_fields, parse_band
@@ -42,7 +42,7 @@ def test_full_size_by_shape(name):
     assert isinstance(experiment, Experiment)
     config = dataclasses.replace(experiment.model, vocab_size=experiment.model.vocab_size or 70)
     tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
-    logits, variables = jax.eval_shape(GPT(config).init_with_output, jax.random.key(0), tokens)
+    logits, variables = jax.eval_shape(build_model(config).init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (1, config.block_size, config.vocab_size)
     assert count_parameters(variables["params"]) > 100_000
 
@@ -182,7 +182,7 @@ def test_two_shrunken_steps(name, text_file, tmp_path, request):
     init_from = e.train.init_from and request.getfixturevalue("pretrained")
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{'ab' * (n % 3 + 1)}\t{n}\n" for n in range(60)))
-    n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.kv_heads
+    n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.n_kv_head
     small = {"n_layer": 1, "n_encoder_layer": min(e.model.n_encoder_layer, 1), "n_head": n_head, "n_embd": 8 * n_head}
     model = dataclasses.replace(e.model, vocab_size=None, block_size=8, **small)
     small = dataclasses.replace(
@@ -220,7 +220,9 @@ def test_a_studys_variants_can_be_compared(path):
     check_comparable(variants)
     first, *_ = variants.values()
     assert first == load_experiment(str(path))  # whose options are on the command line
-    sizes = {count_parameters(GPT(dataclasses.replace(e.model, vocab_size=65)).shapes()) for e in variants.values()}
+    sizes = {
+        count_parameters(build_model(dataclasses.replace(e.model, vocab_size=65)).shapes()) for e in variants.values()
+    }
     assert len(sizes) == 1 or path.name == "study_norm_position.py"  # post-norm has no last norm
     if path.name == "study_activation.py":
         assert sizes == {449_472}

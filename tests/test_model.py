@@ -88,7 +88,7 @@ def test_causal_by_gradient(kind):
 
     def logit(params, t):
         # Read out along a fixed direction, not wte: the tied output matrix would move with every token.
-        features_BTD = apply(model, params, inputs_BT, method="features")
+        features_BTD = apply(model, params, inputs_BT, method="hidden_states")
         return jnp.sum(features_BTD[0, t] * jnp.arange(1.0, 1 + config.n_embd))
 
     gradient = jax.jit(jax.grad(logit))
@@ -137,7 +137,7 @@ def test_parameters_in_16_bits_are_computed_with_as_their_numbers_in_32(kind):
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     tokens = tokens_BT(TINY)
-    how = dict(positions_BT=jnp.arange(tokens.shape[1])[None], train=False, method="_embedded")
+    how = dict(positions_BT=jnp.arange(tokens.shape[1])[None], train=False, method="embed")
     found, expected = (model.apply({"params": p}, tokens, **how) for p in (low, widened))
     np.testing.assert_array_equal(found, expected, strict=True)
     if kind == "gemma 2":
@@ -228,7 +228,7 @@ def test_every_dropout_draws_its_own():
     @jax.jit
     def features(key):
         inputs = jnp.zeros((8, TINY.block_size), jnp.int32)
-        return model.apply({"params": params}, inputs, train=True, rngs={"dropout": key}, method="features")
+        return model.apply({"params": params}, inputs, train=True, rngs={"dropout": key}, method="hidden_states")
 
     written = np.round(np.asarray(features(jax.random.key(0))) / 2.0).astype(int)
     kept = written.reshape(-1, 1) & [1, 2, 4, 8, 16] > 0
@@ -249,7 +249,7 @@ def test_post_norm_is_add_and_norm():
     """The 2017 block as the lesson writes it: LayerNorm(x + sublayer(x))."""
     config = tiny(**ARCHITECTURES["2017"], n_layer=1)
     model, params = make_model(config)
-    x = apply(model, params, tokens_BT(config), method="features")
+    x = apply(model, params, tokens_BT(config), method="hidden_states")
     p = params["h_0"]["ln_2"]
     normalised = (np.asarray(x) - np.asarray(p["bias"])) / np.asarray(p["scale"])
     np.testing.assert_allclose(normalised.mean(-1), 0.0, atol=1e-4)

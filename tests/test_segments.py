@@ -11,7 +11,7 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.layers.kernels.plain import plain_attention
-from jaxgpt.layers.position import positions_in
+from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.train import batch_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model
@@ -39,7 +39,7 @@ def made(request):
 
 @jax.jit
 def positions(segments_BT):
-    return positions_in(segments_BT)
+    return positions_from_segments(segments_BT)
 
 
 def test_positions_start_anew():
@@ -69,7 +69,7 @@ def test_nothing_of_another_document_is_read(made):
     @jax.jit
     @jax.grad
     def gradient(params, document):
-        x_BTD = model.apply({"params": params}, inputs_BT, segments_BT=segments_BT, method="features")
+        x_BTD = model.apply({"params": params}, inputs_BT, segments_BT=segments_BT, method="hidden_states")
         directions_D = jnp.arange(
             1.0, 1 + x_BTD.shape[-1]
         )  # not wte: the tied output matrix would move with every token

@@ -76,21 +76,18 @@ class GPTConfig:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take n_embd={near}, or other heads"
             )
-        if self.n_head % self.kv_heads:
+        n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
+        if self.n_head % n_kv_head:
             choices = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
             raise UserError(
-                f"n_head={self.n_head} is not divisible by n_kv_head={self.kv_heads}: take n_kv_head from {choices}"
+                f"n_head={self.n_head} is not divisible by n_kv_head={n_kv_head}: take n_kv_head from {choices}"
             )
-        if self.position == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+        head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+        turned = int(head_dim * self.rope_fraction)
+        if self.position == "rope" and (turned % 2 or not turned):
             whole = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
-            part = (
-                ""
-                if self.rope_fraction == 1.0
-                else f", of which rope_fraction={self.rope_fraction} is {self.rotary_size}"
-            )
-            raise UserError(
-                f"head size {self.head_size} ({whole}){part}: rope turns pairs, so it must be even and not 0"
-            )
+            part = "" if self.rope_fraction == 1.0 else f", of which rope_fraction={self.rope_fraction} is {turned}"
+            raise UserError(f"head size {head_dim} ({whole}){part}: rope turns pairs, so it must be even and not 0")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise UserError(
                 f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor={self.rope_low_freq_factor}"
@@ -119,38 +116,24 @@ class GPTConfig:
             )
 
     @property
-    def kv_heads(self) -> int:
-        return self.n_head if self.n_kv_head is None else self.n_kv_head
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return self.bias if self.qkv_bias is None else self.qkv_bias
-
-    @property
-    def has_out_bias(self) -> bool:
-        return self.bias if self.out_bias is None else self.out_bias
-
-    @property
-    def head_size(self) -> int:
-        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
-
-    @property
-    def rotary_size(self) -> int:
-        """Numbers of each head that rope turns."""
-        return int(self.head_size * self.rope_fraction)
-
-    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its hidden units."""
         return "glu" in self.activation
 
-    @property
-    def mlp_hidden(self) -> int:
-        if self.mlp_dim is not None:
-            return self.mlp_dim
-        if not self.gated:
-            return 4 * self.n_embd
-        return -(-8 * self.n_embd // 3 // 8) * 8  # up to a multiple of 8, which every accelerator's tiles like
+    def explicit(self) -> GPTConfig:
+        """Return the same architecture with each None that stands for another field's value replaced by that value."""
+        head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+        # For a gate 8/3, up to a multiple of 8, which every accelerator's tiles like.
+        mlp_dim = -(-8 * self.n_embd // 3 // 8) * 8 if self.gated else 4 * self.n_embd
+        return dataclasses.replace(
+            self,
+            n_kv_head=self.n_head if self.n_kv_head is None else self.n_kv_head,
+            head_dim=head_dim,
+            mlp_dim=mlp_dim if self.mlp_dim is None else self.mlp_dim,
+            qkv_bias=self.bias if self.qkv_bias is None else self.qkv_bias,
+            out_bias=self.bias if self.out_bias is None else self.out_bias,
+            query_scale=float(head_dim if self.query_scale is None else self.query_scale),
+        )
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's attention reads; None: all."""

@@ -236,26 +236,13 @@ SCALINGS: dict[str, dict[str, str]] = {
 }
 
 
-def explicit(config: GPTConfig) -> GPTConfig:
-    """The same architecture with every None that means another field replaced by that field's value."""
-    return dataclasses.replace(
-        config,
-        n_kv_head=config.kv_heads,
-        head_dim=config.head_size,
-        mlp_dim=config.mlp_hidden,
-        qkv_bias=config.has_qkv_bias,
-        out_bias=config.has_out_bias,
-        query_scale=float(config.head_size if config.query_scale is None else config.query_scale),
-    )
-
-
 # What decides training and not what the parameters mean.
 TRAINING = ("dropout", "residual_init", "scan_layers", "remat")
 
 
 def meaning(config: GPTConfig) -> Json:
     """All that decides the logits, in one form for each function: equal meanings, equal models."""
-    c = explicit(config)
+    c = config.explicit()
     said = {name: value for name, value in dataclasses.asdict(c).items() if name not in TRAINING}
     by_layer = ("sliding_window", "global_every", "rope_local_theta")
     rotations = tuple(name for name in said if name.startswith("rope_"))
@@ -265,7 +252,8 @@ def meaning(config: GPTConfig) -> Json:
         scaled = c.rope_scaling if c.rope_scaling != "linear" or c.rope_factor != 1.0 else "none"
         names = SCALINGS["default" if scaled == "none" else scaled]
         whole = (float(c.rope_theta), scaled, *(float(turns[ours]) for ours in names.values()))
-        said["rope_size"] = c.rotary_size
+        assert c.head_dim
+        said["rope_size"] = int(c.head_dim * c.rope_fraction)
         said["rope"] = [
             whole if c.window(i) is None or local is None else (float(local), "none") for i in range(c.n_layer)
         ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.hf.config_rules import Aspect, explicit
+from jaxgpt.hf.config_rules import Aspect
 from jaxgpt.hf.weight_rules import Row
 
 
@@ -33,7 +33,7 @@ class Family:
         """The config.json of an architecture, without what concerns the tokenizer."""
         said: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
         for aspect in self.aspects:
-            said |= aspect.write(explicit(config))
+            said |= aspect.write(config.explicit())
         return said
 
     def tensors(self, config: GPTConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[Row]:

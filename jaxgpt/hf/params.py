@@ -87,12 +87,14 @@ def read_params(
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
     broken = []
+    head_dim = config.explicit().head_dim
+    assert head_dim
     for row in family.tensors(config, shapes):
         name = _in_file(row.theirs, tensors, family)
         tensor = read(name, tensors[name])
         if not is_finite(tensor):
             broken.append(name)
-        for path, part in zip(row.ours, split(tensor, row.layout, config.head_size), strict=True):
+        for path, part in zip(row.ours, split(tensor, row.layout, head_dim), strict=True):
             params[path] = _placed(part, dtype, here if places is None else places[path])
     if broken:
         warnings.warn(
@@ -129,12 +131,14 @@ def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike
     flat = _flat(params)
     shapes = {path: tuple(x.shape) for path, x in flat.items()}
     made = {}
+    head_dim = config.explicit().head_dim
+    assert head_dim
     for row in family.tensors(config, shapes):
         ours = [flat[path] for path in row.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
 
         def make(ours=ours, row=row, kind=kind) -> np.ndarray:
-            return join([np.asarray(x).astype(kind, copy=False) for x in ours], row.layout, config.head_size)
+            return join([np.asarray(x).astype(kind, copy=False) for x in ours], row.layout, head_dim)
 
         made[row.theirs] = Made(shape=their_shape([x.shape for x in ours], row.layout), dtype=kind, make=make)
     left = flat.keys() - {path for row in family.tensors(config, shapes) for path in row.ours}

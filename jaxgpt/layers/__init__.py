@@ -9,7 +9,7 @@ The letters that end every array's name, and that every einsum uses:
 
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
-from jaxgpt.layers.cache import KVCache, LayerCache, Place
+from jaxgpt.layers.cache import CacheIndex, KVCache, LayerCache
 from jaxgpt.layers.kernels.plain import cached_attention, plain_attention
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
@@ -20,10 +20,10 @@ __all__ = [
     "MLP",
     "Attention",
     "Block",
+    "CacheIndex",
     "KVCache",
     "LayerCache",
     "LayerNorm",
-    "Place",
     "RMSNorm",
     "Rope",
     "cached_attention",

@@ -1,7 +1,8 @@
-"""One Transformer block: attention, then MLP, each added to the residual stream."""
+"""A Transformer block: attention, then MLP, each added to the residual stream."""
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +11,32 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.cache import LayerCache, Place
+from jaxgpt.layers.cache import CacheIndex, LayerCache
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.linear import INIT_STD
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.layers.position import Rope
 
-INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
-
 
 def make_norm(config: GPTConfig, name: str | None = None) -> nn.Module:
+    """Return the norm of the residual stream."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.norm_eps, offset=config.norm_offset, name=name)
     return LayerNorm(config.norm_eps, use_bias=config.bias, name=name)
 
 
 def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
-    """The rotations of a layer that reads `window` tokens, None: all."""
+    """Return the rotations of a layer that reads `window` tokens. None means all."""
     if config.position != "rope":
         return None
+    assert config.head_dim
+    size = int(config.head_dim * config.rope_fraction)
     if window is not None and config.rope_local_theta is not None:
-        return Rope(config.rotary_size, config.rope_local_theta)
+        return Rope(size, config.rope_local_theta)
     return Rope(
-        config.rotary_size,
+        size,
         config.rope_theta,
         config.rope_scaling,
         config.rope_factor,
@@ -44,7 +47,7 @@ def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
 
 
 def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
-    """Of the 2 n_layer projections that write into the residual stream.
+    """Return the initialiser of the 2 n_layer projections that write into the residual stream.
 
     "scaled": their sum keeps the variance of one (GPT-2, Radford et al. 2019, section 2.3).
     "zero": every block starts as the identity, so that depth costs nothing at the first steps.
@@ -54,97 +57,96 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     return nn.initializers.normal(INIT_STD / math.sqrt(2 * config.n_layer))
 
 
+def attention_fields(config: GPTConfig) -> dict[str, Any]:
+    """Return the fields that all attentions of a model share. config: explicit."""
+    assert config.query_scale
+    return {
+        "n_embd": config.n_embd,
+        "n_head": config.n_head,
+        "n_kv_head": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "qkv_bias": config.qkv_bias,
+        "out_bias": config.out_bias,
+        "dropout": config.dropout,
+        "qk_norm": config.qk_norm_over if config.qk_norm else None,
+        "make_norm": functools.partial(RMSNorm, config.norm_eps, offset=config.norm_offset),
+        "scale": config.query_scale**-0.5,
+        "softcap": config.attention_softcap,
+        "residual_init": residual_init(config),
+    }
+
+
 class Block(nn.Module):
-    """x_BTD -> (x_BTD, cache): branches, f, each added to the residual stream x, as `norm_position` says.
+    """x_BTD -> x_BTD: the branches f, attention and MLP, each added to the residual stream x as `norm_position` says.
 
     pre: x + f(norm(x)), which leaves the stream untouched from end to end. post: norm(x + f(x)), 2017's Add & Norm.
-    output: x + norm(f(x)). sandwich: x + norm(f(norm(x))). window: tokens that attention reads; None: all.
-    The branches are attention and the MLP; between them, with `reads_memory`, attention to an encoder's text.
-    causal: False in an encoder, whose tokens read those after them too.
+    output: x + norm(f(x)), as in OLMo 2. sandwich: x + norm(f(norm(x))).
     """
 
     config: GPTConfig
-    attention_fn: AttentionFn = plain_attention
     dtype: DTypeLike = jnp.float32
+    attention_fn: AttentionFn = plain_attention
     sharding: ShardingHooks = NO_SHARDING
-    window: int | None = None
-    causal: bool = True
-    reads_memory: bool = False
+    window: int | None = None  # tokens that attention reads. None means all
+    causal: bool = True  # False in an encoder, whose tokens read those after them too
 
     def setup(self) -> None:
-        c = self.config
-        shared = {
-            "dropout": c.dropout,
-            "kernel_init": nn.initializers.normal(INIT_STD),
-            "residual_init": residual_init(c),
-            "dtype": self.dtype,
-        }
-        attention = functools.partial(
-            Attention,
-            n_embd=c.n_embd,
-            n_head=c.n_head,
-            n_kv_head=c.kv_heads,
-            head_dim=c.head_size,
-            qkv_bias=c.has_qkv_bias,
-            out_bias=c.has_out_bias,
-            qk_norm=c.qk_norm_over if c.qk_norm else None,
-            make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
-            scale=None if c.query_scale is None else c.query_scale**-0.5,
-            softcap=c.attention_softcap,
+        c = self.config.explicit()
+        assert c.mlp_dim
+        self.attn = Attention(
+            **attention_fields(c),
+            rope=make_rope(c, self.window),
+            window=self.window,
+            causal=self.causal,
             attention_fn=self.attention_fn,
-            **shared,
+            dtype=self.dtype,
         )
-        self.attn = attention(rope=make_rope(c, self.window), window=self.window, causal=self.causal)
+        self.mlp = MLP(
+            hidden=c.mlp_dim,
+            activation=c.activation,
+            use_bias=c.bias,
+            dropout=c.dropout,
+            residual_init=residual_init(c),
+            dtype=self.dtype,
+        )
         self.ln_1, self.ln_2 = make_norm(c), make_norm(c)
-        if self.reads_memory:
-            # Places in two texts have no distance, so that nothing is rotated.
-            self.cross, self.ln_cross = attention(rope=None, window=None, causal=False), make_norm(c)
         if c.norm_position == "sandwich":
             self.ln_1_out, self.ln_2_out = make_norm(c), make_norm(c)
-            if self.reads_memory:
-                self.ln_cross_out = make_norm(c)
-        self.mlp = MLP(hidden=c.mlp_hidden, activation=c.activation, use_bias=c.bias, **shared)
 
+    # Arguments are positional: nn.remat takes `train` by its position.
     def __call__(
         self,
         x_BTD: jax.Array,
-        positions_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
         train: bool = False,
-        cache: LayerCache | None = None,
-        place: Place | None = None,
         segments_BT: jax.Array | None = None,
-        memory: jax.Array | LayerCache | None = None,
-        memory_segments_BS: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        c = self.config
+    ) -> jax.Array:
+        """Return the residual stream after both branches. Arguments: see `Attention`."""
+        read_BTD = self.norm_input(x_BTD, "ln_1")
+        out_BTD = self.attn(read_BTD, positions_BT, segments_BT=segments_BT, train=train)
+        return self.feed_forward(x_BTD, self.add_output(x_BTD, out_BTD, "ln_1"), train)
 
-        def attend(x_BTD: jax.Array) -> jax.Array:
-            nonlocal cache
-            out_BTD, cache = self.attn(
-                x_BTD, positions_BT, train=train, cache=cache, place=place, segments_BT=segments_BT
-            )
-            return out_BTD
+    def decode(self, x_BTD: jax.Array, cache: LayerCache, index: CacheIndex) -> tuple[jax.Array, LayerCache]:
+        """Return the stream of T more tokens, and the cache with them. Arguments: see `Attention.decode`."""
+        out_BTD, cache = self.attn.decode(self.norm_input(x_BTD, "ln_1"), cache, index)
+        return self.feed_forward(x_BTD, self.add_output(x_BTD, out_BTD, "ln_1")), cache
 
-        def look_up(x_BTD: jax.Array) -> jax.Array:
-            assert memory is not None, "without a text to read, this would read its own"
-            read = {"memory": memory, "memory_segments_BS": memory_segments_BS, "segments_BT": segments_BT}
-            return self.cross(x_BTD, positions_BT, train=train, **read)[0]
+    def feed_forward(self, entered_BTD: jax.Array, x_BTD: jax.Array, train: bool = False) -> jax.Array:
+        """Add the MLP's branch. entered_BTD: the stream before attention, which parallel_residual reads."""
+        read_BTD = entered_BTD if self.config.parallel_residual else x_BTD
+        out_BTD = self.mlp(self.norm_input(read_BTD, "ln_2"), train=train)
+        return self.sharding.constrain(self.add_output(x_BTD, out_BTD, "ln_2"))
 
-        def feed_forward(x_BTD: jax.Array) -> jax.Array:
-            return self.mlp(x_BTD, train=train)
+    def norm_input(self, x_BTD: jax.Array, norm: str) -> jax.Array:
+        """Return what a branch reads of the stream."""
+        return getattr(self, norm)(x_BTD) if self.config.norm_position in ("pre", "sandwich") else x_BTD
 
-        branches = [("ln_1", attend), *([("ln_cross", look_up)] if self.reads_memory else []), ("ln_2", feed_forward)]
-        entered_BTD = x_BTD
-        for name, branch in branches:
-            norm = getattr(self, name)
-            if c.parallel_residual:
-                x_BTD = x_BTD + branch(norm(entered_BTD))
-            elif c.norm_position == "pre":
-                x_BTD = x_BTD + branch(norm(x_BTD))
-            elif c.norm_position == "post":
-                x_BTD = norm(x_BTD + branch(x_BTD))
-            elif c.norm_position == "output":
-                x_BTD = x_BTD + norm(branch(x_BTD))
-            else:
-                x_BTD = x_BTD + getattr(self, f"{name}_out")(branch(norm(x_BTD)))
-        return self.sharding.constrain(x_BTD), cache
+    def add_output(self, x_BTD: jax.Array, out_BTD: jax.Array, norm: str) -> jax.Array:
+        """Return the stream with what a branch made."""
+        if self.config.norm_position == "post":
+            return getattr(self, norm)(x_BTD + out_BTD)
+        if self.config.norm_position == "output":
+            out_BTD = getattr(self, norm)(out_BTD)
+        elif self.config.norm_position == "sandwich":
+            out_BTD = getattr(self, f"{norm}_out")(out_BTD)
+        return x_BTD + out_BTD

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 DECODE_MATRIX = "decode_matrix"  # the name of a `quantize.DecodeMatrix` where the parameters hold one
 
 
@@ -51,7 +52,7 @@ class Embedding(nn.Module):
 
     vocab_size: int
     width: int
-    embedding_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+    embedding_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
 
     def setup(self) -> None:

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward network: expand, bend, project back."""
+"""The position-wise feed-forward network: expand, apply a nonlinearity, project back."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.linear import Dense
+from jaxgpt.layers.linear import INIT_STD, Dense
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -43,11 +43,11 @@ class MLP(nn.Module):
     """
 
     hidden: int
-    activation: str
-    use_bias: bool
-    dropout: float
-    kernel_init: nn.initializers.Initializer
-    residual_init: nn.initializers.Initializer  # of c_proj, which writes into the residual stream
+    activation: str = "gelu_tanh"
+    use_bias: bool = True
+    dropout: float = 0.0
+    kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
+    residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # of c_proj
     dtype: DTypeLike = jnp.float32
 
     @nn.compact

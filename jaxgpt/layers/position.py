@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 
-def positions_in(segments_BT: jax.Array) -> jax.Array:
-    """Of each token, int32: how many tokens of its document come before it. A document is a run of one number."""
-    places_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1])[None], segments_BT.shape)
+def positions_from_segments(segments_BT: jax.Array) -> jax.Array:
+    """Return for each token, int32, how many tokens of its document precede it. A document is a run of one number."""
+    index_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1])[None], segments_BT.shape)
     first_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return places_BT - jax.lax.cummax(jnp.where(first_BT, places_BT, 0), axis=1)
+    return index_BT - jax.lax.cummax(jnp.where(first_BT, index_BT, 0), axis=1)
 
 
 def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:

@@ -33,7 +33,7 @@ PACKED = "it cannot keep several conversations in a row apart"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
-    """How a model computes on this machine; `GPT(config, **options.for_model())`."""
+    """How a model computes on this machine; `build_model(config, **options.for_model())`."""
 
     dtype: DTypeLike
     attention: str  # the name of the kernel
@@ -86,6 +86,8 @@ def compute_options(
         and where this one cannot run it, the kernel is chosen as by auto.
     """
     device = first_device() if device is None else device
+    model = model.explicit()
+    assert model.head_dim
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
@@ -95,7 +97,7 @@ def compute_options(
         "plain": None,
         "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if packed else None),
-        "splash": why_not_splash(model.block_size, model.head_size, dtype)
+        "splash": why_not_splash(model.block_size, model.head_dim, dtype)
         if device.platform == "tpu"
         else f"the device is {device.device_kind}",
     }
@@ -120,6 +122,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
         capability = float(getattr(device, "compute_capability", None) or "none")
     except ValueError:  # it has none, or is AMD's, where it is like "gfx942"
         return f"the device is {device.device_kind}"
+    assert model.head_dim
     largest_head = 256 if capability >= 9.0 else 128
     if capability < 8.0:
         return f"compute capability {capability} is below 8.0"
@@ -127,8 +130,8 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
         return f"it needs 16-bit numbers and dtype is {dtype}"
     if model.attention_softcap is not None:
         return CAPPED
-    if model.head_size % 8 or model.head_size > largest_head:
-        return f"head size {model.head_size} is not a multiple of 8 up to {largest_head}"
+    if model.head_dim % 8 or model.head_dim > largest_head:
+        return f"head size {model.head_dim} is not a multiple of 8 up to {largest_head}"
     return None
 
 

@@ -32,4 +32,6 @@ def attention_flops(config: GPTConfig) -> float:
     read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
     if config.n_encoder_layer:
         read += (config.n_encoder_layer + config.n_layer) * config.block_size
-    return 2.0 * config.n_head * config.head_size * read
+    head_dim = config.explicit().head_dim
+    assert head_dim
+    return 2.0 * config.n_head * head_dim * read

@@ -91,11 +91,13 @@ def state_shardings(
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: an array left whole would hide there."""
+    config = config.explicit()
+    assert config.n_kv_head and config.head_dim and config.mlp_dim
     axes = {
         "model.n_embd": (config.n_embd, "fsdp"),
         "model.n_head": (config.n_head, "tensor"),
-        "model.n_kv_head": (config.kv_heads, "tensor"),
-        "model.mlp_dim": (config.mlp_hidden, "tensor"),
+        "model.n_kv_head": (config.n_kv_head, "tensor"),
+        "model.mlp_dim": (config.mlp_dim, "tensor"),
         "model.vocab_size": (config.vocab_size or 0, "tensor"),
     }
     for field, (size, axis) in axes.items():
@@ -109,11 +111,11 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
             )
     both = mesh.shape["fsdp"] * mesh.shape["tensor"]
     vectors = {}
-    if config.has_qkv_bias or (config.qk_norm and config.qk_norm_over == "heads"):
-        vectors["n_head x head size"] = config.n_head * config.head_size
-        vectors["n_kv_head x head size"] = config.kv_heads * config.head_size
+    if config.qkv_bias or (config.qk_norm and config.qk_norm_over == "heads"):
+        vectors["n_head x head size"] = config.n_head * config.head_dim
+        vectors["n_kv_head x head size"] = config.n_kv_head * config.head_dim
     if config.bias:
-        vectors["mlp_dim"] = config.mlp_hidden
+        vectors["mlp_dim"] = config.mlp_dim
     for field, size in vectors.items():
         if size % both:
             raise UserError(

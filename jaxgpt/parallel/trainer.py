@@ -10,6 +10,7 @@ import jax
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
+from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPT
@@ -74,7 +75,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
-    plain = GPT(experiment.model, **options.for_model())  # initialises: a batch of one token divides over no devices
+    plain = build_model(
+        experiment.model, **options.for_model()
+    )  # initialises: a batch of one token divides over no devices
     model = plain.clone(attention_fn=strategy.shard_attention(options.attention_fn), sharding=strategy.sharding_hooks)
     adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
     merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)

@@ -16,12 +16,12 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
 from jaxgpt.lora import init_adapters, merge_adapters
-from jaxgpt.model import GPT
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
@@ -86,7 +86,7 @@ def _of_run(directory: Path, step: int | None) -> Weights:
 
     def read(like: dict) -> dict:
         places = _places(like, config)
-        model = GPT(metadata.model)
+        model = build_model(metadata.model)
 
         def at(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)

@@ -186,7 +186,7 @@ def _logprobs(
 
     Only what is wanted meets the vocabulary: of a short ending after a long context, little.
     """
-    x_BTD: Any = model.apply({"params": params}, inputs_BT, method="features")
+    x_BTD: Any = model.apply({"params": params}, inputs_BT, method="hidden_states")
     B, T, D = x_BTD.shape
     rows = min(ROWS, B * T)
     x_ND, targets_N = x_BTD.reshape(B * T, D), targets_BT.reshape(B * T)

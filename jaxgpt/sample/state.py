@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import EMPTY, KVCache, Place
+from jaxgpt.layers.cache import EMPTY, CacheIndex, KVCache
 from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import Decoding, next_bucket
 from jaxgpt.sample.score import token_ids
@@ -104,7 +104,7 @@ def _source(model: GPT, sources: Sequence[Sequence[int]] | None, rows: int) -> t
 
 @functools.partial(jax.jit, static_argnums=0)
 def _remembered(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> KVCache:
-    remembered: Any = model.apply({"params": params}, cache, source_BS, segments_BS, method="remember")
+    remembered: Any = model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
     return remembered
 
 
@@ -145,7 +145,7 @@ def _fold_in(key, words_B2):
 @functools.partial(jax.jit, static_argnames=("config", "cache_dtype", "logprobs", "seen", "slots"), keep_unused=True)
 def _empty(tokens_BX, start_B, keys_B, written, cached, like, *, config, cache_dtype, logprobs, seen, slots) -> Texts:
     """like: any of the parameters; where they are committed to a device, so are the texts, from the first call on."""
-    c, (B, X) = config, tokens_BX.shape
+    c, (B, X) = config.explicit(), tokens_BX.shape
     seen_BV = None
     if seen:
         columns_1X = jnp.arange(X)[None]
@@ -167,8 +167,8 @@ def _empty(tokens_BX, start_B, keys_B, written, cached, like, *, config, cache_d
             batch=B,
             slots=slots,
             n_layer=c.n_layer,
-            kv_heads=c.kv_heads,
-            head_size=c.head_size,
+            n_kv_head=c.n_kv_head,
+            head_dim=c.head_dim,
             dtype=cache_dtype,
         ),
     )
@@ -182,8 +182,8 @@ def read(model: GPT, params: dict, t: Texts, T: int) -> tuple[Texts, jax.Array]:
     valid_BT = positions_BT >= 0
     if not slides(model):
         valid_BT &= positions_BT < model.config.block_size
-    place = Place(jnp.where(valid_BT, positions_BT, EMPTY), columns_T % t.cache.slots)
-    x_BTD, cache = model.apply({"params": params}, tokens_BT, t.cache, place, method="extend")
+    index = CacheIndex(jnp.where(valid_BT, positions_BT, EMPTY), columns_T % t.cache.slots)
+    x_BTD, cache = model.apply({"params": params}, tokens_BT, t.cache, index, method="decode")
     return t.replace(cache=cache, cached=t.cached + T), x_BTD
 
 

@@ -133,10 +133,10 @@ def test_every_number_and_products_of_two_are_float32s(config, name):
 
 
 def test_derived_sizes():
-    c = GPTConfig(n_embd=96, n_head=6, n_kv_head=2)
-    assert (c.head_size, c.kv_heads, c.mlp_hidden) == (16, 2, 384)
-    assert GPTConfig(n_embd=96, n_head=6, activation="swiglu").mlp_hidden == 256  # 8/3 of 96
-    assert GPTConfig(n_embd=96, n_head=6, mlp_dim=100).mlp_hidden == 100
+    c = GPTConfig(n_embd=96, n_head=6, n_kv_head=2).explicit()
+    assert (c.head_dim, c.n_kv_head, c.mlp_dim) == (16, 2, 384)
+    assert GPTConfig(n_embd=96, n_head=6, activation="swiglu").explicit().mlp_dim == 256  # 8/3 of 96
+    assert GPTConfig(n_embd=96, n_head=6, mlp_dim=100).explicit().mlp_dim == 100
 
 
 @pytest.mark.parametrize("experiment", [make() for make in EXPERIMENTS.values()] + [Experiment(name="g", model=gpt2())])

@@ -14,10 +14,10 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import DataConfig, OptimConfig
+from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
-from jaxgpt.layers.cache import KVCache, Place
+from jaxgpt.layers.cache import CacheIndex, KVCache
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
-from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.sample.beam import beam_search
@@ -81,7 +81,7 @@ def test_who_reads_whom(model):
             jnp.arange(4)[None],
             source_BS=4 + jnp.arange(5)[None],
             source_segments_BS=jnp.array([[1, 1, 1, 0, 0]]),
-            method="features",
+            method="hidden_states",
         )
         return jnp.abs(x_BTD[0, t]).sum()
 
@@ -128,16 +128,16 @@ def test_documents_of_a_row_do_not_read_each_other(model):
 
 def test_cached_equals_uncached(model):
     model, params = model
-    c = model.config
+    c = model.config.explicit()
     whole = logits(model, params, TARGET, SOURCE, SEGMENTS)
-    cache = KVCache.empty(batch=2, slots=8, n_layer=c.n_layer, kv_heads=c.kv_heads, head_size=c.head_size)
-    cache = model.apply({"params": params}, cache, SOURCE, SEGMENTS, method="remember")
-    assert len(cache.memory) == c.n_layer and cache.memory[0].k_BKSH.shape == (2, c.kv_heads, 5, c.head_size)
+    cache = KVCache.empty(batch=2, slots=8, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
+    cache = model.apply({"params": params}, cache, SOURCE, SEGMENTS, method="init_cross_cache")
+    assert len(cache.encoder_kv) == c.n_layer and cache.encoder_kv[0].k_BKSH.shape == (2, c.n_kv_head, 5, c.head_dim)
 
     @jax.jit
     def step(cache, tokens_BT, t):
-        place = Place(jnp.broadcast_to(t, (2, 1)), t[None])
-        x_BTD, cache = model.apply({"params": params}, tokens_BT, cache, place, method="extend")
+        index = CacheIndex(jnp.broadcast_to(t, (2, 1)), t[None])
+        x_BTD, cache = model.apply({"params": params}, tokens_BT, cache, index, method="decode")
         return model.apply({"params": params}, x_BTD, method="unembed"), cache
 
     for t in range(4):
@@ -178,7 +178,6 @@ def test_what_goes_wrong_is_said():
     how = dict(key=jax.random.key(0), max_new_tokens=2)
     for call, said in (
         (lambda: model.apply({"params": params}, TARGET), "needs source_BS"),
-        (lambda: plain.apply({"params": plain_params}, TARGET, source_BS=SOURCE), "is for a model with an encoder"),
         (lambda: generate(model, params, [[1]], **how), "needs a source for each of 1 prompts, got 0"),
         (lambda: generate(model, params, [[1]], sources=[[1], [2]], **how), "for each of 1 prompts, got 2"),
         (lambda: generate(model, params, [[1]], sources=[[1] * 9], **how), "source 0 has 9 tokens: needs 1 to 8"),
@@ -199,7 +198,7 @@ def test_the_base_model_of_2017():
     """Table 3 of arXiv:1706.03762: N=6, d_model=512, d_ff=2048, h=8, d_k=64, about 37,000 shared tokens, 65 million."""
     base = load_experiment(str(REPOSITORY / "experiments/transformer_2017.py:base")).model
     config = dataclasses.replace(base, vocab_size=37_000)
-    model = GPT(config)
+    model = build_model(config)
     shapes = jax.tree.map(lambda x: x.shape, model.shapes())
     D, F, attention = 512, 2048, 4 * (512 * 512 + 512)
     mlp, norm = D * F + F + F * D + D, 2 * D
@@ -251,7 +250,7 @@ def test_label_smoothing_is_optaxs():
 
 
 def test_muon_takes_the_encoders_matrices():
-    labels = muon_labels(GPT(CONFIG).shapes())
+    labels = muon_labels(build_model(CONFIG).shapes())
     assert labels["encoder_1"]["mlp"]["c_fc"] == {"kernel": "muon", "bias": "adamw"}
     assert labels["h_0"]["cross"]["v"]["kernel"] == "muon" and labels["wte"]["embedding"] == "adamw"
 

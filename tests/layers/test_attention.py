@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
-from jaxgpt.layers import Attention, RMSNorm, Rope
+from jaxgpt.config import GPTConfig
+from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm, Rope
 from jaxgpt.layers.kernels import plain
 from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.linear import Dense
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
 from tests.helpers import DIMS, FLOAT32_REORDERED
@@ -142,7 +143,7 @@ def make_attention(**kwargs):
     )
     layer = Attention(n_embd=SIZES["D"], **options | kwargs, kernel_init=init, residual_init=init)
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=DIMS["BTD"]), jnp.float32)
-    return layer, nn.unbox(jax.jit(layer.init)(jax.random.key(2), x_BTD, jnp.arange(SIZES["T"])[None])), x_BTD
+    return layer, jax.jit(layer.init)(jax.random.key(2), x_BTD), x_BTD
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def make_attention(**kwargs):
 def test_no_token_sees_the_future(kwargs):
     """The gradient of token t's output is zero for every later input, and not for any earlier one."""
     layer, variables, x_BTD = make_attention(**kwargs)
-    gradient = jax.jit(jax.grad(lambda x, t: layer.apply(variables, x, jnp.arange(SIZES["T"])[None])[0][:, t].sum()))
+    gradient = jax.jit(jax.grad(lambda x, t: layer.apply(variables, x)[:, t].sum()))
     for t in range(SIZES["T"]):
         reach = np.abs(gradient(x_BTD, t)).sum((0, 2))
         np.testing.assert_array_equal(reach[t + 1 :], 0.0)
@@ -185,10 +186,9 @@ def test_one_key_value_head_each_equals_shared_heads_repeated():
 
 def test_dropout_drops_weights_and_output_in_training_only():
     layer, variables, x_BTD = make_attention(dropout=0.5)
-    positions = jnp.arange(SIZES["T"])[None]
-    plain, _ = layer.apply(variables, x_BTD, positions)
-    np.testing.assert_array_equal(plain, layer.apply(variables, x_BTD, positions, train=False)[0])
-    dropped, _ = layer.apply(variables, x_BTD, positions, train=True, rngs={"dropout": jax.random.key(0)})
+    plain = layer.apply(variables, x_BTD)
+    np.testing.assert_array_equal(plain, layer.apply(variables, x_BTD, train=False))
+    dropped = layer.apply(variables, x_BTD, train=True, rngs={"dropout": jax.random.key(0)})
     zeros = float(jnp.mean(dropped == 0.0))
     assert 0.3 < zeros < 0.7  # the output's half
 
@@ -212,3 +212,12 @@ def test_each_block_of_queries_drops_weights_of_its_own():
     first, *others = (np.asarray(weights[start, : starts[0]] > 0) for start in starts)
     for other in others:
         assert 0.3 < np.mean(first == other) < 0.7  # as two draws are, where one draw for both would have 1
+
+
+def test_layers_stand_alone():
+    """With nothing given but their sizes."""
+    x_BTD = jnp.ones((2, 3, 32))
+    config = GPTConfig(n_layer=1, n_head=4, n_embd=32)
+    for layer in (Attention(n_embd=32, n_head=4), MLP(hidden=128), Block(config), LayerNorm(), RMSNorm(), Dense(32)):
+        out_BTD, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x_BTD)
+        assert out_BTD.shape == x_BTD.shape and variables.keys() == {"params"}

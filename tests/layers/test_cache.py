@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.layers import cached_attention, plain_attention
-from jaxgpt.layers.cache import EMPTY, KVCache, Place
+from jaxgpt.layers.cache import EMPTY, CacheIndex, KVCache
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
 
@@ -15,11 +15,11 @@ K, H = SIZES["K"], SIZES["H"]
 
 
 def empty(batch, slots, **kwargs):
-    return KVCache.empty(batch=batch, slots=slots, n_layer=1, kv_heads=K, head_size=H, **kwargs)
+    return KVCache.empty(batch=batch, slots=slots, n_layer=1, n_kv_head=K, head_dim=H, **kwargs)
 
 
-def place(positions, slots):
-    return Place(jnp.array(positions, jnp.int32), jnp.array(slots, jnp.int32))
+def index(positions, slots):
+    return CacheIndex(jnp.array(positions, jnp.int32), jnp.array(slots, jnp.int32))
 
 
 def picture(visible_TS):
@@ -29,10 +29,10 @@ def picture(visible_TS):
 def test_what_is_visible():
     """Two rows, the second with one token of padding: nobody reads it, and it reads nothing."""
     cache = empty(2, 5)
-    cache, at = cache.placed(place([[0, 1, 2], [EMPTY, 0, 1]], [0, 1, 2]), window=3)
+    cache, at = cache.reserve(index([[0, 1, 2], [EMPTY, 0, 1]], [0, 1, 2]), window=3)
     assert picture(at.visible_BTS[0]) == ["x....", "xx...", "xxx.."]
     assert picture(at.visible_BTS[1]) == [".....", ".x...", ".xx.."]
-    cache, at = cache.placed(place([[3], [2]], [3]), window=3)
+    cache, at = cache.reserve(index([[3], [2]], [3]), window=3)
     assert picture(at.visible_BTS[0]) == [".xxx."]  # the window is three
     assert picture(at.visible_BTS[1]) == [".xxx."]
 
@@ -40,11 +40,11 @@ def test_what_is_visible():
 def test_the_slots_are_a_ring():
     cache = empty(1, 4)
     for position in range(6):
-        cache, at = cache.placed(place([[position]], [position % 4]), window=4)
+        cache, at = cache.reserve(index([[position]], [position % 4]), window=4)
     np.testing.assert_array_equal(cache.positions_BS, [[4, 5, 2, 3]])
-    cache, at = cache.placed(place([[6, 7]], [2, 3]), window=4)
+    cache, at = cache.reserve(index([[6, 7]], [2, 3]), window=4)
     assert picture(at.visible_BTS[0]) == ["xxx.", "xxxx"]
-    cache, _ = cache.placed(place([[8, 9, 10]], [3, 0, 1]), window=4)  # around the end
+    cache, _ = cache.reserve(index([[8, 9, 10]], [3, 0, 1]), window=4)  # around the end
     np.testing.assert_array_equal(cache.positions_BS, [[9, 10, 6, 8]])
 
 
@@ -58,8 +58,8 @@ def attend_in_pieces(q, k, v, dtype, pieces):
     cache, out, at = empty(2, 8, dtype=dtype), [], 0
     for T in pieces:
         columns = np.arange(at, at + T)
-        cache, where = cache.placed(place(np.tile(columns, (2, 1)), columns), window=8)
-        layer = cache.layers[0].extend(k[:, at : at + T], v[:, at : at + T], where)
+        cache, where = cache.reserve(index(np.tile(columns, (2, 1)), columns), window=8)
+        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], where)
         cache = cache.replace(layers=(layer,))
         out.append(cached_attention(q[:, at : at + T], layer, where.visible_BTS))
         at += T

@@ -13,7 +13,7 @@ def make_mlp(hidden, width, **kwargs):
     init = jax.nn.initializers.normal(0.1)
     options = dict(activation="gelu", use_bias=True, dropout=0.0)
     mlp = MLP(hidden=hidden, **options | kwargs, kernel_init=init, residual_init=init)
-    return mlp, nn.unbox(jax.jit(mlp.init)(jax.random.key(0), jnp.ones((1, 1, width))))
+    return mlp, jax.jit(mlp.init)(jax.random.key(0), jnp.ones((1, 1, width)))
 
 
 def test_shapes_of_the_lesson():
@@ -21,7 +21,7 @@ def test_shapes_of_the_lesson():
     options = dict(activation="gelu", use_bias=True, dropout=0.0)
     mlp = MLP(hidden=3072, **options, kernel_init=nn.zeros, residual_init=nn.zeros)
     x = jnp.ones((1, 10, 768))
-    variables = nn.unbox(jax.eval_shape(mlp.init, jax.random.key(0), x))
+    variables = jax.eval_shape(mlp.init, jax.random.key(0), x)
     assert jax.eval_shape(mlp.apply, variables, x).shape == (1, 10, 768)
     assert variables["params"]["c_fc"]["kernel"].shape == (768, 3072)
     assert variables["params"]["c_proj"]["kernel"].shape == (3072, 768)

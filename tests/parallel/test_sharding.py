@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import GPTConfig, LoraConfig
+from jaxgpt.encdec import build_model
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.lora import init_adapters
-from jaxgpt.model import GPT
 from jaxgpt.parallel.sharding import PARAMETER_AXES, parameter_axes
 from tests.helpers import TINY
 from tests.hf.test_families import MODELS
@@ -28,7 +28,7 @@ def test_every_parameter_has_exactly_one_rule(config):
     if config.global_every is None and not config.n_encoder_layer:
         configs.append(dataclasses.replace(config, scan_layers=True))
     for config in configs:
-        params = GPT(config).shapes()
+        params = build_model(config).shapes()
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             matches = [axes for rule, axes in PARAMETER_AXES.items() if re.fullmatch(f"(.*/)?{rule}", name)]
@@ -68,9 +68,9 @@ def test_the_axes_of_a_model():
         "ln_f": {"scale": P("embed")},
         "lm_head": P("embed", "vocab"),
     }
-    assert parameter_axes(GPT(config).shapes(), config) == expected
+    assert parameter_axes(build_model(config).shapes(), config) == expected
     over_heads = dataclasses.replace(config, qk_norm_over="heads")
-    assert parameter_axes(GPT(over_heads).shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]["scale"] == P(
+    assert parameter_axes(build_model(over_heads).shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]["scale"] == P(
         "layers", "heads_bias"
     )
     adapters = {"h_0": {"mlp": {"c_fc": {"lora_a": jnp.zeros((8, 1)), "lora_b": jnp.zeros((1, 8))}}}}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache, Place
+from jaxgpt.layers.cache import CacheIndex, KVCache
 from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
@@ -46,10 +46,10 @@ def restarting(model, params, prompt, new):
 @functools.partial(jax.jit, static_argnums=0)
 def banded_logits(model, params, tokens_BT):
     """Of a text of any length in one pass, each token reading the C before it; nothing is a ring here."""
-    (B, T), c = tokens_BT.shape, model.config
-    empty = KVCache.empty(batch=B, slots=T, n_layer=c.n_layer, kv_heads=c.kv_heads, head_size=c.head_size)
-    place = Place(jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.arange(T))
-    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, place, method="extend")
+    (B, T), c = tokens_BT.shape, model.config.explicit()
+    empty = KVCache.empty(batch=B, slots=T, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
+    index = CacheIndex(jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.arange(T))
+    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, index, method="decode")
     return model.apply({"params": params}, x_BTD, method="unembed")
 
 

@@ -141,7 +141,8 @@ def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
         return 0.0
     share = 0.5
     if attention == "splash":
-        T, H = config.block_size, config.head_size
+        T, H = config.block_size, config.explicit().head_dim
+        assert H
         windows = [config.window(layer) for layer in range(config.n_layer)]
         read = sum(min(window or T, T) * T for window in windows)
         share = sum(computed_scores(T, H, window) for window in windows) / read

@@ -115,7 +115,7 @@ def top_activating_examples(
     """
     model, params = _unroll(model, params)
     T = windows_NT.shape[1]
-    shape = (model.config.mlp_hidden, most)
+    shape = (model.config.explicit().mlp_dim, most)
     best: Any = [(jnp.full(shape, -jnp.inf), jnp.full(shape, -1)) for _ in range(model.config.n_layer)]
     for first in range(0, len(windows_NT), WINDOWS_AT_ONCE):
         count = min(WINDOWS_AT_ONCE, len(windows_NT) - first)
@@ -162,11 +162,12 @@ def _forward(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | No
             context.module.sow("intermediates", "input", args[0])
         return call(*args, **kwargs)
 
+    source: Any = {} if source_S is None else {"source_BS": source_S[None]}
     with nn.intercept_methods(sow_inputs):
         logits_BTV, kept = model.apply(
             {"params": params},
             tokens_T[None],
-            source_BS=None if source_S is None else source_S[None],
+            **source,
             capture_intermediates=True,
             mutable=["intermediates", WEIGHTS],
         )

@@ -95,7 +95,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("parameters", f"{count_parameters(run.model.shapes()):,}"),
         ("layers, heads, width", f"{layers}, {config.n_head}, {config.n_embd}"),
         ("norm", f"{config.norm}, {config.norm_position}"),
-        ("MLP", f"{config.mlp_hidden} units, {config.activation}"),
+        ("MLP", f"{config.explicit().mlp_dim} units, {config.activation}"),
         ("positions", config.position),
     ]
 

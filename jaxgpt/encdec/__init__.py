@@ -1,0 +1,5 @@
+"""The encoder-decoder of Vaswani et al. 2017, arXiv:1706.03762, of the same blocks as GPT."""
+
+from jaxgpt.encdec.model import EncoderDecoder, build_model
+
+__all__ = ["EncoderDecoder", "build_model"]

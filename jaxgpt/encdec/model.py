@@ -1,0 +1,137 @@
+"""The encoder-decoder: GPT whose blocks also read an encoder's states of another text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.encdec.cross import CrossBlock
+from jaxgpt.errors import UserError
+from jaxgpt.layers.block import Block, make_norm
+from jaxgpt.layers.cache import CacheIndex, KVCache, LayerCache
+from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.position import positions_from_segments
+from jaxgpt.model import GPT, remat
+
+
+def build_model(
+    config: GPTConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    attention_fn: AttentionFn = plain_attention,
+    sharding: ShardingHooks = NO_SHARDING,
+) -> GPT:
+    """Return the model of a configuration: a GPT, or an EncoderDecoder if it has encoder layers."""
+    model = EncoderDecoder if config.n_encoder_layer else GPT
+    return model(config, dtype, attention_fn, sharding)
+
+
+class CrossCache(KVCache):
+    """A KV cache with each layer's keys and values of the encoder's states."""
+
+    encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
+    source_segments_BS: jax.Array = flax.struct.field(kw_only=True)  # 0 for padding
+
+
+class EncoderDecoder(GPT):
+    """GPT with `config.n_encoder_layer` blocks that read a source text both ways, and cross-attention to them.
+
+    Its methods take the source beside what GPT's take:
+    source_BS: int32, the tokens of the text that each row is made of, S at most block_size.
+    source_segments_BS: int32, the document of each, 0 for padding: a token reads the source of its own number in
+        segments_BT. None means that nothing is padding.
+    """
+
+    def setup(self) -> None:
+        c = self.config
+        block = remat(Block, c)
+        self.encoder = [
+            block(c, self.dtype, self.attention_fn, self.sharding, causal=False) for _ in range(c.n_encoder_layer)
+        ]
+        if c.norm_position != "post":
+            self.encoder_ln_f = make_norm(c)
+        super().setup()
+
+    @nn.nowrap
+    def make_layers(self) -> Any:
+        """Return the decoder's blocks."""
+        c, block = self.config, remat(CrossBlock, self.config)
+        return [block(c, self.dtype, self.attention_fn, self.sharding) for _ in range(c.n_layer)]
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        train: bool = False,
+        source_BS: jax.Array | None = None,
+        source_segments_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return logits_BTV of each next token."""
+        source = {"source_BS": source_BS, "source_segments_BS": source_segments_BS}
+        return self.unembed(self.hidden_states(tokens_BT, segments_BT=segments_BT, train=train, **source))
+
+    def hidden_states(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        train: bool = False,
+        source_BS: jax.Array | None = None,
+        source_segments_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the decoder's residual stream after the last norm, x_BTD."""
+        self.check_length(tokens_BT)
+        positions_BT = (
+            jnp.arange(tokens_BT.shape[-1])[None] if segments_BT is None else positions_from_segments(segments_BT)
+        )
+        if source_BS is None and self.is_initializing():
+            source_BS = jnp.zeros((tokens_BT.shape[0], 1), jnp.int32)
+        if source_BS is None:
+            raise UserError(
+                f"a model with n_encoder_layer={self.config.n_encoder_layer} needs source_BS, tokens to read"
+            )
+        if source_segments_BS is None:
+            source_segments_BS = jnp.ones(source_BS.shape, jnp.int32)
+        if segments_BT is None:
+            segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+        states_BSD = self.encode(source_BS, source_segments_BS, train=train)
+        x_BTD = self.embed(tokens_BT, positions_BT, train)
+        for layer in self.h:
+            x_BTD = layer(x_BTD, positions_BT, train, segments_BT, states_BSD, source_segments_BS)
+        return self.norm_output(x_BTD)
+
+    def encode(self, source_BS: jax.Array, segments_BS: jax.Array, *, train: bool = False) -> jax.Array:
+        """Return the encoder's states of a source, x_BSD: each token reads all others of its document."""
+        self.check_length(source_BS)
+        positions_BS = positions_from_segments(segments_BS)
+        x_BSD = self.embed(source_BS, positions_BS, train)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, positions_BS, train, segments_BS)
+        return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
+
+    def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> CrossCache:
+        """Return the cache with each layer's keys and values of a source, for `decode`."""
+        states_BSD = self.encode(source_BS, segments_BS)
+        layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
+        encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
+        return CrossCache(cache.layers, cache.positions_BS, encoder_kv=encoder_kv, source_segments_BS=segments_BS)
+
+    def decode(self, tokens_BT: jax.Array, cache: KVCache, index: CacheIndex) -> tuple[jax.Array, KVCache]:
+        """Return `hidden_states` x_BTD of T more tokens, and the cache with them. cache: of `init_cross_cache`."""
+        assert isinstance(cache, CrossCache), "the encoder reads its source first"
+        encoder_kv, segments_BS = cache.encoder_kv, cache.source_segments_BS
+        cache, index = cache.reserve(index, self.config.block_size)
+        x_BTD = self.embed(tokens_BT, index.positions_BT)
+        layers = []
+        for block, layer, read in zip(self.h, cache.layers, encoder_kv, strict=True):
+            x_BTD, layer = block.decode(x_BTD, layer, index, read, segments_BS)
+            layers.append(layer)
+        return self.norm_output(x_BTD), cache.replace(layers=tuple(layers))
