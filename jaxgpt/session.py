@@ -23,7 +23,7 @@ from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
-from jaxgpt.parallel.device import first_device, refuse_what_cannot_fit
+from jaxgpt.parallel.device import check_memory, first_device
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.run import Run, load_run
@@ -126,7 +126,7 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
     trainer = make_trainer(resolved, recorded=None if resumed is None else resumed.given)
     model, train = resolved.model, experiment.train
     hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
-    refuse_what_cannot_fit(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
+    check_memory(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
     return Session(
         given=experiment,
         experiment=resolved,

@@ -779,8 +779,8 @@ MUTATIONS = (
     Mutation(
         "state-divided-by-the-devices",
         "parallel/device.py",
-        "bytes_held(state) + activations",
-        "bytes_held(state) // len(devices) + activations",
+        "bytes_per_device(state) + activations",
+        "bytes_per_device(state) // len(devices) + activations",
         "parallel/test_device.py::test_a_state_is_counted_as_it_is_placed",
     ),
     Mutation(
@@ -837,7 +837,7 @@ MUTATIONS = (
         "mesh-heads-drop-alike",
         "parallel/mesh.py",
         "jax.lax.axis_index(MESH_AXES)",
-        "jax.lax.axis_index(BATCH[0])",
+        "jax.lax.axis_index(BATCH_SPEC[0])",
         "parallel/test_strategies.py::test_each_device_of_a_mesh_drops_its_own_attention_weights",
     ),
 )

@@ -26,7 +26,7 @@ began = time.monotonic()
 print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
 
-OURS = "from jaxgpt.parallel.jax_setup import start_jax; start_jax(computes=False); import jax; jax.devices()\n"
+OURS = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
     "import": OURS + "from jaxgpt.tools.convert.import_hf import import_hf",
     "its reading": OURS + "from jaxgpt.hf.params import read_params; from jaxgpt.hf.source import open_source",

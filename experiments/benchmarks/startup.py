@@ -29,9 +29,9 @@ def reached(what):
 from jaxgpt import __main__
 from jaxgpt.cli import train
 reached("the command line is imported")
-start_jax = train.start_jax
+configure_jax = train.configure_jax
 def started():
-    start_jax()
+    configure_jax()
     reached("jax is imported")
     import jax.monitoring
     from jaxgpt import session
@@ -55,7 +55,7 @@ def started():
     after(session.Log, "compiled", "the first step is done")
     after(hooks, "mean_loss", "the validation loss is known")
     after(session.Checkpoints, "wait", "it is saved")
-train.start_jax = started
+train.configure_jax = started
 __main__.main(sys.argv[1:])
 reached("the end")
 print(json.dumps({"at": at, "sums": sums}))

@@ -31,9 +31,9 @@ Steps = Callable[[int], float]  # how many -> the last loss, when all are done
 
 
 def jaxgpt_steps(shape: dict, options) -> Steps:
-    from jaxgpt.parallel.jax_setup import start_jax
+    from jaxgpt.parallel.jax_setup import configure_jax
 
-    start_jax()
+    configure_jax()
     import jax
     import numpy as np
 

@@ -12,7 +12,7 @@ from jaxgpt.cli.options import Average, Json, RunName
 from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.files import render_json
-from jaxgpt.parallel.jax_setup import start_jax
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import find_run
 
 
@@ -62,7 +62,7 @@ def sample(
     """
     for name in (run, *([draft] if draft else [])):
         find_run(name)  # before jax is imported: a wrong path answers at once
-    start_jax()
+    configure_jax()
     from jaxgpt.data.tokenizer import find_start_token
     from jaxgpt.run import load
     from jaxgpt.sample.filters import Sampling

@@ -16,7 +16,7 @@ from jaxgpt.config import Experiment, Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, Size
 from jaxgpt.errors import shell_line
 from jaxgpt.files import new_file, render_json, write_whole
-from jaxgpt.parallel.jax_setup import start_jax
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS, find_run
 
 
@@ -42,7 +42,7 @@ def evaluate(
         weights: dtype of the matrices, to see what fewer bits cost; None: as trained
     """
     find_run(run)
-    start_jax()
+    configure_jax()
     from jaxgpt.run import load
     from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
 
@@ -61,7 +61,7 @@ def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None 
         run_dir: where the runs go, or continue; None: runs/studies/FILE
     """
     variants = load_variants(experiment)
-    start_jax()
+    configure_jax()
     from jaxgpt.errors import Preempted
     from jaxgpt.session import fit_as_command
     from jaxgpt.tools.study.study import STUDY, format_study, run_study
@@ -85,7 +85,7 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
     """
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
-    start_jax()
+    configure_jax()
     from jaxgpt.data.dataset import find_vocab_size
     from jaxgpt.runs.pretrained import begun
     from jaxgpt.tools.plan.estimate import format_plan
@@ -103,7 +103,7 @@ def replay(run: RunName = None, *, step: int, json: Json = False) -> None:
         step: the step; all since the newest checkpoint before it are repeated
     """
     find_run(run)
-    start_jax()
+    configure_jax()
     from jaxgpt.tools.diagnose.replay import format_replay, replay
 
     found = replay(run, step, say=say)
@@ -130,7 +130,7 @@ def xray(
     """
     find_run(run)
     path = new_file(out, force=force)
-    start_jax()
+    configure_jax()
     from jaxgpt.run import load
     from jaxgpt.tools.xray.xray import xray
 
@@ -159,7 +159,7 @@ def report(
     folder = directory if out is None else Path(out)
     page = new_file(str(folder / "report.html"), force=force)
     new_file(str(folder / "summary.json"), force=force)
-    start_jax()
+    configure_jax()
     from jaxgpt.run import load
     from jaxgpt.tools.report.report import make_report
 
@@ -189,7 +189,7 @@ def import_hf(
         dtype: of the parameters; None: as stored
         tokenizer: another tokenizer.json, or ids for none; None: the directory's
     """
-    start_jax(computes=False)
+    configure_jax(computes=False)
     from jaxgpt.tools.convert.import_hf import import_hf
 
     source = import_hf(model, run_dir, dtype=dtype, tokenizer=tokenizer)
@@ -209,7 +209,7 @@ def export_hf(run: RunName = None, *, out: str, dtype: WeightsDtype | None = Non
         dtype: of the tensors; None: as in the run
     """
     find_run(run)
-    start_jax(computes=False)
+    configure_jax(computes=False)
     from jaxgpt.tools.convert.export_hf import export_hf
 
     place = export_hf(run, out, dtype=dtype)

@@ -19,7 +19,7 @@ from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
 from jaxgpt.errors import Diverged, Preempted, SaveFailed, UserError, shell_line
 from jaxgpt.files import write_whole
-from jaxgpt.parallel.jax_setup import start_jax
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import is_run
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def train(
         experiment: whose fields are options too
         metadata: `RunMetadata` of the run to continue, if it has been read
     """
-    start_jax()
+    configure_jax()
     from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_initialized, is_process_0, status_of
     from jaxgpt.cluster.replicas import ReplicasDiffer
     from jaxgpt.cluster.signals import second_leaves_at_once

@@ -16,6 +16,7 @@ from jaxgpt.config.validate import (
     PositiveInt,
     Size,
     check_fields,
+    nearest,
     short,
 )
 from jaxgpt.errors import UserError
@@ -224,11 +225,8 @@ class Experiment:
             )
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:
-            near = [n for n in range(1, context) if context % n == 0]
-            below, above = max(n for n in near if n < chunk), min([n for n in near if n > chunk], default=context)
-            raise UserError(
-                f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {below} or {above}"
-            )
+            near = nearest(chunk, (n for n in range(1, context + 1) if context % n == 0))
+            raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {near}")
         if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.train.steps:
             raise UserError(
                 f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"

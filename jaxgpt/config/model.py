@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxgpt.config.validate import LARGEST_COUNT, Count, Fraction, Interval, PositiveFloat, Size, check_fields
+from jaxgpt.config.validate import (
+    LARGEST_COUNT,
+    Count,
+    Fraction,
+    Interval,
+    PositiveFloat,
+    Size,
+    check_fields,
+    nearest_multiples,
+)
 from jaxgpt.errors import UserError
 
 
@@ -71,8 +80,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.head_dim is None and self.n_embd % self.n_head:
-            below = self.n_embd // self.n_head * self.n_head
-            near = " or ".join(str(n) for n in (below, below + self.n_head) if n)
+            near = nearest_multiples(self.n_embd, self.n_head)
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take n_embd={near}, or other heads"
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import reprlib
 import types
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from jaxgpt.errors import UserError
@@ -40,6 +42,18 @@ class _Short(reprlib.Repr):
 
 
 short = _Short().repr  # the repr of an unchecked value, shortened for a message
+
+
+def nearest(value: int, choices: Iterable[int]) -> str:
+    """Return the next of the choices below and above a value that is none of them, in words: "4 or 8"."""
+    choices = sorted(choices)
+    at = bisect.bisect(choices, value)
+    return " or ".join(str(n) for n in choices[max(0, at - 1) : at + 1])
+
+
+def nearest_multiples(value: int, factor: int) -> str:
+    """Return the next multiples of a factor below and above a value that is none, in words: "4 or 8"."""
+    return nearest(value, range(factor, value + factor + 1, factor))
 
 
 def to_python(value: Any) -> Any:

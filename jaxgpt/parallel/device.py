@@ -147,18 +147,18 @@ def memory_of(device: jax.Device) -> int | None:
         return stated
 
 
-def bytes_held(state: Any) -> int:
-    """Bytes of a state on each of its devices: all of an array, or a part of it, as its sharding says."""
+def bytes_per_device(state: Any) -> int:
+    """Count the bytes of a state on each of its devices: all of an array or a part of it, as its sharding says."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
-def refuse_what_cannot_fit(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
+def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
     """Raise `UserError` if a training state cannot be in memory, whatever is compiled: the system would kill the process.
 
     state: shapes and places. activations: bytes per device that a step needs at the very least. What would fit,
     `plan` tells.
     """
-    needed, memory = bytes_held(state) + activations, memory_of(devices[0])
+    needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
     if memory is not None and needed > memory:
         raise UserError(
             f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "

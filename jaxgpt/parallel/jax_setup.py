@@ -10,7 +10,7 @@ import warnings
 from jaxgpt.errors import UserError
 
 
-def start_jax(*, computes: bool = True) -> None:
+def configure_jax(*, computes: bool = True) -> None:
     """Import JAX and set it up for a command; no device is touched, which other processes may have to agree on first.
 
     computes: programs will run, step after step; False: arrays are only read and written, in the host's memory, which

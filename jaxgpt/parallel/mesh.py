@@ -19,7 +19,7 @@ from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.parallel.sharding import BATCH, MESH_AXES, make_mesh, mesh_shape, state_shardings
+from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, make_mesh, mesh_shape, state_shardings
 from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
 from jaxgpt.train import TrainState
 
@@ -39,7 +39,7 @@ class MeshStrategy(Strategy):
         self.data_parallel_size = sizes["data"] * sizes["fsdp"]
         self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
         self.sharding_hooks = _sharding_hooks(self.mesh)
-        self._batch = NamedSharding(self.mesh, BATCH)
+        self._batch = NamedSharding(self.mesh, BATCH_SPEC)
         self._replicated = NamedSharding(self.mesh, P())
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
@@ -88,7 +88,7 @@ def _shardings(state: TrainState) -> TrainState:
 
 def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> AttentionFn:
     """Return the kernel run by each device for its own rows and heads: nothing is exchanged, and jit cannot cut kernels."""
-    rows_heads = P(BATCH[0], None, "tensor", None)
+    rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
     def sharded_attention(
         q_BTNH: jax.Array,
@@ -111,7 +111,7 @@ def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> Atten
         attend_locally = jax.shard_map(
             attend,
             mesh=grid,
-            in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH),
+            in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH_SPEC),
             out_specs=rows_heads,
             check_vma=False,  # Pallas kernels do not say how their results vary
         )
@@ -124,7 +124,7 @@ def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
     """Return hooks that keep rows where the batch put them, whole in width: the compiler alone may cut them along D."""
 
     def constrain(x_BTD: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH))
+        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH_SPEC))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Each device gathers its tensor group's rows of the table and looks its own tokens up in them.
@@ -142,8 +142,8 @@ def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
         local = jax.shard_map(
             mine,
             mesh=grid,
-            in_specs=(P("tensor", "fsdp"), BATCH),
-            out_specs=BATCH,
+            in_specs=(P("tensor", "fsdp"), BATCH_SPEC),
+            out_specs=BATCH_SPEC,
             check_vma=False,  # all_gather's result counts as varying
         )
         return local(table_VD, tokens_BT)
@@ -157,14 +157,14 @@ def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
         def mine(head, *arrays):
             gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
             whole = {name: jax.tree.map(functools.partial(gather, axis=_width(name)), x) for name, x in head.items()}
-            return jax.lax.psum(function(whole, *arrays), BATCH[0])
+            return jax.lax.psum(function(whole, *arrays), BATCH_SPEC[0])
 
         def everywhere(head, *arrays):
             by_width = {name: P("fsdp") if _width(name) == 0 else P(None, "fsdp") for name in head}
             local = jax.shard_map(
                 mine,
                 mesh=grid,
-                in_specs=(by_width, *([BATCH] * len(arrays))),
+                in_specs=(by_width, *([BATCH_SPEC] * len(arrays))),
                 out_specs=P(),
                 axis_names={"data", "fsdp"},  # the vocabulary over `tensor` is the compiler's
                 check_vma=False,

@@ -10,11 +10,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.train import TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
-BATCH = PartitionSpec(("data", "fsdp"))  # the rows of a batch; every device of a tensor group reads the same ones
+BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # the rows of a batch; every device of a tensor group reads the same ones
 
 # Logical axes of each parameter, by the end of its path. Every parameter matches exactly one, which a test holds.
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
@@ -103,8 +104,7 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
     for field, (size, axis) in axes.items():
         n = mesh.shape[axis]
         if size % n:
-            below = size // n * n
-            near = " or ".join(str(x) for x in (below, below + n) if x)
+            near = nearest_multiples(size, n)
             counts = [d for d in range(1, n + 1) if size % d == 0]
             raise UserError(
                 f"{field}={size} does not divide over parallel.{axis}={n}: take {field}={near}, or {axis} from {counts}"

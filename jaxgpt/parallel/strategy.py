@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig, ParallelConfig
+from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
@@ -128,8 +129,7 @@ class BatchSplit:
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
     """Return the largest micro-batches that divide a device's part of the batch and that the configuration allows."""
     if batch_size % data_parallel_size:
-        below = batch_size // data_parallel_size * data_parallel_size
-        near = " or ".join(str(n) for n in (below, below + data_parallel_size) if n)
+        near = nearest_multiples(batch_size, data_parallel_size)
         raise UserError(
             f"batch_size={batch_size} does not divide over {data_parallel_size} devices: take --train.batch-size {near}, "
             "or fewer devices (--parallel.strategy single, or the axes of mesh)"

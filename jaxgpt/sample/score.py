@@ -18,7 +18,7 @@ from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 
-BATCH = 8  # windows that are read together
+WINDOWS_AT_ONCE = 8  # windows that are read together
 ROWS = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
 
 
@@ -62,7 +62,7 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     overlap by half, so that every token after the first window sees at least block_size // 2 before it.
     Raises `UserError` for ids that the model does not have.
     """
-    return [logprobs for logprobs, _ in _read(model, params, texts, [1] * len(texts), BATCH)]
+    return [logprobs for logprobs, _ in _read(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
@@ -86,7 +86,7 @@ def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[
 
 
 def loglikelihood(
-    model: GPT, params: dict, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = BATCH
+    model: GPT, params: dict, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = WINDOWS_AT_ONCE
 ) -> list[LogLikelihood]:
     """Return the log-likelihood of the continuation in each pair of ids (context, continuation).
 

@@ -120,7 +120,7 @@ def test_only_the_process_of_a_command_is_ended_by_a_stuck_step(as_command, tmp_
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(watchdog, "INTERVAL", 0.02)
     monkeypatch.setattr(session, "_train", stuck_train)
-    monkeypatch.setattr(train, "start_jax", lambda: None)
+    monkeypatch.setattr(train, "configure_jax", lambda: None)
     stuck_soon = Experiment(name="stuck", parallel=ParallelConfig(watchdog=0.05))
     with pytest.raises(Over):
         if as_command:

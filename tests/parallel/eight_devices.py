@@ -28,7 +28,7 @@ from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
 from jaxgpt.hf.safetensors_files import stored, write
 from jaxgpt.layers.kernels.plain import plain_attention
-from jaxgpt.parallel.device import bytes_held
+from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.train import batch_loss
@@ -118,7 +118,7 @@ def curves(*wanted: str) -> dict:
         run = Run(name, optimizer)
         losses, first = run.run(), jax.devices()[0]
         shards = [shard for x in jax.tree.leaves(run.state) for shard in x.addressable_shards if shard.device == first]
-        held = [bytes_held(run.abstract_state), sum(shard.data.nbytes for shard in shards)]
+        held = [bytes_per_device(run.abstract_state), sum(shard.data.nbytes for shard in shards)]
         found[f"{name}, {optimizer}"] = {"losses": losses, "validation": run.validation(), "held": held}
     run = Run("single", "adamw")
     loss = jax.jit(functools.partial(batch_loss, key=None, model=run.model, label_smoothing=SMOOTHING))

@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import (
+    check_memory,
     compute_options,
     enable_compilation_cache,
     first_device,
-    refuse_what_cannot_fit,
 )
 from tests.conftest import keep_compiled
 
@@ -133,6 +133,6 @@ def test_a_state_is_counted_as_it_is_placed(monkeypatch, spec, held):
     place = NamedSharding(AbstractMesh((8,), ("devices",)), spec)
     state, devices = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place), [object()] * 8
     monkeypatch.setattr("jaxgpt.parallel.device.memory_of", lambda device: held + 10)
-    refuse_what_cannot_fit(state, 10, devices)
+    check_memory(state, 10, devices)
     with pytest.raises(UserError, match="need at least 0.0 GiB on each of 8 devices, which have"):
-        refuse_what_cannot_fit(state, 11, devices)
+        check_memory(state, 11, devices)

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.jax_setup import start_jax
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import Run, load
 from jaxgpt.sample.score import pair_ids
 
@@ -138,7 +138,7 @@ def main() -> None:
     if sys.argv[1:2] != ["ls"] and not any(word.split("=")[0] in ("--model", "-M") for word in sys.argv):
         sys.argv += ["--model", "jaxgpt"]
     try:
-        start_jax()
+        configure_jax()
         cli_evaluate()
     except UserError as e:
         sys.stderr.write(f"jaxgpt: {e}\n")

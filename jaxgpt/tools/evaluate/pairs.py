@@ -16,11 +16,11 @@ from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 
-BATCH = 256  # pairs that are decoded together
+PAIRS_AT_ONCE = 256  # pairs that are decoded together
 
 
 def count_exact_matches(
-    run: Run, pairs: Conversations, *, beams: int | None = None, batch_size: int = BATCH
+    run: Run, pairs: Conversations, *, beams: int | None = None, batch_size: int = PAIRS_AT_ONCE
 ) -> dict[str, Any]:
     """Count the sources whose most probable completion by the run is their target, token for token.
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.layers.kernels.splash import computed_scores
-from jaxgpt.parallel.device import bytes_held
+from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
 from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
 from jaxgpt.parallel.trainer import Trainer
@@ -110,7 +110,7 @@ def estimate(
         flops_per_token=flops_per_token,
         executed_flops_per_token=flops * len(used) / tokens,
         memory=memory,
-        state_memory=bytes_held(trainer.abstract_state),
+        state_memory=bytes_per_device(trainer.abstract_state),
         available=available,
         fits=None if available is None else True,
         collectives=collectives,
