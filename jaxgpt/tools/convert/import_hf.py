@@ -1,4 +1,4 @@
-"""Weights in: a model in Hugging Face's format becomes a run directory."""
+"""Import a model in Hugging Face's format as a run directory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jaxgpt.runs.metadata import write_metadata
 def import_hf(
     name: str, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
 ) -> Source:
-    """Write the model of a directory, or of an id on the Hub, into a new run directory: to sample, to evaluate, to export again.
+    """Write a model into a new run directory, to sample, to evaluate, and to export again.
 
-    dtype: of the parameters; None: as stored. tokenizer: see `open_source`.
-    In memory is the model and one tensor more. Raises `UserError` before anything is written.
+    name: its directory, or its id on the Hub. dtype: of the parameters. None means as stored. tokenizer: see `open_source`.
+    Holds the model and one more tensor in memory. Raises `UserError` before anything is written.
     """
     source = open_source(name, tokenizer)
     directory = Path(run_dir)
@@ -36,7 +36,7 @@ def import_hf(
     with lock_run(directory, fresh=False):
         try:
             _write(source, directory, name, dtype)
-        except BaseException:  # it was empty: so that it can be tried again there
+        except BaseException:  # it was empty, and the next attempt needs it empty
             shutil.rmtree(directory, ignore_errors=True)
             raise
     return source
@@ -61,5 +61,5 @@ def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) 
 
 
 def _name(name: str) -> str:
-    """Of the experiment: the last part of the path or id, in the letters that a name may have."""
+    """Return the name of the experiment: the last part of the path or id, in the letters that a name may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"

@@ -1,4 +1,4 @@
-"""One step of a run, alone and from the state that entered it: to see again what was logged, or why it was skipped."""
+"""Repeat one training step of a run alone, to see again what was logged, or why it was skipped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxgpt.config import Experiment
 from jaxgpt.config.validate import check_whole
 from jaxgpt.data.pipeline import training_batches
+from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
 from jaxgpt.in_flight import why_skipped
-from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.autopsy import Findings, examine, params_here, state_before, table, training_batch
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
@@ -22,13 +26,15 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import base_of, state_at
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.skip import NOT_FINITE
-from jaxgpt.train import init_and_dropout_keys
+from jaxgpt.train import TrainState, init_and_dropout_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayResult:
+    """One training step, taken again."""
+
     step: int
-    start: int  # the step whose state it began from
+    start: int  # the step whose state the replay started from
     origin: str  # of that state: the step's autopsy, a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
@@ -41,49 +47,37 @@ class ReplayResult:
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
     """Take the steps of a run up to `step` again, with its own configuration and data, writing nothing.
 
-    It begins from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The same
-    hardware and strategy give the same bits on CPU, which tests hold. On GPU nothing asks for deterministic operations:
-    the gradient of an embedding adds rows in any order there, cuDNN's backward pass may, and another process may choose
-    other kernels for its products. XLA_FLAGS=--xla_gpu_deterministic_ops=true asks for them; untried.
-    say: told where it begins. Raises `UserError` for what is not there.
+    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The
+    same hardware and strategy give the same bits on CPU, which tests hold. On GPU nothing asks for deterministic
+    operations: the gradient of an embedding adds rows in any order there, cuDNN's backward pass may, and another process
+    may choose other kernels for its products. XLA_FLAGS=--xla_gpu_deterministic_ops=true asks for them; untried.
+
+    run: its directory. None means the newest under `runs/`. say: receives a line that says where the replay starts.
+    Raises `UserError` for a run, a step or a text that does not exist.
     """
     directory = find_run(run)
     metadata = read_metadata(directory)
     experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
-    step = check_whole("step", step)
-    if not 1 <= step <= experiment.train.steps:
-        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {experiment.train.steps}")
-    config, train = experiment.model, experiment.train
+    step, train = check_whole("step", step), experiment.train
+    if not 1 <= step <= train.steps:
+        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {train.steps}")
     dataset = reopen_dataset(metadata, remedy="to replay a step, put that text back")
     trainer = make_trainer(experiment, recorded=experiment)
-    strategy = trainer.strategy
-
     init_key, key = init_and_dropout_keys(train.seed)
-    start, origin, checkpoints = _newest_before(directory, step)
+    start, origin, checkpoints = _newest_state(directory, step)
     weights = None if metadata.origin is None else functools.partial(base_of, metadata)
     state = state_at(trainer, weights, init_key, checkpoints, start)
-    say(f"{strategy.name}: steps {start + 1} to {step}, from {origin}")
-    batches = training_batches(
-        dataset.train,
-        block_size=config.block_size,
-        batch_size=train.batch_size,
-        seed=train.seed,
-        start_step=start,
-        rows=strategy.local_rows(train.batch_size),
-    )
-    metrics: Any = None
-    with contextlib.closing(batches):
-        for _ in range(start, step):
-            state, metrics = trainer.train_step(state, strategy.shard_batch(next(batches)), key)
-            float(metrics["loss"])  # one step in flight
-    assert int(state.step) == step
+    say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
+    state, metrics = _take_steps(experiment, dataset, trainer, state, key, start, step)
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
         findings = examine(trainer, params_here(trainer, state), training_batch(dataset, experiment, step), key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
-    logged = lines[-1] if lines else None
+    logged, equal = lines[-1] if lines else None, None
+    if logged is not None:
+        equal = logged.get("loss") == loss if skipped is None else logged.get("skipped") == skipped
     return ReplayResult(
         step=step,
         start=start,
@@ -92,25 +86,44 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         grad_norm=float(metrics["grad_norm"]),
         skipped=skipped,
         logged=logged,
-        equal=None
-        if logged is None
-        else (logged.get("loss") == loss if skipped is None else logged.get("skipped") == skipped),
+        equal=equal,
         findings=findings,
     )
 
 
-def _newest_before(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
-    """(the newest step before `step` whose state was kept, or 0; in words where; there)."""
+def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
+    """Return (the newest step before `step` whose state is kept, or 0; where it is, in words; its checkpoints)."""
     places = {"the state in the autopsy": state_before(directory, step), "the checkpoint": directory / "checkpoints"}
-    kept = {named: Checkpoints(place) for named, place in places.items()}
-    for named, checkpoints in kept.items():
+    kept = {name: Checkpoints(place) for name, place in places.items()}
+    for name, checkpoints in kept.items():
         if (newest := checkpoints.good(before=step)) is not None:
-            return newest, f"{named}, after step {newest}", checkpoints
+            return newest, f"{name}, after step {newest}", checkpoints
     return 0, "the seed", kept["the checkpoint"]
 
 
+def _take_steps(
+    experiment: Experiment, dataset: Dataset, trainer: Trainer, state: TrainState, key: jax.Array, start: int, step: int
+) -> tuple[TrainState, Any]:
+    """Return (state, metrics) after `step`, from the state after `start`."""
+    train, strategy, metrics = experiment.train, trainer.strategy, None
+    batches = training_batches(
+        dataset.train,
+        block_size=experiment.model.block_size,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        start_step=start,
+        rows=strategy.local_rows(train.batch_size),
+    )
+    with contextlib.closing(batches):
+        for _ in range(start, step):
+            state, metrics = trainer.train_step(state, strategy.shard_batch(next(batches)), key)
+            float(metrics["loss"])  # one step in flight
+    assert int(state.step) == step
+    return state, metrics
+
+
 def format_replay(found: ReplayResult) -> str:
-    """As text."""
+    """Return the result of `replay` as text."""
     logged = "not logged" if found.logged is None else str(found.logged.get("skipped", found.logged.get("loss")))
     verdict = {True: "the same", False: "another value", None: ""}[found.equal]
     return "\n".join(

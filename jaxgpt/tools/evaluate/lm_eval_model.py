@@ -1,10 +1,10 @@
 """A run as a model of lm-evaluation-harness (`pip install "jaxgpt[eval]"`), for the tasks that it knows.
 
-The harness finds only models of its own by their names, so its command line is started from here; the model is `jaxgpt`:
+The harness knows only its own models by name, so start its command line from this module; the model is `jaxgpt`:
 
     python -m jaxgpt.tools.evaluate.lm_eval_model --model_args run=runs/mine,weights=int8 --tasks lambada_openai --batch_size 8
 
-From Python, an instance is all that it needs:
+From Python, pass an instance:
 
     from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
     results = lm_eval.simple_evaluate(model=JaxGPT(run="runs/mine"), tasks=["lambada_openai"])
@@ -31,26 +31,26 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as e:
-    said = f"lm-evaluation-harness is needed ({e}): python -m pip install 'jaxgpt[eval]'"
+    message = f"lm-evaluation-harness is needed ({e}): python -m pip install 'jaxgpt[eval]'"
     if __name__ == "__main__":
-        sys.stderr.write(f"jaxgpt: {said}\n")
+        sys.stderr.write(f"jaxgpt: {message}\n")
         raise SystemExit(2) from None
-    raise ImportError(said) from None
+    raise ImportError(message) from None
 
-MAX_NEW_TOKENS = 256  # where a task does not say: the harness's own default
-# What tasks call the most tokens to write, by priority, as the harness reads them.
+MAX_NEW_TOKENS = 256  # the harness's own default
+# The names that tasks have for the most tokens to generate, by priority, as the harness reads them.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @register_model("jaxgpt")
 class JaxGPT(LM):
-    """A trained run that the harness asks; on one device, in one process.
+    """A trained run as a model of the harness, on one device, in one process.
 
-    run: a run, or its directory (None: the newest under `runs/`). weights: see `Run.for_decoding`.
-    batch_size: texts that are read or written together; None or "auto": as many as in training.
-    device, max_batch_size: the harness passes them to every model; jax chooses the one, and the other has no use here.
-    Raises `UserError` if there is no such run, and later for texts that its tokenizer cannot spell.
+    run: a run, or its directory. None means the newest under `runs/`. weights: see `Run.for_decoding`.
+    batch_size: texts that are read or generated together. None or "auto" means as many as in training.
+    device, max_batch_size: unused; the harness passes them to every model.
+    Raises `UserError` if there is no such run, and later for texts that its tokenizer cannot encode.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class JaxGPT(LM):
         self.batch_size = _batch_size(batch_size) or self.run.experiment.train.batch_size
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would write it) of each continuation; args: (context, continuation)."""
+        """Return (log-probability, whether it is the greedy one) of each continuation; args: (context, continuation)."""
         pairs = [pair_ids(self.run.tokenizer, *request.args) for request in requests]
         return [tuple(found) for found in self.run.loglikelihood(pairs, batch_size=self.batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each text after the start token, in the harness's own windows, which touch; args: (text,)."""
-        windows = []  # number of the request, pair
+        """Return the log-probability of each text, in the harness's own disjoint windows; args: (text,)."""
+        windows = []  # (index of the request, pair)
         for number, request in enumerate(requests):
             first, ids = pair_ids(self.run.tokenizer, "", *request.args)
             rolling = get_rolling_token_windows(ids, first[-1], self.run.model.config.block_size, 1)
@@ -87,30 +87,30 @@ class JaxGPT(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the run writes after each context, up to a stop string; args: (context, options)."""
-        alike: dict[str, list[int]] = {}  # options: numbers of the requests that have them
+        """Generate a continuation of each context, up to a stop string; args: (context, options)."""
+        groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
         for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts = [""] * len(requests)
-        for options, numbers in alike.items():
-            how = sampling_options(json.loads(options))
+        for options, numbers in groups.items():
+            sampling = sampling_options(json.loads(options))
             for at in range(0, len(numbers), self.batch_size):
                 batch = numbers[at : at + self.batch_size]
-                written = self.run.sample([requests[number].args[0] for number in batch], **how)
-                for number, text in zip(batch, written, strict=True):
+                generated = self.run.sample([requests[number].args[0] for number in batch], **sampling)
+                for number, text in zip(batch, generated, strict=True):
                     texts[number] = text
         return texts
 
 
 def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A task's generation_kwargs as options of `Run.sample`: greedy unless it says do_sample or a temperature.
+    """Translate a task's generation_kwargs to options of `Run.sample`: greedy without do_sample or a temperature.
 
-    Raises `UserError` for those that have no counterpart: they would change what is written.
+    Raises `UserError` for options that have no counterpart, which would change the text.
     """
     options = dict(options)
     until = options.pop("until", None) or []
     limits = [options.pop(name, None) for name in LIMITS]
-    drawn = options.pop("do_sample", bool(options.get("temperature")))
+    do_sample = options.pop("do_sample", bool(options.get("temperature")))
     filters = {name: options.pop(name) for name in FILTERS if name in options}
     if options:
         raise UserError(
@@ -119,7 +119,7 @@ def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "max_new_tokens": next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS),
         "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
-        **(filters if drawn else {"greedy": True}),
+        **(filters if do_sample else {"greedy": True}),
     }
 
 
@@ -132,7 +132,7 @@ def _batch_size(given: int | str | None) -> int | None:
 
 
 def main() -> None:
-    """lm_eval's own command line, in which the model is `jaxgpt` unless another is named."""
+    """Run lm_eval's own command line, with `jaxgpt` as the model unless another is named."""
     from lm_eval.__main__ import cli_evaluate
 
     if sys.argv[1:2] != ["ls"] and not any(word.split("=")[0] in ("--model", "-M") for word in sys.argv):

@@ -1,4 +1,4 @@
-"""TPU slices without a TPU: devices to lower and compile for."""
+"""Describe TPU slices without a TPU: devices to lower and compile for."""
 
 import importlib.util
 import itertools
@@ -11,15 +11,15 @@ import jax
 
 from jaxgpt.errors import UserError
 
-# What Google Cloud rents (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself takes any shape that its
-# hosts of 2x2x1 chips tile, and has never heard of most.
+# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself takes any shape that hosts of
+# 2x2x1 chips tile.
 _SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
 _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
-    """The devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
+    """Return the devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
 
     They hold no arrays and run nothing. libtpu describes them; set `JAX_PLATFORMS=cpu` before jax is imported, or
     on a machine with a TPU jax starts that too. libtpu's own settings (`TPU_WORKER_ID` and the like) are left as

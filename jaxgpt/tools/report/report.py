@@ -18,7 +18,7 @@ from jaxgpt.run import Run, load
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.tools.html_page import Arrays, page, rounded
+from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.report.curve_check import check_curve
 from jaxgpt.tools.report.memorization import SuffixArray, measure_novelty
 from jaxgpt.tools.report.reference_band import find_band
@@ -125,7 +125,7 @@ def _render_page(summary: dict[str, Any], lines: Sequence[dict[str, Any]], chang
     """Return one self-contained HTML file. lines: of metrics.jsonl. changed: fields that are not at their default."""
 
     def points(name: str) -> list[list[Any]]:
-        return [[line["step"], rounded(line[name], 6)] for line in lines if line.get(name) is not None]
+        return [[line["step"], round_numbers(line[name], 6)] for line in lines if line.get(name) is not None]
 
     configuration = [
         [f"{part}.{name}", value, f"{part}.{name}" in changed]
@@ -143,4 +143,4 @@ def _render_page(summary: dict[str, Any], lines: Sequence[dict[str, Any]], chang
         "grad_norms": points("grad_norm"),
         "configuration": configuration,
     }
-    return page("report/report", data["title"], data, Arrays())
+    return render_html("report/report", data["title"], data, Arrays())

@@ -1,4 +1,4 @@
-"""A study: variants of an experiment, each trained with several seeds, and which of them differ by more than noise."""
+"""A study: train variants of an experiment with several seeds, and report which differ by more than noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.cluster.multihost import initialize
-from jaxgpt.config import Experiment
+from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
@@ -24,30 +24,32 @@ from jaxgpt.runs.pretrained import begun
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import Diverged, fit
 
-STUDY = "study.json"  # beside the directories of the variants: what came out
-DIVERGED = "diverged.txt"  # in the directory of a run that no longer learnt: why
+STUDY = "study.json"  # the result, beside the directories of the variants
+DIVERGED = "diverged.txt"  # the reason, in the directory of a run that diverged
+METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")  # what a validation loss is measured on
 CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Validation losses of one run, in nats per token, and when each was measured. None of it: the run diverged."""
+    """Validation losses of one run, in nats per token, and when each was measured; empty if the run diverged."""
 
-    tokens: list[int]
-    seconds: list[float]  # of its steps, without compilation and validation, which the first run of a kind has more of
-    losses: list[float]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    # Of its steps, without compilation and validation, of which the first run of a kind has more.
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One variant beside the first one, all at the same number of tokens or of seconds."""
+class Comparison:
+    """One variant beside the first one, at the same number of tokens or of seconds."""
 
     variant: str
     losses: list[float | None]  # by seed; None: diverged
     mean: float | None  # over the seeds that did not diverge
     deviation: float | None  # standard deviation of those; None: fewer than two
     difference: float | None  # mean over seeds of loss - the first variant's with the same seed
-    margin: float | None  # half of the interval that holds the difference with 95% confidence, by Student's t
+    margin: float | None  # half of the 95% confidence interval of the difference, by Student's t
     verdict: str
 
 
@@ -59,12 +61,14 @@ def run_study(
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """Train every variant with seeds 0, 1, ... in directories below, or go on where it was left -> what came out.
+    """Train or resume every variant with seeds 0, 1, ... in directories below, and compare them.
 
-    Seeds come first and variants within them, so that what the machine does in the meantime meets all alike, and a
-    study that is cut short has whole rounds. Returns "tokens" and "seconds", each with "at", where all were compared,
-    and the "rows". Raises `UserError` where variants cannot be compared: see `check_comparable`.
-    fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`.
+    All variants of one seed are trained before the next seed, so that changes of the machine's speed affect all alike,
+    and a study that is interrupted has complete rounds.
+
+    fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`. say: receives a line for each run.
+    Returns "tokens" and "seconds", each with "at", the point of comparison, and "rows", the fields of a `Comparison` for
+    each variant. Raises `UserError` for variants that cannot be compared, see `check_comparable`.
     """
     check_comparable(variants)
     seeds = check_count("seeds", seeds)
@@ -73,48 +77,43 @@ def run_study(
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     for seed in range(seeds):
         for name, experiment in variants.items():
-            place = directory / slug(name) / f"seed-{seed}"
             train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
-            curve = _train_or_resume(dataclasses.replace(experiment, train=train), place, fit_one or fit)
+            seeded = dataclasses.replace(experiment, train=train)
+            curve = _train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one or fit)
             curves[name].append(curve)
-            told = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
-            say(f"seed {seed}, {name}: {told}")
+            result = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
+            say(f"seed {seed}, {name}: {result}")
     return compare(curves) | {"seeds": seeds}
 
 
 def check_comparable(variants: Mapping[str, Experiment]) -> None:
-    """Raise `UserError` unless all variants have the same validation loss to be compared by, and names of their own."""
+    """Raise `UserError` unless all variants have the same validation data, and directories of their own."""
     if len(variants) < 2:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
     first, *others = variants
     for name in others:
-        fields = ["corpus", "path", "val_fraction"]
+        metric = METRIC
         if all(variants[v].train.init_from is None for v in (first, name)):  # else the weights bring their tokenizer
-            fields += ["tokenizer", "bpe_vocab_size"]
-        for field in fields:
-            ours, theirs = (getattr(variants[v].data, field) for v in (first, name))
-            if ours != theirs and (field != "bpe_vocab_size" or variants[first].data.tokenizer == "bpe"):
+            bpe = ("data.bpe_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
+            metric = (*METRIC, "data.tokenizer", *bpe)
+        for field, (ours, theirs) in differences(variants[first], variants[name]).items():
+            if field in metric:
                 raise UserError(
-                    f"variants {first!r} and {name!r} do not share a metric: data.{field} is {short(ours)} and {short(theirs)}. "
-                    "Losses per token of different texts or tokens cannot be compared: give both the same data"
+                    f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and {short(theirs)}. "
+                    "Losses per token of different texts or tokens cannot be compared: give both the same"
                 )
-        ours, theirs = (variants[v].train.eval_tokens for v in (first, name))
-        if ours != theirs:
-            raise UserError(
-                f"variants {first!r} and {name!r} do not share a metric: train.eval_tokens is {ours} and {theirs}. Give both the same"
-            )
+    slugs = [slug(name) for name in variants]
     for name in variants:
         if slug(name) in (".", "..") or slug(name).casefold() == STUDY.casefold():
             raise UserError(
                 f"variant {name!r} would be the directory {slug(name)}, which is not its own: give it another name"
             )
-    slugs = [slug(name) for name in variants]
     if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
-    """Raise `UserError` unless all variants have the same tokens to validate on, in the tokenizer of their weights."""
+    """Raise `UserError` unless all variants validate on the same tokens, in the tokenizers of their weights."""
     first, *others = variants
     data = {
         name: _data_fingerprint(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()
@@ -128,7 +127,7 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
 
 
 def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]:
-    """Return the fingerprint of a variant's data: that of its run, if it has begun."""
+    """Return the fingerprint of a variant's data, from its run if that exists."""
     if is_run(directory):
         return read_metadata(directory).data
     initialize(experiment.parallel)
@@ -137,84 +136,79 @@ def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]
 
 
 def slug(name: str) -> str:
+    """Return the directory name of a variant."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
 def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
-    """The curve of a run, trained as far as it is not yet."""
+    """Return the curve of a run, trained to its end."""
     diverged = directory / DIVERGED
     if diverged.exists():
-        return Curve(tokens=[], seconds=[], losses=[])
-    if not _is_done(directory, experiment.train.steps):
+        return Curve()
+    validated = validations(read_metrics(directory / "metrics.jsonl")) if is_run(directory) else []
+    if not validated or validated[-1][0] < experiment.train.steps:
         try:
             fit_one(experiment, directory, progress=False)
         except Diverged as e:
             write_whole(diverged, f"{e}\n")
-            return Curve(tokens=[], seconds=[], losses=[])
+            return Curve()
     return read_curve(directory, read_metadata(directory).experiment)
 
 
-def _is_done(directory: Path, steps: int) -> bool:
-    validated = validations(read_metrics(directory / "metrics.jsonl")) if is_run(directory) else []
-    return bool(validated) and validated[-1][0] >= steps
-
-
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
-    """Of a run that logs the rate of its steps, from which their time follows without that of compilation.
+    """Return the curve of a run; its seconds follow from the logged rates, which leave out compilation.
 
-    experiment: as it was trained, whose context may be shorter than the one that was asked for.
+    experiment: as trained, whose context may be shorter than the one that was asked for.
     """
     lines = read_metrics(directory / "metrics.jsonl")
     validated = validations(lines)
     rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
     if not rated or not validated:
-        return Curve(tokens=[], seconds=[], losses=[])
+        return Curve()
     tokens, rates = (np.array(x, float) for x in zip(*rated, strict=True))
-    took = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
+    elapsed = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
     per_step = experiment.train.batch_size * experiment.model.block_size
     at = [step * per_step for step, _ in validated]
-    return Curve(
-        tokens=at,
-        seconds=np.interp(at, [0.0, *tokens], [0.0, *took]).tolist(),
-        losses=[loss for _, loss in validated],
-    )
+    seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
+    return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
 
 
 def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
-    """All variants at the tokens, and at the seconds, that every run reached; between two validations by a line."""
+    """Compare all variants at the tokens, and at the seconds, that every run reached, by linear interpolation."""
     found: dict[str, Any] = {}
-    whole = [curve for those in curves.values() for curve in those if curve.losses]
+    complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
     for axis in ("tokens", "seconds"):
-        at = min((getattr(curve, axis)[-1] for curve in whole), default=0)
-        # Where one was first measured, at the earliest: before that nothing is known of it.
-        known = at >= max((getattr(curve, axis)[0] for curve in whole), default=math.inf)
-
-        def loss(curve: Curve, axis: str = axis, at: float = at) -> float | None:
-            return float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
-
-        losses = {name: [loss(curve) for curve in those] for name, those in curves.items()}
-        found[axis] = {"at": at, "rows": [dataclasses.asdict(row) for row in compare_losses(losses)] if known else []}
+        at = min((getattr(curve, axis)[-1] for curve in complete), default=0)
+        # Before its first measurement nothing is known of a run.
+        is_known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
+        losses = {name: [_loss_at(curve, axis, at) for curve in seeds] for name, seeds in curves.items()}
+        rows = [dataclasses.asdict(row) for row in compare_losses(losses)] if is_known else []
+        found[axis] = {"at": at, "rows": rows}
     return found
 
 
-def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Row]:
-    """Each variant beside the first, seed by seed."""
+def _loss_at(curve: Curve, axis: str, at: float) -> float | None:
+    return float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
+
+
+def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Comparison]:
+    """Compare each variant with the first, seed by seed."""
     first, *_ = losses
     rows = []
-    for name, of_seeds in losses.items():
-        finite = [x for x in of_seeds if x is not None]
-        pairs = zip(of_seeds, losses[first], strict=True)
-        differences = [x - y for x, y in pairs if x is not None and y is not None]
-        difference, margin = (None, None) if name == first else confidence_interval(differences)
+    for name, by_seed in losses.items():
+        finite = [x for x in by_seed if x is not None]
+        pairs = zip(by_seed, losses[first], strict=True)
+        paired = [x - y for x, y in pairs if x is not None and y is not None]
+        difference, margin = (None, None) if name == first else confidence_interval(paired)
         rows.append(
-            Row(
+            Comparison(
                 variant=name,
-                losses=list(of_seeds),
+                losses=list(by_seed),
                 mean=float(np.mean(finite)) if finite else None,
                 deviation=float(np.std(finite, ddof=1)) if len(finite) > 1 else None,
                 difference=difference,
                 margin=margin,
-                verdict=_verdict(name == first, len(of_seeds) - len(finite), difference, margin),
+                verdict=_verdict(name == first, len(by_seed) - len(finite), difference, margin),
             )
         )
     return rows
@@ -249,7 +243,7 @@ def _count(x: float) -> str:
 
 
 def format_study(found: Mapping[str, Any]) -> str:
-    """What `run_study` found, for a reader."""
+    """Return the result of `run_study` as tables in Markdown."""
     tables = []
     for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
         at, rows = found[axis]["at"], found[axis]["rows"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgpt.tools.html_page import Arrays, page, rounded
+from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import Activations, Guess, Norm
 
 UNITS = 8  # most active units that are listed of each token
@@ -59,13 +59,14 @@ def render_page(subject: Subject) -> str:
         "title": subject.title,
         "facts": subject.facts,
         "texts": {name: arrays.put(words.ids(ids)) for name, ids in subject.texts.items()},
-        "bits": rounded([None, *(found.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "bits": round_numbers([None, *(found.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
         "guess": _guess(found.guess, arrays, words),
         "lens": [_guess(guess, arrays, words) for guess in found.lens],
         "attention": [_map(m, arrays) for m in subject.maps],
-        "start": rounded(found.start_T),
+        "start": round_numbers(found.start_T),
         "branches": [
-            {"name": b.name, "added": rounded(b.added_T), "stream": rounded(b.stream_T)} for b in found.branches
+            {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
+            for b in found.branches
         ],
         "norms": [_norm(norm) for norm in found.norms],
         "mlp": [
@@ -83,7 +84,7 @@ def render_page(subject: Subject) -> str:
         "sampling": _last(found.logits_V, arrays, words) | {"temperature": subject.temperature},
     }
     data["words"] = words.spelt
-    return page("xray/xray", subject.title, data, arrays)
+    return render_html("xray/xray", subject.title, data, arrays)
 
 
 class Vocabulary:
@@ -134,7 +135,7 @@ def _guess(guess: Guess, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
     return {
         "ids": arrays.put(words.ids(guess.tokens_TK)),
         "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
-        "came": rounded(came_T),
+        "came": round_numbers(came_T),
     }
 
 
@@ -146,29 +147,29 @@ def _map(m: AttentionMap, arrays: Arrays) -> dict[str, Any]:
         "keys": m.keys,
         # Square roots, which the page shades, in 256 levels: most weights are small.
         "roots": arrays.put(np.round(255 * np.sqrt(np.clip(m.weights_NTS, 0, 1))).astype(np.uint8)),
-        "shares": rounded(attention_shares(m.weights_NTS), 3) if same and m.weights_NTS.shape[1] > 2 else None,
+        "shares": round_numbers(attention_shares(m.weights_NTS), 3) if same and m.weights_NTS.shape[1] > 2 else None,
     }
 
 
 def _norm(norm: Norm) -> dict[str, Any]:
     def moments(x_TD: np.ndarray) -> dict[str, Any]:
-        return {"mean": rounded(x_TD.mean(axis=1)), "variance": rounded(x_TD.var(axis=1))}
+        return {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
 
     def spread(x_D: np.ndarray | None) -> Any:
-        return None if x_D is None else rounded([x_D.mean(), x_D.min(), x_D.max()])
+        return None if x_D is None else round_numbers([x_D.mean(), x_D.min(), x_D.max()])
 
-    bias_D = None if norm.bias_D is None else rounded(norm.bias_D[:NUMBERS])
+    bias_D = None if norm.bias_D is None else round_numbers(norm.bias_D[:NUMBERS])
     return {
         "name": norm.name,
         "eps": norm.eps,
         "centred": norm.centred,
         "before": moments(norm.before_TD),
         "after": moments(norm.after_TD),
-        "scale": rounded(norm.scale_D[:NUMBERS]),
+        "scale": round_numbers(norm.scale_D[:NUMBERS]),
         "bias": bias_D,
         "scales": spread(norm.scale_D),
         "biases": spread(norm.bias_D),
-        "x": rounded(norm.before_TD[:, :NUMBERS]),
+        "x": round_numbers(norm.before_TD[:, :NUMBERS]),
     }
 
 
@@ -187,7 +188,7 @@ def _units(
         "levels": arrays.put(levels_TF.T),
         "peaks": arrays.put(peak_F.astype(np.float32)),
         # ReLU and its square alone give exact zeros.
-        "zeros": rounded(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
+        "zeros": round_numbers(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
         "places": None if examples is None else arrays.put(examples.positions[layer].astype(np.int32)),
         "excited": None if examples is None else arrays.put(_zero_non_finite(examples.values[layer])),
@@ -210,7 +211,7 @@ def _embedding(subject: Subject, arrays: Arrays, words: Vocabulary) -> dict[str,
     return {
         "ids": arrays.put(words.ids(shown)),
         "xy": arrays.put(xy_N2.astype(np.float32)),
-        "share": rounded(share, 3),
+        "share": round_numbers(share, 3),
         "near": arrays.put(near_NK.astype(np.int32)),
         "cosine": arrays.put(np.take_along_axis(cosine_NN, near_NK, axis=1).astype(np.float32)),
         "of": len(vectors_VD),

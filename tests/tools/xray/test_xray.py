@@ -15,7 +15,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.session import fit
-from jaxgpt.tools.html_page import KINDS, Arrays, in_html, rounded
+from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.page import AttentionMap, Subject, attention_shares, project_to_plane, render_page
 from jaxgpt.tools.xray.xray import read_embedding, xray
@@ -87,15 +87,17 @@ def test_arrays_come_back():
     arrays = Arrays()
     given = [np.arange(5, dtype=np.uint8), np.eye(3, dtype=np.float32), np.array([[-7]], np.int32)]
     references = [arrays.put(x) for x in given]
-    raw = zlib.decompress(b64decode(arrays.packed()))
+    raw = zlib.decompress(b64decode(arrays.encode()))
     for x, reference in zip(given, references, strict=True):
         assert reference["at"] % 4 == 0
-        back = np.frombuffer(raw, KINDS[reference["type"]], x.size, reference["at"]).reshape(reference["shape"])
+        back = np.frombuffer(raw, DTYPES[reference["type"]], x.size, reference["at"]).reshape(reference["shape"])
         np.testing.assert_array_equal(back, x)
 
 
 def test_what_a_script_element_may_hold():
-    text = in_html({"a": "</script><!-- \u2028 ñ", "b": rounded([1.23456, math.nan, None, np.float32(1e-7)])})
+    text = to_script_json(
+        {"a": "</script><!-- \u2028 ñ", "b": round_numbers([1.23456, math.nan, None, np.float32(1e-7)])}
+    )
     assert "<" not in text and "\u2028" not in text
     assert json.loads(text) == {"a": "</script><!-- \u2028 ñ", "b": [1.235, None, None, 1e-7]}
 
