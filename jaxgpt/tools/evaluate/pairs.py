@@ -1,4 +1,4 @@
-"""How many of the held-out pairs a run translates exactly."""
+"""Count the held-out pairs that a run translates exactly."""
 
 from __future__ import annotations
 

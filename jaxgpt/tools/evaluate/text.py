@@ -1,4 +1,4 @@
-"""The loss on held-out text, in windows."""
+"""Evaluate a run: its loss on held-out text, in windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Will it run, and how fast? Compile the real training step ahead of time, for this machine or for a TPU slice."""
+"""Plan a training run: compile its step ahead of time, for this machine or for a TPU slice, and search what fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxgpt.tools.plan.topology import tpu_devices
 
 
 class DoesNotFit(Exception):
-    """The compiler found too little memory: `needed` bytes, where it says so."""
+    """The step needs more memory than a device has: `needed` bytes, or None where the compiler does not say."""
 
     def __init__(self, needed: int | None):
         super().__init__(needed)

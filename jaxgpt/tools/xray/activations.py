@@ -97,9 +97,12 @@ def capture_activations(
         start_T=_length(start_TD),
         branches=branches,
         norms=[
-            _norm(model, f"{block}{name}", values, _at(params, f"{block}{name}"))
-            for block, values_of in [*((f"h_{i}/", b) for i, b in enumerate(blocks)), ("", inner)]
-            for name, values in values_of.items()
+            _norm(model, f"{path}{name}", values, block_params[name])
+            for path, block, block_params in [
+                *((f"h_{i}/", block, params[f"h_{i}"]) for i, block in enumerate(blocks)),
+                ("", inner, params),
+            ]
+            for name, values in block.items()
             if name.startswith("ln_")
         ],
     )
@@ -206,10 +209,6 @@ def _norm(model: GPT, name: str, values: Any, params: dict) -> Norm:
         eps=model.config.norm_eps,
         centred=model.config.norm == "layernorm",
     )
-
-
-def _at(params: dict, path: str) -> dict:
-    return functools.reduce(lambda tree, name: tree[name], path.split("/"), params)
 
 
 def _first(out: Any) -> Any:

@@ -42,36 +42,36 @@ class Subject(NamedTuple):
     facts: list[tuple[str, str]]
     texts: dict[str, list[int]]  # token ids by name; "text" is the one that the model writes on
     spell: Callable[[int], str]  # a token as it is shown
-    found: Activations
+    activations: Activations
     maps: list[AttentionMap]
     activation: str
     embedding_VD: np.ndarray
     examples: TopExamples | None
-    why_no_corpus: str
+    why_no_corpus: str  # if examples is None
     temperature: float
 
 
 def render_page(subject: Subject) -> str:
     """Return one self-contained HTML file."""
     arrays, words = Arrays(), Vocabulary(subject.spell)
-    found = subject.found
+    activations = subject.activations
     data: dict[str, Any] = {
         "title": subject.title,
         "facts": subject.facts,
         "texts": {name: arrays.put(words.ids(ids)) for name, ids in subject.texts.items()},
-        "bits": round_numbers([None, *(found.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
-        "guess": _guess(found.guess, arrays, words),
-        "lens": [_guess(guess, arrays, words) for guess in found.lens],
+        "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "guess": _guess(activations.guess, arrays, words),
+        "lens": [_guess(guess, arrays, words) for guess in activations.lens],
         "attention": [_map(m, arrays) for m in subject.maps],
-        "start": round_numbers(found.start_T),
+        "start": round_numbers(activations.start_T),
         "branches": [
             {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
-            for b in found.branches
+            for b in activations.branches
         ],
-        "norms": [_norm(norm) for norm in found.norms],
+        "norms": [_norm(norm) for norm in activations.norms],
         "mlp": [
             _units(i, hidden_TF, subject.activation, subject.examples, arrays)
-            for i, hidden_TF in enumerate(found.hidden_LTF)
+            for i, hidden_TF in enumerate(activations.hidden_LTF)
         ],
         "corpus": None
         if subject.examples is None
@@ -81,7 +81,7 @@ def render_page(subject: Subject) -> str:
         },
         "why_no_corpus": subject.why_no_corpus,
         "embedding": _embedding(subject, arrays, words),
-        "sampling": _last(found.logits_V, arrays, words) | {"temperature": subject.temperature},
+        "sampling": _last(activations.logits_V, arrays, words) | {"temperature": subject.temperature},
     }
     data["words"] = words.spelt
     return render_html("xray/xray", subject.title, data, arrays)
@@ -91,20 +91,19 @@ class Vocabulary:
     """The tokens that a page names, each once."""
 
     def __init__(self, spell: Callable[[int], str]):
-        self._spell, self._numbers = spell, {}
-        self.spelt: list[str] = []
+        self._spell = spell
+        self._indices: dict[int, int] = {}  # by token id, in the order of `spelt`
+
+    @property
+    def spelt(self) -> list[str]:
+        return [self._spell(token) for token in self._indices]
 
     def ids(self, tokens: Any) -> np.ndarray:
         """Return token ids as indices into `spelt`."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
-        return np.array([self._number(int(i)) for i in known], np.int32)[inverse].reshape(tokens.shape)
-
-    def _number(self, token: int) -> int:
-        if token not in self._numbers:
-            self._numbers[token] = len(self.spelt)
-            self.spelt.append(self._spell(token))
-        return self._numbers[token]
+        indices = [self._indices.setdefault(int(token), len(self._indices)) for token in known]
+        return np.array(indices, np.int32)[inverse].reshape(tokens.shape)
 
 
 def attention_shares(weights_NTS: np.ndarray) -> list[list[float] | None]:

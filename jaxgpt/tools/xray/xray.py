@@ -50,8 +50,8 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
     if config.n_encoder_layer:
         source, ids = ids, _generate_target(run, ids)
     _check_size(config, max(len(ids), len(source or ())))
-    found = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size, source)
-    if np.isnan(found.logits_V).any():
+    activations = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size, source)
+    if np.isnan(activations.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
         )
@@ -62,8 +62,8 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
             facts=_facts(run),
             texts={"text": ids} | ({} if source is None else {"source": source}),
             spell=speller(run.tokenizer),
-            found=found,
-            maps=_attention_maps(found),
+            activations=activations,
+            maps=_attention_maps(activations),
             activation=config.activation,
             embedding_VD=read_embedding(run.params)[: run.tokenizer.vocab_size],
             examples=None
@@ -100,14 +100,14 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _attention_maps(found: Activations) -> list[AttentionMap]:
+def _attention_maps(activations: Activations) -> list[AttentionMap]:
     """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
     maps = []
-    for i, weights_NTS in enumerate(found.weights_LNTS):
+    for i, weights_NTS in enumerate(activations.weights_LNTS):
         maps.append(AttentionMap(f"layer {i + 1}", "text", "text", weights_NTS))
-        if found.cross_LNTS:
-            maps.append(AttentionMap(f"layer {i + 1}, to the source", "text", "source", found.cross_LNTS[i]))
-    encoder = enumerate(found.encoder_LNSS)
+        if activations.cross_LNTS:
+            maps.append(AttentionMap(f"layer {i + 1}, to the source", "text", "source", activations.cross_LNTS[i]))
+    encoder = enumerate(activations.encoder_LNSS)
     return maps + [AttentionMap(f"encoder, layer {i + 1}", "source", "source", w) for i, w in encoder]
 
 
@@ -155,9 +155,9 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
     if not tokens:
         return None, "It was not asked for (--corpus-tokens 0)."
     if data is not None:
-        held: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
-        if len(held) < T:
-            raise UserError(f"{data} has {len(held)} tokens, needed {T} for one window")
+        text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
+        if len(text) < T:
+            raise UserError(f"{data} has {len(text)} tokens, needed {T} for one window")
     else:
         if run.metadata.imported is not None:
             return None, "The model was imported, without its corpus: name a text with --data FILE."
@@ -165,9 +165,9 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
             dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
         except UserError as e:  # a run that was copied to another machine
             return None, f"Its training text could not be read ({e}): name a text with --data FILE."
-        held = dataset.train
-        if not isinstance(held, Tokens):
+        text = dataset.train
+        if not isinstance(text, Tokens):
             return None, "It was trained on conversations, or pairs: name a text with --data FILE."
-    count = min(max(tokens // T, 1), len(held) // T)
-    starts = np.linspace(0, len(held) - T, count).astype(np.int64)
-    return np.stack([held.read(int(start), T) for start in starts]), ""
+    count = min(max(tokens // T, 1), len(text) // T)
+    starts = np.linspace(0, len(text) - T, count).astype(np.int64)
+    return np.stack([text.read(int(start), T) for start in starts]), ""
