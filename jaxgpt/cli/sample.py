@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import UseAppendAction
 
@@ -14,6 +15,9 @@ from jaxgpt.config.validate import Count, Size
 from jaxgpt.files import render_json
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import find_run
+
+if TYPE_CHECKING:
+    from jaxgpt.run import Run
 
 
 def sample(
@@ -60,34 +64,48 @@ def sample(
         cache_dtype: dtype of keys and values; None: the model's
         stream: on a terminal, show the text as it is generated
     """
-    for name in (run, *([draft] if draft else [])):
-        find_run(name)  # before jax is imported: a wrong path answers at once
+    filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
+    options = filters | {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "cache_dtype": cache_dtype}
+    options["chat"] = chat
+    model, options["draft"] = _load(run, draft, average, weights, filters)
+    start = _start(model, prompt, chat)
+    if stream and sys.stdout.isatty() and not (json or beams) and num_samples == 1:
+        for piece in itertools.chain([start], model.stream(prompt, **options), ["\n"]):
+            print(piece, end="", flush=True)
+    else:
+        texts = list(model.sample([prompt] * num_samples, beams=beams, **options))
+        _print_samples(prompt, start, texts, json)
+
+
+def _load(
+    name: str | None, draft: str | None, average: int | None, weights: Precision | None, filters: dict[str, Any]
+) -> tuple[Run, Run | None]:
+    """Return the run and its draft, ready to decode, once the options are known to be right."""
+    for run in (name, *([draft] if draft else [])):
+        find_run(run)  # before jax is imported
     configure_jax()
-    from jaxgpt.data.tokenizer import find_start_token
     from jaxgpt.run import load
     from jaxgpt.sample.filters import Sampling
 
-    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    given = {name: value for name, value in filters.items() if value is not None} | {"greedy": greedy}
-    if temperature is not None:
-        given["temperature"] = temperature
-    Sampling(**given)  # a mistake answers before the weights are read
-    model = load(run, average=average).for_decoding(weights)
-    is_apart = chat or model.experiment.data.is_pairs  # the prompt is not a part of the text
-    if not prompt and not is_apart:
-        say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat, **given}
-    options |= {"cache_dtype": cache_dtype, "draft": load(draft).for_decoding(weights) if draft else None}
-    shown = "" if is_apart else prompt
-    if stream and sys.stdout.isatty() and not (json or beams) and num_samples == 1:
-        print(shown, end="", flush=True)
-        for piece in model.stream(prompt, **options):
-            print(piece, end="", flush=True)
-        print()
-        return
-    texts = model.sample([prompt] * num_samples, beams=beams, **options)
+    Sampling(**{name: value for name, value in filters.items() if value is not None})  # before the weights are read
+    return load(name, average=average).for_decoding(weights), load(draft).for_decoding(weights) if draft else None
+
+
+def _print_samples(prompt: str, start: str, texts: list[str], json: bool) -> None:
     if json:
         samples = [{"prompt": prompt, "text": text} for text in texts]
         print(render_json(samples, ensure_ascii=not stdout_is_unicode()))
     else:
-        print(f"\n{'-' * 40}\n".join(shown + text for text in texts))
+        print(f"\n{'-' * 40}\n".join(start + text for text in texts))
+
+
+def _start(run: Run, prompt: str, chat: bool) -> str:
+    """Return the prompt if the completion continues it; say where the completion starts if there is none."""
+    from jaxgpt.data.tokenizer import find_start_token
+
+    if chat or run.experiment.data.is_pairs:
+        return ""
+    if not prompt:
+        say(f"no prompt: starting from {find_start_token(run.tokenizer)[1]}")
+    return prompt

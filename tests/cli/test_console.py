@@ -124,7 +124,7 @@ def commands_for(directory, monkeypatch):
     place = autopsy._place(directory, 3)
     place.mkdir(parents=True)
     (place / "report.json").write_text("{}")
-    metrics = {"skipped": 1, "loss": 1.0, "grad_norm": 1.0}
+    metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}
     said = autopsy.write_autopsy(
         directory,
         experiment=None,
