@@ -28,7 +28,7 @@ from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import TrainState, batch_loss, micro_batches
 
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
@@ -57,7 +57,7 @@ def examine(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step: i
         sharding=NO_SHARDING,
         parent=None,
     )
-    model, params = unrolled(plain, params)
+    model, params = unstack_layers(plain, params)
     bad_parameters = tuple(name for name, x in _leaves(params) if not np.isfinite(np.asarray(x)).all())
     watched, names = _watched(model)
     first, total, targets = None, None, 0.0

@@ -28,7 +28,7 @@ from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
 from jaxgpt.runs.resume import check_same_tokenizer
-from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import TrainState
 
 OWN = ("dropout", "scan_layers", "remat")  # what an experiment decides, whatever model it starts from
@@ -94,7 +94,7 @@ def _of_run(directory: Path, step: int | None) -> Weights:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
         params = restored_params(metadata, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
-        return _fitted(unrolled(model, params)[1], like)
+        return _fitted(unstack_layers(model, params)[1], like)
 
     return Weights(
         directory=directory,

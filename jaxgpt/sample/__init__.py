@@ -1,4 +1,8 @@
-"""From logits to text."""
+"""From logits to text.
+
+Letters beside those of `layers`: X columns of tokens and of a cache's ring, W beams, R rows of any kind, G tokens of a
+draft.
+"""
 
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import Generated, generate, stream

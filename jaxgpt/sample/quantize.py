@@ -1,4 +1,4 @@
-"""Parameters as decoding reads them: layers unrolled, matrices packed, in 32, 16 or 8 bits."""
+"""Parameters in the form that decodes fastest: unstacked layers, matrices in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxgpt.model import GPT
 
 
 def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> tuple[GPT, dict]:
-    """The same model in the form in which it writes fastest: (model, params) for `generate` and `score`.
+    """Return (model, params) in the form that decodes fastest, for `generate` and `score`; not for training.
 
-    It keeps a second copy of the matrices, so drop the trained `params` where memory counts. Not for training.
-    weights: "float32"; "bfloat16", half the memory; "int8", a quarter: one scale for each output, and inputs rounded
-        to 8 bits as well; None: the model's dtype. Norms, biases and learned positions stay in float32.
+    It is a second copy of the matrices, so drop the trained `params` where memory counts.
+    weights: "float32"; "bfloat16", half the memory; or "int8", a quarter: one scale for each output, and inputs rounded
+        to 8 bits as well. None means the model's dtype. Norms, biases and learned positions stay in float32.
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
@@ -31,12 +31,12 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
         if weights not in (None, held):
             raise UserError(f"weights={weights!r}: these are packed in {held} already; start from the trained ones")
         return model, params
-    model, params = unrolled(model, params)
+    model, params = unstack_layers(model, params)
     return model, _pack(params, weights or jnp.dtype(model.dtype).name)
 
 
-def unrolled(model: GPT, params: dict) -> tuple[GPT, dict]:
-    """The model without `scan_layers`, and its parameters without stacks."""
+def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
+    """Return the model without `scan_layers`, and its parameters as one tree for each layer."""
     if not model.config.scan_layers:
         return model, params
     layers = params["h"]["block"]

@@ -17,6 +17,7 @@ from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.sample.prompts import check_ids
 
 WINDOWS_AT_ONCE = 8  # windows that are read together
 ROWS = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
@@ -123,21 +124,6 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     return first, whole[len(before) :]
 
 
-def token_ids(model: GPT, ids: Sequence[int], what: str) -> np.ndarray:
-    """Return ids as an array. Raise `UserError` unless the model has them: beyond the last, embeddings are silently nan."""
-    known = model.config.vocab_size
-    assert known is not None, "a model with parameters has one"
-    try:
-        found = np.asarray(ids)
-    except (ValueError, OverflowError):  # lists of several lengths; numbers of hundreds of digits
-        found = np.asarray(None)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise UserError(f"{what} is {short(ids)}: needs a list of token ids, whole numbers from 0 to {known - 1}")
-    if found.size and not (found.min() >= 0 and found.max() < known):
-        raise UserError(f"{what} has ids from {found.min()} to {found.max()}, the model knows 0 to {known - 1}")
-    return found.astype(np.int32)
-
-
 class _Window(NamedTuple):
     length: int  # inputs
     text: int  # its number
@@ -152,7 +138,7 @@ def _read(
     block_size = model.config.block_size
     stride = max(block_size // 2, 1)
     batch_size = check_count("batch_size", batch_size)
-    ids = [token_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
+    ids = [check_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
     out = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in ids]
     work: list[_Window] = []
     for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):

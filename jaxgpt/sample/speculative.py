@@ -1,13 +1,14 @@
-"""Speculative decoding: a small draft model guesses, the model checks several guesses in one pass.
+"""Speculative decoding: a small draft model proposes tokens, the model checks several of them in one pass.
 
-Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. What is written has exactly
-the distribution of the model alone, and greedy text is the same token for token; a bad draft costs time only.
+Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. The completion has exactly the
+distribution of the model alone, and a greedy one is the same token for token; a bad draft costs time only.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,20 @@ from jaxgpt.config import Precision
 from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
+from jaxgpt.sample.decoding import BUCKET, Decoding, is_stop, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling, draw
-from jaxgpt.sample.quantize import unrolled
-from jaxgpt.sample.state import Texts, begin, full_B, read, read_all, restarted, slides
+from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.state import (
+    DecodeState,
+    has_unbounded_positions,
+    init_state,
+    is_full_B,
+    prefill,
+    prefill_chunk,
+    recompute_window,
+)
 
-GUESSES = 4  # tokens that the draft writes between two passes of the model
+NUM_DRAFT_TOKENS = 4  # that the draft proposes between two passes of the model
 
 
 def speculate(
@@ -39,15 +48,16 @@ def speculate(
     vocab_size: int | None = None,
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
-    guesses: int = GUESSES,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
     every: int = 8,
 ) -> Iterator[list[int]]:
-    """`stream` for one prompt, with a draft of the same tokenizer: lists of new ids, about `every` at a time.
+    """Yield the completion of one prompt as lists of new ids, about `every` at a time.
 
-    One prompt, since rows of a batch would accept different numbers of guesses. The same key gives the same text
-    on every call, but another than `generate` gives, unless greedy.
-    guesses: tokens that the draft writes between two passes of the model, at most half of either's block_size.
-    Raises `UserError` as `generate` does, for another vocabulary, and for guesses out of range.
+    draft is a model of the same tokenizer. One prompt, since the rows of a batch would accept different numbers of
+    tokens. The same key gives the same completion on every call, but another than `generate` gives, unless greedy.
+    num_draft_tokens: tokens that the draft proposes between two passes of the model, at most half of either's
+        block_size. The other options are those of `stream`.
+    Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -58,7 +68,9 @@ def speculate(
         bucket=bucket,
         every=every,
     )
-    yield from speculate_tokens(model, params, draft, draft_params, prompt, decoding, key=key, guesses=guesses)
+    yield from speculate_tokens(
+        model, params, draft, draft_params, prompt, decoding, key=key, num_draft_tokens=num_draft_tokens
+    )
 
 
 def speculate_tokens(
@@ -70,7 +82,7 @@ def speculate_tokens(
     decoding: Decoding,
     *,
     key: jax.Array,
-    guesses: int = GUESSES,
+    num_draft_tokens: int = NUM_DRAFT_TOKENS,
 ) -> Iterator[list[int]]:
     """Yield new ids as `speculate` does, with its options as one value."""
     vocab_size, every = decoding.known_ids(model), decoding.every or decoding.max_new_tokens
@@ -80,17 +92,17 @@ def speculate_tokens(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
         )
     most = min(model.config.block_size, draft.config.block_size) // 2
-    guesses = check_whole("guesses", guesses)
-    if not 1 <= guesses <= most:
-        raise UserError(f"guesses={guesses}: needs 1 to {most}, half of the shorter block_size")
-    extra_slots = guesses + 1  # guesses that fail must not overwrite what the window still reads
-    t = begin(model, params, [prompt], decoding, key=key, extra_slots=extra_slots)
-    of_draft = prompt[-draft.config.block_size :]
-    d = begin(draft, draft_params, [of_draft], decoding, key=key, extra_slots=extra_slots)
+    G = check_whole("num_draft_tokens", num_draft_tokens)
+    if not 1 <= G <= most:
+        raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
+    init = functools.partial(init_state, decoding=decoding, key=key)
+    # One slot more than a round reads: rejected tokens must not overwrite what the window still reads.
+    t = init(model, params, [prompt], extra_slots=G + 1)
+    d = init(draft, draft_params, [prompt[-draft.config.block_size :]], extra_slots=G + 1)
     sampling, stops = decoding.sampling, pad_stop_tokens(decoding.stop_tokens)
-    start, shown, limit = int(t.written), 0, 1
+    start, shown, limit = int(t.cursor), 0, 1
     while True:
-        t, d = _advance(model, draft, params, draft_params, t, d, sampling, stops, start + limit, vocab_size, guesses)
+        t, d = _advance(model, draft, params, draft_params, t, d, sampling, stops, start + limit, vocab_size, G)
         length = min(int(t.length_B[0]), decoding.max_new_tokens)
         yield np.asarray(t.tokens_BX)[0, start + shown : start + length].tolist()
         shown = length
@@ -99,95 +111,115 @@ def speculate_tokens(
         limit = min(shown + every, decoding.max_new_tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 9, 10), donate_argnums=(4, 5))
-def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, vocab_size, guesses):
-    """(t, d): texts of the model and the draft, which have the same tokens in columns of their own, at least to limit."""
-    model, params = unrolled(model, params)
-    draft, draft_params = unrolled(draft, draft_params)
-    G, V = guesses, vocab_size
+class _Model(NamedTuple):
+    """One of the two models, as a round uses it on a batch of one."""
 
-    def ready(of, parameters, t: Texts, ahead: int) -> Texts:
+    model: GPT
+    params: dict
+    vocab_size: int
+
+    def catch_up(self, state: DecodeState, ahead: int) -> DecodeState:
         """Read up to the last token, which is left to be read with the next ones."""
-        if not slides(of):
-            t = restarted(of, t, full_B(of, t, ahead))
-        # More than a round leaves unread: a prompt, or what a full text begins anew with.
-        t = jax.lax.cond(t.written - t.cached > 1, lambda t: read_all(of, parameters, t)[0], lambda t: t, t)
-        return t.replace(cached=t.written - 1)
+        if not has_unbounded_positions(self.model):
+            state = recompute_window(self.model, state, is_full_B(self.model, state, ahead))
+        # More than a round leaves unread: a prompt, or the half of a full window.
+        is_behind = state.cursor - state.cache_cursor > 1
+        state = jax.lax.cond(is_behind, lambda s: prefill(self.model, self.params, s)[0], lambda s: s, state)
+        return state.replace(cache_cursor=state.cursor - 1)
 
-    def logits_of(of, parameters, x_BTD):
-        return of.apply({"params": parameters}, x_BTD, method="unembed")[0, :, :V]
+    def read(self, state: DecodeState, T: int) -> tuple[DecodeState, jax.Array]:
+        return prefill_chunk(self.model, self.params, state, T)
 
-    def round_(td):
-        t, d = td
-        t, d = ready(model, params, t, 0), ready(draft, draft_params, d, G - 1)
+    def probabilities(self, x_BTD: jax.Array, sampling: Sampling, seen_TV: jax.Array | None) -> jax.Array:
+        logits_BTV: Any = self.model.apply({"params": self.params}, x_BTD, method="unembed")
+        return sampling.probabilities(logits_BTV[0, :, : self.vocab_size], seen_TV)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 9, 10), donate_argnums=(4, 5))
+def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, vocab_size, G):
+    """Generate at least to column `limit` of t, the model's state, unless it stops.
+
+    d is the draft's, with the same tokens in columns of its own.
+    """
+    target = _Model(*unstack_layers(model, params), vocab_size)
+    drafter = _Model(*unstack_layers(draft, draft_params), vocab_size)
+
+    def run_round(states):
+        t, d = target.catch_up(states[0], 0), drafter.catch_up(states[1], G - 1)
         key = jax.random.fold_in(t.keys_B[0], t.length_B[0])
-        seen_1V = None if t.seen_BV is None else t.seen_BV[:, :V]
+        d_start, seen_1V = d.cursor, None if t.seen_BV is None else t.seen_BV[:, :vocab_size]
+        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, key, seen_1V, G)
+        t, n, last = _verify(target, t, sampling, key, tokens_G, q_GV, seen_RV)
+        order_R = jnp.arange(G + 1)
+        new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
+        is_end_R = is_stop(new_R, stops) & (order_R <= n)
+        return _accept(t, t.cursor, new_R, n, is_end_R), _accept(d, d_start, new_R, n, is_end_R)
 
-        # The draft, one token at a time. Of the round before it may lack the last guess, so it first reads two.
-        def guess(d, x_1D, seen_1V, i):
-            q_1V = sampling.probabilities(logits_of(draft, draft_params, x_1D[:, None]), seen_1V)
-            token_1 = draw(q_1V, jax.random.fold_in(key, i)[None])
-            tokens_BX = jax.lax.dynamic_update_slice(d.tokens_BX, token_1[:, None], (0, d.written))
-            seen_1V = None if seen_1V is None else seen_1V.at[0, token_1[0]].set(True)
-            return d.replace(tokens_BX=tokens_BX, written=d.written + 1), q_1V, token_1, seen_1V
+    def is_unfinished(states):
+        return (states[0].cursor < limit) & ~states[0].stopped_B.all()
 
-        begun = d.written
-        d, x_BTD = read(draft, draft_params, d.replace(cached=d.written - 2), 2)
-        q, tokens, seen = [], [], [] if seen_1V is None else [seen_1V]
-        for i in range(G):
-            if i:
-                d, x_BTD = read(draft, draft_params, d, 1)
-            d, q_1V, token_1, seen_1V = guess(d, x_BTD[:, -1], seen_1V, i)
-            q.append(q_1V)
-            tokens.append(token_1)
-            if seen_1V is not None:
-                seen.append(seen_1V)
-        q_GV, tokens_G = jnp.concatenate(q), jnp.concatenate(tokens)
+    return jax.lax.while_loop(is_unfinished, run_round, (t, d))
 
-        # The model, on its last token and all guesses at once. p[i] is what guess i should have been drawn from.
-        guessed_BX = jax.lax.dynamic_update_slice(t.tokens_BX, tokens_G[None], (0, t.written))
-        t, x_BTD = read(model, params, t.replace(tokens_BX=guessed_BX), G + 1)
-        seen_RV = None if seen_1V is None else jnp.concatenate(seen)
-        p_RV = sampling.probabilities(logits_of(model, params, x_BTD), seen_RV)
 
-        # Guess i is kept with probability min(1, p/q), while those before it are: u q < p, since q may be tiny.
-        kept_key, last_key = jax.random.split(jax.random.fold_in(key, G))
-        each = jnp.arange(G)
-        u_G = jax.random.uniform(kept_key, (G,))
-        kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
-        if not slides(model):  # past the last position there is nothing to check against
-            kept_G &= each < model.config.block_size - (t.written - t.start_B[0])
-        n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # how many, up to the first that fails
-        # After a failure the rest of p over q is drawn from, which makes up for what was kept too rarely. At the
-        # table's end nothing failed: like after G guesses, the next token is simply p's.
-        failed = n < G
-        if not slides(model):
-            failed &= n < model.config.block_size - (t.written - t.start_B[0])
-        rest_V = jnp.maximum(p_RV[n] - jnp.where(failed, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
-        # Rounding can leave nothing where p and q are equal, and then p is as good.
-        last = draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
+def _propose(drafter: _Model, d: DecodeState, sampling: Sampling, key: jax.Array, seen_1V: jax.Array | None, G: int):
+    """Let the draft generate G tokens: return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
+    # Of the round before, the draft may lack the last token, so it first reads two.
+    d, x_BTD = drafter.read(d.replace(cache_cursor=d.cursor - 2), 2)
+    q, tokens, seen = [], [], [] if seen_1V is None else [seen_1V]
+    for i in range(G):
+        if i:
+            d, x_BTD = drafter.read(d, 1)
+        q_1V = drafter.probabilities(x_BTD[:, -1:], sampling, seen_1V)
+        token_1 = draw(q_1V, jax.random.fold_in(key, i)[None])
+        d = d.append(token_1)
+        q.append(q_1V)
+        tokens.append(token_1)
+        if seen_1V is not None:
+            seen_1V = seen_1V.at[0, token_1[0]].set(True)
+            seen.append(seen_1V)
+    return d, jnp.concatenate(q), jnp.concatenate(tokens), jnp.concatenate(seen) if seen else None
 
-        places = jnp.arange(G + 1)
-        new = jnp.where(places < n, jnp.append(tokens_G, 0), last)
-        stop = (new[:, None] == stops[None]).any(axis=1) & (places <= n)
-        stopped = stop.any()
-        length = jnp.where(stopped, jnp.argmax(stop), n + 1)
 
-        def written(t: Texts, begun) -> Texts:
-            t = t.replace(
-                tokens_BX=jax.lax.dynamic_update_slice(t.tokens_BX, new[None], (0, begun)),
-                written=begun + n + 1,
-                cached=begun + n,
-                length_B=t.length_B + length,
-                stopped_B=t.stopped_B | stopped,
-            )
-            if t.seen_BV is None:
-                return t
-            return t.replace(seen_BV=t.seen_BV.at[0, jnp.where(places <= n, new, V)].set(True, mode="drop"))
+def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q_GV, seen_RV):
+    """Read the last token and all G proposed: return (state, n, token), where the token follows the n that are kept."""
+    G = len(tokens_G)
+    proposed_BX = jax.lax.dynamic_update_slice(t.tokens_BX, tokens_G[None], (0, t.cursor))
+    t, x_BTD = target.read(t.replace(tokens_BX=proposed_BX), G + 1)
+    p_RV = target.probabilities(x_BTD, sampling, seen_RV)  # p_RV[i] is what token i should have been drawn from
 
-        return written(t, t.written), written(d, begun)
+    # Token i is kept with probability min(1, p/q), while those before it are: u q < p, since q may be tiny.
+    kept_key, last_key = jax.random.split(jax.random.fold_in(key, G))
+    each = jnp.arange(G)
+    u_G = jax.random.uniform(kept_key, (G,))
+    kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
+    is_bounded = not has_unbounded_positions(target.model)
+    room = target.model.config.block_size - (t.cursor - t.start_B[0])  # positions after which nothing can be checked
+    if is_bounded:
+        kept_G &= each < room
+    n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
+    # After a rejection, draw from the rest of p over q, which makes up for what was kept too rarely. At the table's end
+    # nothing was rejected: like after G kept tokens, the next one is simply p's.
+    is_rejected = n < G
+    if is_bounded:
+        is_rejected &= n < room
+    rest_V = jnp.maximum(p_RV[n] - jnp.where(is_rejected, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
+    # Rounding can leave nothing where p and q are equal, and then p is as good.
+    return t, n, draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
 
-    def unfinished(td):
-        return (td[0].written < limit) & ~td[0].stopped_B.all()
 
-    return jax.lax.while_loop(unfinished, round_, (t, d))
+def _accept(state: DecodeState, start: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array) -> DecodeState:
+    """Put n + 1 of the new tokens into the columns from `start` on."""
+    stopped = is_end_R.any()
+    state = state.replace(
+        tokens_BX=jax.lax.dynamic_update_slice(state.tokens_BX, new_R[None], (0, start)),
+        cursor=start + n + 1,
+        cache_cursor=start + n,
+        length_B=state.length_B + jnp.where(stopped, jnp.argmax(is_end_R), n + 1),
+        stopped_B=state.stopped_B | stopped,
+    )
+    if state.seen_BV is None:
+        return state
+    kept_R = jnp.where(
+        jnp.arange(len(new_R)) <= n, new_R, state.seen_BV.shape[1]
+    )  # beyond the last, which "drop" drops
+    return state.replace(seen_BV=state.seen_BV.at[0, kept_R].set(True, mode="drop"))

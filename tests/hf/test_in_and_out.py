@@ -86,7 +86,7 @@ def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     run, out = trained(tokenizer)
     import_hf(str(out), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
-    model, params = jaxgpt.sample.quantize.unrolled(run.model, run.params)
+    model, params = jaxgpt.sample.quantize.unstack_layers(run.model, run.params)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), back.params, params)
     assert meaning(back.model.config) == meaning(model.config)
     prompt, how = "In a village", dict(max_new_tokens=20, seed=3, temperature=1.0)

@@ -21,7 +21,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import begun, state_at
-from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
@@ -117,7 +117,7 @@ def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp
     config = trainer.model.config
     assert (config.scan_layers, config.n_layer, config.block_size, config.dropout) == (scan, 2, 8, 0.1)
     T = {"wpe": {"embedding": source.params["wpe"]["embedding"][:8]}}
-    assert_same(unrolled(trainer.model, trainer.merged_params(state))[1], source.params | T)
+    assert_same(unstack_layers(trainer.model, trainer.merged_params(state))[1], source.params | T)
 
 
 def test_what_is_learned_is_kept(source, retrained):

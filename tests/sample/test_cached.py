@@ -11,7 +11,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.quantize import for_decoding
-from jaxgpt.sample.state import begin, read
+from jaxgpt.sample.state import init_state, prefill_chunk
 from tests.helpers import TINY, apply, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.
@@ -39,20 +39,20 @@ AFTER = np.array([[5, 6, 7], [1, 1, 8], [3, 4, 5], [9, 9, 2]])  # what each row 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def read_logits(model, params, texts, T):
-    texts, x_BTD = read(model, params, texts, T)
-    return texts, model.apply({"params": params}, x_BTD, method="unembed")
+def read_logits(model, params, state, T):
+    state, x_BTD = prefill_chunk(model, params, state, T)
+    return state, model.apply({"params": params}, x_BTD, method="unembed")
 
 
 def cached_logits(model, params, **kwargs):
     """Of each row's tokens and what follows, [tokens, V]: prompts in one pass, the rest one by one."""
-    texts = begin(model, params, ROWS, Decoding(max_new_tokens=8, bucket=1, **kwargs), key=jax.random.key(0))
-    columns = int(texts.written)
-    texts = texts.replace(tokens_BX=texts.tokens_BX.at[:, columns : columns + 3].set(AFTER))
-    texts, logits_BTV = read_logits(model, params, texts, columns - int(texts.cached))
+    state = init_state(model, params, ROWS, Decoding(max_new_tokens=8, bucket=1, **kwargs), key=jax.random.key(0))
+    columns = int(state.cursor)
+    state = state.replace(tokens_BX=state.tokens_BX.at[:, columns : columns + 3].set(AFTER))
+    state, logits_BTV = read_logits(model, params, state, columns - int(state.cache_cursor))
     found = [logits_BTV]
     for _ in range(3):
-        texts, logits_B1V = read_logits(model, params, texts, 1)
+        state, logits_B1V = read_logits(model, params, state, 1)
         found.append(logits_B1V)
     logits_BTV = np.concatenate(found, axis=1)
     return [row[-len(prompt) - 3 :] for row, prompt in zip(logits_BTV, ROWS, strict=True)]

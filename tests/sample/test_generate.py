@@ -12,7 +12,8 @@ from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import advance
-from jaxgpt.sample.state import begin, row_keys
+from jaxgpt.sample.prompts import prompt_keys
+from jaxgpt.sample.state import init_state
 from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)
@@ -135,8 +136,8 @@ def test_log_probabilities_are_the_models(position):
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
     decoding = Decoding(max_new_tokens=1, sampling=Sampling(repetition_penalty=3.0), bucket=1)
-    texts = begin(model, params, PROMPTS, decoding, key=jax.random.key(0))
-    assert [set(np.flatnonzero(seen_V)) for seen_V in texts.seen_BV] == [set(prompt) for prompt in PROMPTS]
+    state = init_state(model, params, PROMPTS, decoding, key=jax.random.key(0))
+    assert [set(np.flatnonzero(seen_V)) for seen_V in state.seen_BV] == [set(prompt) for prompt in PROMPTS]
     for prompt in PROMPTS[:2]:
         new = C - len(prompt)
         (tokens,) = run(model, params, [prompt], new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
@@ -249,11 +250,11 @@ def test_ids_and_counts_may_be_numpys():
 def test_equal_ids_of_different_pairs_are_no_equal_pairs():
     """A key is of a source and a prompt, and not of how many other pairs have the same ids in a row."""
     key = jax.random.key(0)
-    both = row_keys(key, [[3], [2, 3]], [[1, 2], [1]])
-    alone = row_keys(key, [[2, 3]], [[1]])
+    both = prompt_keys(key, [[3], [2, 3]], [[1, 2], [1]])
+    alone = prompt_keys(key, [[2, 3]], [[1]])
     assert jnp.array_equal(jax.random.key_data(both)[1], jax.random.key_data(alone)[0])
-    assert jnp.array_equal(*jax.random.key_data(row_keys(key, [[1, 2], [2]], [[], [1]])))
-    assert not jnp.array_equal(*jax.random.key_data(row_keys(key, [[2], [2]], [[1], [1]])))
+    assert jnp.array_equal(*jax.random.key_data(prompt_keys(key, [[1, 2], [2]], [[], [1]])))
+    assert not jnp.array_equal(*jax.random.key_data(prompt_keys(key, [[2], [2]], [[1], [1]])))
 
 
 def test_unknown_weights_are_told():

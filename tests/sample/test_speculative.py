@@ -13,7 +13,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling, generate, speculate
 from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
-from jaxgpt.sample.state import begin
+from jaxgpt.sample.state import init_state
 from tests.helpers import TINY, apply, make_model
 
 speculative = importlib.import_module("jaxgpt.sample.speculative")
@@ -27,7 +27,7 @@ def lively(position, seed=0, **kwargs):
 
 
 def run(big, small, prompt, new=4 * C, seed=0, **kwargs):
-    pieces = speculate(*big, *small, prompt, key=jax.random.key(seed), max_new_tokens=new, guesses=3, **kwargs)
+    pieces = speculate(*big, *small, prompt, key=jax.random.key(seed), max_new_tokens=new, num_draft_tokens=3, **kwargs)
     return [token for piece in pieces for token in piece]
 
 
@@ -68,20 +68,20 @@ def test_the_distribution_is_exact():
     params, draft_params = (jax.tree.map(lambda x: 5.0 * x, p) for p in (params, draft_params))
     prompt = (1, 2)
 
-    texts = functools.partial(
-        begin,
+    state = functools.partial(
+        init_state,
         prompts=[prompt],
         decoding=Decoding(max_new_tokens=new, bucket=1),
         key=jax.random.key(0),
         extra_slots=3,
     )
-    t, d = texts(model, params), texts(draft, draft_params)
-    first = int(t.written)
+    t, d = state(model, params), state(draft, draft_params)
+    first = int(t.cursor)
 
     @jax.jit
     @jax.vmap
     def five(key):
-        keyed = (text.replace(keys_B=key[None]) for text in (t, d))
+        keyed = (state.replace(keys_B=key[None]) for state in (t, d))
         done, _ = speculative._advance(
             model, draft, params, draft_params, *keyed, sampling, pad_stop_tokens([]), first + new, V, 2
         )
@@ -123,8 +123,8 @@ def test_misuse_is_told():
     big = lively("rope")
     with pytest.raises(UserError, match="the draft knows 7 tokens, the model writes 11"):
         run(big, lively("rope", vocab_size=7), [1])
-    with pytest.raises(UserError, match="guesses=5: needs 1 to 4"):
-        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, guesses=5))
+    with pytest.raises(UserError, match="num_draft_tokens=5: needs 1 to 4"):
+        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, num_draft_tokens=5))
     for how, said in (
         ({"new": 0}, "max_new_tokens=0: needs at least 1"),
         ({"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
@@ -135,5 +135,5 @@ def test_misuse_is_told():
     ):
         with pytest.raises(UserError, match=said):
             run(big, big, [1], **how)
-    with pytest.raises(UserError, match="guesses=2.5: needs a whole number"):
-        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, guesses=2.5))
+    with pytest.raises(UserError, match="num_draft_tokens=2.5: needs a whole number"):
+        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, num_draft_tokens=2.5))

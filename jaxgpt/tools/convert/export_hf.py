@@ -25,7 +25,7 @@ from jaxgpt.run import Run, load_run
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.quantize import unstack_layers
 
 
 def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None, shard: int = SHARD) -> Path:
@@ -43,7 +43,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     family = family_for(metadata.model, imported.get("model_type"))
     loaded = load_run(metadata)
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
-    model, params = unrolled(loaded.model, loaded.params)
+    model, params = unstack_layers(loaded.model, loaded.params)
     tensors = to_tensors(params, family, model.config, dtype)
     stored_as = np.dtype(next(iter(tensors.values())).dtype).name
     config = (imported or _special_ids(loaded)) | family.write(model.config)

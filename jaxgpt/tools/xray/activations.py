@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import unrolled
+from jaxgpt.sample.quantize import unstack_layers
 
 PREDICTIONS = 5  # most likely tokens that are kept for each position
 LENS_PREDICTIONS = 3  # and for each position and layer
@@ -152,7 +152,7 @@ def _update_best(model: GPT, params: dict, best: Any, windows_BT: jax.Array, fir
 
 def _unroll(model: GPT, params: dict) -> tuple[GPT, dict]:
     """Return the model without scan and remat, under which sown values would be lost."""
-    model, params = unrolled(model, params)
+    model, params = unstack_layers(model, params)
     return model.clone(config=dataclasses.replace(model.config, remat="none")), params
 
 
