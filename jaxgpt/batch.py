@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Windows of text and what follows each of their tokens: arrays of NumPy on the host, of JAX in a program."""
+    """Rows of tokens and the token that follows each: NumPy arrays on the host, JAX arrays in a program."""
 
     inputs_BT: Any  # int32
     targets_BT: Any  # int32: inputs shifted by one
     mask_BT: Any = None  # bool: the targets that count; None: all
     segments_BT: Any = None  # int32: the document that each input belongs to, 0 for padding; None: one in each row
-    # int32, for a model with an encoder: the texts that the documents are made of, and the number of each token's document
+    # int32, for a model with an encoder: the sources of the documents, and the number of each token's document
     source_BS: Any = None
     source_segments_BS: Any = None

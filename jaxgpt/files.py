@@ -21,7 +21,7 @@ from jaxgpt.errors import UserError
 
 
 def is_there(path: Path, remedy: str) -> bool:
-    """Whether something is at a path. Raises `UserError` where that cannot be told: too long a name, no permission."""
+    """Return whether something is at a path. Raises `UserError` if that cannot be known: a long name, no permission."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -32,7 +32,7 @@ def is_there(path: Path, remedy: str) -> bool:
 
 
 def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[str, bytes]]:
-    """("FILE:LINE", the line with its end) of a file of any size, without a byte order mark and without blank lines.
+    """Yield ("FILE:LINE", the line with its end) of a file of any size, without a byte order mark and blank lines.
 
     Raises `UserError` for a line of over `longest` bytes; remedy: what to do then.
     """
@@ -50,7 +50,7 @@ def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[st
 
 
 def open_file(path: str | Path) -> io.BufferedReader:
-    """A regular file, to read. Raises `UserError` for anything else: a fifo would wait for ever, a device never ends."""
+    """Open a regular file to read. Raises `UserError` for anything else: a pipe may block, a device never ends."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as e:  # ValueError: a NUL, or what no file system can spell
@@ -58,17 +58,13 @@ def open_file(path: str | Path) -> io.BufferedReader:
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise UserError(f"{path} is {_kind(mode)}, needs a regular file")
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        raise UserError(f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, needs a regular file")
     return os.fdopen(handle, "rb")
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
-
-
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """The whole of a regular file of at most `most` bytes."""
+    """Read a regular file of at most `most` bytes."""
     with open_file(path) as f:
         try:
             raw = f.read(most + 1)
@@ -80,16 +76,13 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def sha256(path: str | Path) -> str:
-    """Of a regular file's bytes: 0.6 s a gigabyte."""
+    """Return the SHA-256 of a regular file: 0.6 s a gigabyte."""
     with open_file(path) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def read_json(path: str | Path, most: int) -> Any:
-    """What a JSON file of at most `most` bytes holds.
-
-    Stricter than `json.load`: no key twice in an object (readers disagree which one counts), no NaN or Infinity.
-    """
+    """Read a JSON file of at most `most` bytes as `parse_json` does."""
     return parse_json(read_bytes(path, most), str(path))
 
 
@@ -113,17 +106,21 @@ def render_json(
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of what a JSON file holds: of values and their order, whatever the spaces between them."""
+    """Return the SHA-256 of the values of a JSON file and their order, whatever the spaces between them."""
     return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
 
 
 def parse_json(raw: str | bytes, where: str) -> Any:
+    """Parse JSON more strictly than `json.loads`: no key twice in an object (readers disagree which counts), no NaN.
+
+    where: what it is, for the `UserError` that is raised if it is damaged.
+    """
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
             raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
-        return found
+        return dict(pairs)
 
     def no_number(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -138,7 +135,7 @@ def parse_json(raw: str | bytes, where: str) -> Any:
 
 
 def cache_directory() -> Path:
-    """`$JAXGPT_CACHE`, or jaxgpt's folder in the user's cache directory."""
+    """Return `$JAXGPT_CACHE`, or jaxgpt's folder in the user's cache directory."""
     if named := os.environ.get("JAXGPT_CACHE"):
         return Path(named)
     try:
@@ -148,19 +145,18 @@ def cache_directory() -> Path:
 
 
 def make_cache(directory: Path) -> None:
-    """A directory of the cache, that can be written to."""
+    """Make a directory of the cache, and check that it can be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except (OSError, ValueError) as e:
-        raise UserError(
-            f"cannot write into the cache {directory}: {getattr(e, 'strerror', None) or e}. JAXGPT_CACHE names another place."
-        ) from None
+        why = getattr(e, "strerror", None) or e
+        raise UserError(f"cannot write into the cache {directory}: {why}. JAXGPT_CACHE names another place.") from None
 
 
 def new_file(path: str, *, force: bool) -> Path:
-    """Where a page is to be written: nothing is written over, but by `force`. Raises `UserError`."""
+    """Return the path of a page to write. Raises `UserError` if it exists, unless `force`, or cannot be written."""
     out = Path(path)
     there = is_there(out, "Name another with --out.")
     if there and out.is_dir():
@@ -180,9 +176,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def open_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, in a directory that is there: it appears at the end, whole or not at all, though the power fails.
+    """Open a file to write that appears at the end, whole or not at all, even if the power fails.
 
-    A link at `path` is replaced, and what it leads to stays as it is.
+    Its directory has to exist. A link at `path` is replaced; its target stays as it is.
     """
     # Not by `mkstemp`, whose files are their owner's alone, whatever the umask says.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -198,20 +194,5 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or a directory with all that is in it; of a link, never what it leads to."""
+    """Delete a file, a link (never its target), or a directory with its contents."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def refuse_links_out(directory: Path) -> None:
-    """Raise `UserError` for a link below a directory that leads out of it: files would be written or deleted there.
-
-    The directory may come from someone else. It may itself be reached by a link.
-    """
-    home = os.path.realpath(directory)
-    for folder, folders, files in os.walk(directory):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
-                raise UserError(
-                    f"{path} is a link that leads out of {directory}, to {os.readlink(path)}: nothing is written through "
-                    "it. Put there what it leads to, or delete it"
-                )

@@ -144,10 +144,10 @@ def _is_splittable(saved: dict[str, Any]) -> bool:
 
 
 def split_words(text: str) -> list[str]:
-    """Cut a text where a word surely ends: before a space that follows no white space, after a newline alone among words.
+    """Cut a text where a word ends for certain: before a space after a letter, after a single newline between words.
 
-    There the patterns by which GPT-2, GPT-4 and Llama 3 find words always end one, and none looks back: the pieces have the
-    words of the whole. (" \\n" and "\\n\\n" are one word at the end of a text, two before another; "!\\n" is one of GPT-4's.)
+    There the patterns of GPT-2, GPT-4 and Llama 3 always end a word, and none looks back: the pieces have the words of
+    the whole. (" \\n" and "\\n\\n" are one word at the end of a text, two before another; "!\\n" is one of GPT-4's.)
     """
     return _PIECE.findall(text)
 

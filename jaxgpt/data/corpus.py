@@ -183,7 +183,7 @@ def _fetch(url: str, timeout: float) -> bytes:
 
 
 def _python_docs() -> str:
-    """Return Python's own reference, about 460 KB of English prose that `help()` shows; a little different in each release."""
+    """Return Python's reference, about 460 KB of English prose that `help()` shows; releases differ a little."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"

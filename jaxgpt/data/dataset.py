@@ -40,9 +40,9 @@ def prepare(
     The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
     validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
     "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
-    with_prefix: conversations and pairs begin with the tokens that the tokenizer begins texts with; see `RunMetadata.has_prefix`.
-    known: the fingerprint of what it gave before. Where no path is named, or nothing is there any more, the tokens in the
-    cache with that fingerprint are enough.
+    with_prefix: conversations and pairs begin with the tokenizer's prefix; see `RunMetadata.has_prefix`.
+    known: the fingerprint of what it gave before. If no path is named, or nothing is at it any more, the tokens in
+    the cache with that fingerprint are enough.
     Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
     """
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
@@ -140,7 +140,7 @@ class _Text:
         return found
 
     def __iter__(self) -> Iterator[str | None]:
-        """Read the text again. Raises `UserError` at its end if it is not what was scanned, and so of the cache's key."""
+        """Read the text again. Raises `UserError` at its end if it is not what was scanned."""
         digest = hashlib.sha256()
         for piece in read_text(self._files):
             digest.update(_to_hash(piece))

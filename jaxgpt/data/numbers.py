@@ -59,7 +59,7 @@ def _before_noun(n: int) -> str:
 
 
 def make_number_pairs() -> str:
-    """Return a .tsv of COUNT different numbers, each in words and then in digits, and the other way round in the next line.
+    """Return a .tsv of COUNT different numbers, each in words then digits, and the other way round in the next line.
 
     Lengths from one to nine digits are equally likely, in a mixed order that is always the same; there are fewer
     numbers of few digits, so that most have five to nine.

@@ -13,7 +13,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
 
-# A pair is encoded as a line of the file: the character between the two begins the target, and the end of the line ends it.
+# A pair is encoded as a line of the file: the tab between the two begins the target, the end of the line ends it.
 TARGET_START, TARGET_END = "\t", "\n"
 
 
@@ -55,7 +55,7 @@ def encode_pairs(
 def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, *, with_prefix: bool = True) -> tuple[list[int], list[int]]:
     """Return (source, what its target begins with) as `encode_pairs` has them.
 
-    A prompt is a source; after TARGET_START in it comes the beginning of the target. Raises `UserError` for an empty source.
+    A prompt is a source, or a source, TARGET_START and the beginning of a target. Raises `UserError` for an empty source.
     """
     source, _, target = prompt.partition(TARGET_START)
     if not source:

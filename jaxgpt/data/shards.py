@@ -42,7 +42,7 @@ HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # 
 
 
 def find_shards(path: str | None) -> list[Path]:
-    """Return the .bin shards behind `--data.path`, or none if it is a text. A gap in llm.c's numbering raises `UserError`."""
+    """Return the .bin shards at `--data.path`, none if it is a text. Raises `UserError` for a gap in their numbers."""
     if path is None:
         return []
     root = Path(path)
@@ -168,7 +168,7 @@ def _other_kind(head: bytes, size: int) -> str | None:
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
-    """Return the number of tokens and the SHA-256 of a shard, read once. Raises `UserError` for the first token that is `limit` or more."""
+    """Return the length and SHA-256 of a shard, read once. Raises `UserError` for a token that is `limit` or more."""
     digest = hashlib.sha256()
     for at in range(0, len(tokens), SCAN):
         part = tokens[at : at + SCAN]

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         ...
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, [[start, end], ...]: the characters that each is of). specials: read those that are written out."""
+        """Return (ids, [[start, end], ...]: the characters of each). specials: encode those that are written out."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -188,7 +188,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def find_start_token(tokenizer: Tokenizer) -> tuple[int, str]:
-    """Return the token that an empty prompt starts from, and its name: the end-of-text token, else a newline, else id 0."""
+    """Return the first token of an empty prompt, and its name: the end-of-text token, else a newline, else id 0."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text, "the end-of-text token"
     try:

@@ -107,7 +107,7 @@ class Dataset:
     val_characters: int | None = None  # for bits per character; None where the text is not known
     val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
     fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
-    # the chat template of conversations, as tokenizer_config.json has it; empty: it follows from the tokenizer; None: these
-    # are not conversations
+    # the chat template of conversations, as tokenizer_config.json has it. Empty: it follows from the tokenizer. None: the
+    # data are not conversations
     tokenizer_config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training

@@ -9,11 +9,12 @@ RUNS = Path("runs")
 
 
 def is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run."""
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
 
 def find_run(run: str | Path | None) -> Path:
-    """The run directory named, or with None the newest under `runs/`. Raises `UserError` if it is not one."""
+    """Return the run directory named, or with None the newest under `runs/`. Raises `UserError` if it is not one."""
     if run is not None:
         directory = Path(run)
         if is_run(directory):

@@ -9,7 +9,6 @@ from pathlib import Path
 import filelock
 
 from jaxgpt.errors import UserError
-from jaxgpt.files import refuse_links_out
 
 LOCK = ".lock"
 
@@ -34,7 +33,7 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
 
 
 def _lock(directory: Path) -> filelock.BaseFileLock:
-    refuse_links_out(directory)  # before the first byte is written there
+    _check_links(directory)  # before the first byte is written there
     path = directory / LOCK
     lock = filelock.FileLock(path, timeout=0)
     try:
@@ -47,3 +46,18 @@ def _lock(directory: Path) -> filelock.BaseFileLock:
         ) from None
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
     return lock
+
+
+def _check_links(directory: Path) -> None:
+    """Raise `UserError` for a link in a directory that leads out of it: files would be written or deleted there.
+
+    The directory may come from someone else. It may itself be reached by a link.
+    """
+    home = os.path.realpath(directory)
+    for folder, folders, files in os.walk(directory):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
+                raise UserError(
+                    f"{path} is a link that leads out of {directory}, to {os.readlink(path)}: nothing is written through "
+                    "it. Put there what it leads to, or delete it"
+                )

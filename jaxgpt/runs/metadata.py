@@ -78,8 +78,7 @@ def write_metadata(
 ) -> None:
     """Write `experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
 
-    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone. tokenizer_config: of conversations,
-    see `Dataset`.
+    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone. tokenizer_config: see `Dataset`.
     """
     # The addresses of the other processes do not belong to the experiment: the run may be resumed by one.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
@@ -162,7 +161,7 @@ def read_metadata(directory: Path) -> RunMetadata:
 
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
-    """Return the tokenizer in a run directory. Raises `UserError` unless it is the one that the run was trained with."""
+    """Load the tokenizer of a run. Raises `UserError` unless it is the one that the run was trained with."""
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):

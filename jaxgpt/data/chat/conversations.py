@@ -132,7 +132,7 @@ class Conversations:
         return self._ids[here], self._answers[here].astype(bool)
 
     def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return (inputs_T, targets_T, mask_T, segments_T): these, one after the other, numbered from 1, then padding."""
+        """Return (inputs_T, targets_T, mask_T, segments_T): the members in a row, numbered from 1, then padding."""
         inputs, targets, segments = (np.zeros(self.block_size, np.int32) for _ in range(3))
         mask, at = np.zeros(self.block_size, bool), 0
         for number, member in enumerate(members, 1):

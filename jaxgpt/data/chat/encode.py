@@ -9,10 +9,10 @@ from jaxgpt.data.tokenizer import Tokenizer
 
 
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, which of them are the assistant's to write: bool). Special tokens are the template's own alone.
+    """Return (ids, which of them the assistant is to write: bool). Only the template's special tokens become such ids.
 
-    The whole is read at once, as transformers does. Only where a content spells a special token out, which would be
-    read as one there, the text is read between the template's own.
+    The text is encoded at once, as transformers does. If a content spells a special token out, which would be read
+    as one, the text between the template's own is encoded piece by piece.
     """
     ids, at = tokenizer.locate(written.text, specials=True)
     specials = index_specials(tokenizer)
@@ -36,12 +36,12 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Of a user's message, up to where the assistant begins to write."""
+    """Return the ids of a user's message, up to where the assistant begins to write."""
     return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
-    """The token with which the assistant ends: the last special one that it is to write, or, without any, the last."""
+    """Return the token that ends an answer: the last special one that the assistant writes, or else the last."""
     # One character, that every tokenizer of conversations knows: it is in the templates themselves.
     written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
     ids, answers = tokenise(written, tokenizer)
@@ -50,7 +50,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
 
 
 def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The same text with these special tokens where they are, and none elsewhere."""
+    """Encode a text with these special tokens where they are, and none elsewhere."""
     all_ids, all_at, begin = [], [], 0
     for special, (start, end) in zip([*ids, None], [*at, (len(text), len(text))], strict=True):
         between, where = tokenizer.locate(text[begin:start], specials=False)

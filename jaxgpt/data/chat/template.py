@@ -1,4 +1,4 @@
-"""Chat templates: how messages become one text, which of it the assistant is to write, and its tokens.
+"""Chat templates: how messages become one text, and which of it the assistant is to write.
 
 The tokenizer's own, in Jinja, where the files beside it have one. Else ChatML, where it has ChatML's special tokens:
 
@@ -48,11 +48,11 @@ class Written:
 
 class ChatTemplate(Protocol):
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        """prompt: go on up to where the assistant begins to write. What cannot be written is `UserError`."""
+        """Write messages as text. prompt: up to the beginning of an answer. Raises `UserError` if it cannot."""
         ...
 
     def config(self) -> dict[str, Any]:
-        """As a tokenizer_config.json has it."""
+        """Return the entries of a tokenizer_config.json."""
         ...
 
 
@@ -87,7 +87,7 @@ class Turns:
         return {}  # it follows from the tokenizer
 
     def jinja(self) -> str:
-        """The same in Jinja, for others to read conversations by. It takes contents with `end` in them."""
+        """Return the same template in Jinja, for other programs. It accepts contents with `end` in them."""
         before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
         said = "{{ message['content'] }}" + self.end
         # No newline follows a block: some leave it out, and some do not.
@@ -117,7 +117,7 @@ class Jinja:
         renderer(self.source)
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """(what the template writes, the parts in its {% generation %} tags)."""
+        """Return (what the template writes, the parts in its {% generation %} tags)."""
         text, spans = "", []
         for part in re.split(
             f"([{OPEN}{CLOSE}])",
@@ -144,7 +144,7 @@ class Jinja:
         return Written(text=text, answers=tuple(answers), contents=self._contents(messages, text, prompt))
 
     def _answer(self, messages: Sequence[Message], number: int, text: str) -> Span:
-        """What a message adds to the prompt before it, up to the last special token if only whitespace follows."""
+        """Return what a message adds to the prompt, up to the last special token if only whitespace follows."""
         before, _ = self._text(messages[:number], prompt=True)
         after, _ = self._text(messages[: number + 1])
         end = len(after.rstrip())
@@ -152,14 +152,14 @@ class Jinja:
             end = len(after)
         if not (after.startswith(before) and text.startswith(after[:end])):
             raise UserError(
-                f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, so "
-                "what the assistant is to write cannot be told: mark it with {% generation %} in chat_template.jinja, or "
+                f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, "
+                "so what the assistant is to write cannot be told: mark it with {% generation %} in chat_template.jinja, or "
                 "give conversations with one answer each"
             )
         return len(before), end
 
     def _contents(self, messages: Sequence[Message], text: str, prompt: bool) -> tuple[Span, ...]:
-        """Where the contents are in the text: by a second one, with holes for them."""
+        """Find the contents in the text, by rendering it a second time with placeholders for them."""
         contents = [m["content"] for m in messages]
         holes = [m | {"content": m["content"] and f"{HOLE}{n}{HOLE}"} for n, m in enumerate(messages)]
         try:
@@ -187,9 +187,9 @@ class Jinja:
 
 
 def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: bool = True) -> ChatTemplate:
-    """The template that a tokenizer has. directory: where its tokenizer.json lies; None: it was made here.
+    """Return the template of a tokenizer. directory: of its tokenizer.json; None: the tokenizer was made here.
 
-    Read are chat_template.jinja, and tokenizer_config.json, in which a template may be one of several with names.
+    It is in chat_template.jinja, or in tokenizer_config.json, perhaps as one of several with names.
     with_prefix: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
     Raises `UserError` for files that are damaged.
     """
@@ -255,7 +255,7 @@ def write_template(directory: Path, config: dict[str, Any]) -> None:
 
 
 def fingerprint(template: ChatTemplate) -> str:
-    """SHA-256 of what it is."""
+    """Return the SHA-256 of a template's fields."""
     held = dataclasses.asdict(template)  # type: ignore[bad-argument-type]
     if not held.get("begin"):  # as before there was such a field
         held.pop("begin", None)
@@ -263,7 +263,7 @@ def fingerprint(template: ChatTemplate) -> str:
 
 
 def list_plain_characters() -> str:
-    """What the plain template may write beside the contents."""
+    """Return the characters that the plain template may write beside the contents."""
     return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
 
 
