@@ -11,8 +11,8 @@ class UserError(ValueError):
     """
 
 
-class SaveFailed(RuntimeError):
-    """What the run has to write could not be written: what, and why. What was written before it stands."""
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint, or the metrics beside it, could not be written: what, and why. Earlier ones are as they were."""
 
 
 class RaisedOnAllProcesses(BaseException):

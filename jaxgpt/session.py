@@ -49,7 +49,7 @@ def fit(
     fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
     Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
     anything is written; `Preempted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
-    `SaveFailed` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
+    `CheckpointSaveError` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
     called it, unless that is one of several: see `cluster.watchdog`.
     """
     return _fit(experiment, run_dir, None, fresh=fresh, progress=progress, is_command=False)
@@ -165,9 +165,9 @@ class Session:
         lock.enter_context(lock_run(self.directory, fresh))
         if self.is_new:
             self._write_metadata()
-        self.checkpoints.clean()
-        step = self.checkpoints.good() or 0
-        self.checkpoints.set_aside_after(step)
+        self.checkpoints.remove_partial()
+        step = self.checkpoints.latest_valid() or 0
+        self.checkpoints.quarantine_after(step)
         self.lines[:] = rewind_metrics(self.metrics, step)
         return step
 

@@ -21,7 +21,7 @@ from jaxgpt import in_flight
 from jaxgpt.cluster import multihost
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import differences
-from jaxgpt.errors import Diverged, Preempted, SaveFailed, UserError
+from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.log import Log
@@ -315,7 +315,7 @@ def test_a_run_whose_directory_is_deleted_ends(experiment, tmp_path, monkeypatch
             shutil.rmtree(tmp_path / "r")
 
     monkeypatch.setattr(MetricsFile, "write", then_deleted)
-    with pytest.raises(SaveFailed, match="r was deleted or moved, so step 2 is not saved"):
+    with pytest.raises(CheckpointSaveError, match="r was deleted or moved, so step 2 is not saved"):
         fit(experiment, tmp_path / "r", progress=False)
     assert not (tmp_path / "r").exists()
 

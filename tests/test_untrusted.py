@@ -297,7 +297,7 @@ def test_writers_follow_no_links(tmp_path):
         MetricsFile(links["metrics.jsonl"])
     assert rewind_metrics(links["metrics.jsonl"], 3) == []
     plot_losses([{"step": 1, "loss": 2.0}], links["loss.png"], "x")
-    Checkpoints(tmp_path / "run").clean()
+    Checkpoints(tmp_path / "run").remove_partial()
     assert (tmp_path / "precious").read_text() == (tmp_path / "folder" / "precious").read_text() == "precious"
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["loss.png", "metrics.jsonl"]
 

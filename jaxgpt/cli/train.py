@@ -17,7 +17,7 @@ from jaxgpt.cli.console import say, told_in_words
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
-from jaxgpt.errors import Diverged, Preempted, SaveFailed, UserError, shell_line
+from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import is_run
@@ -58,7 +58,7 @@ def train(
         if is_process_0():
             say(str(e))
         raise SystemExit(1) from None
-    except SaveFailed as e:
+    except CheckpointSaveError as e:
         say(str(e))
         exit_now(1)  # a usual exit would print pages of TensorStore's
     except BaseException as e:

@@ -21,7 +21,7 @@ from jaxgpt.config import Experiment
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tokens import Dataset
-from jaxgpt.errors import SaveFailed, shell_line
+from jaxgpt.errors import CheckpointSaveError, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.in_flight import why_skipped
 from jaxgpt.layers.hooks import NO_SHARDING
@@ -284,7 +284,7 @@ def _keep_state(directory: Path, trainer: Trainer, state: TrainState, step: int)
             checkpoints.save(trainer.strategy.to_checkpoint(state), step, None)
         finally:
             checkpoints.close()
-    except SaveFailed as e:
+    except CheckpointSaveError as e:
         return str(e)
     return None
 

@@ -18,7 +18,7 @@ from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import Experiment
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Dataset
-from jaxgpt.errors import SaveFailed
+from jaxgpt.errors import CheckpointSaveError
 from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import Trainer, mean_loss
@@ -59,7 +59,7 @@ class Hooks(callbacks.Saver):
         if val_loss is None:
             return None
         if multihost.is_process_0():
-            self.checkpoints.measured(step, val_loss)
+            self.checkpoints.set_val_loss(step, val_loss)
         return loop.log_validation(self.log, step, val_loss, self.experiment.train)
 
     def _windows(self) -> Iterator[Batch]:
@@ -104,12 +104,12 @@ class Hooks(callbacks.Saver):
         self.watchdog.beat(step, slow=True)
         self.processes.compare_before_save(step, state)
         if multihost.is_process_0() and not is_run(self.directory):
-            raise SaveFailed(f"{self.directory} was deleted or moved, so step {step} is not saved")
+            raise CheckpointSaveError(f"{self.directory} was deleted or moved, so step {step} is not saved")
         with self.log.clock.paused():
             self.checkpoints.save(self.trainer.strategy.to_checkpoint(state), step, val_loss)
 
     def raise_if_failed(self) -> None:
-        """Raise `SaveFailed` if the last save is known to have failed."""
+        """Raise `CheckpointSaveError` if the last save is known to have failed."""
         self.checkpoints.raise_if_failed()
 
     def wait(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,12 @@ FORMAT = 1  # of the manifest and of what it lists
 MOST_BYTES = 64 * 1024**2  # of a manifest: that of a million arrays
 
 
-class Damaged(UserError):
-    """A checkpoint is not what was saved: which file, and how, in one line."""
-
-
-class Removed(UserError):
-    """A checkpoint was good and is no longer there: its run is being trained, and keeps newer ones."""
+class CorruptCheckpoint(UserError):
+    """A checkpoint is not as it was saved: which file, and how, in one line."""
 
 
 def write(directory: Path, about: dict[str, Any]) -> None:
-    """Seal a directory, which has another name until then: `about`, and what each file in it is now."""
+    """Seal a directory before it gets its name: write `about`, and the size and SHA-256 of each file in it."""
     paths = _files(directory)
     with ThreadPoolExecutor() as pool:  # hashing and waiting for the disk leave Python's lock alone
         files = dict(zip(paths, pool.map(lambda p: _measure(directory / p, sync=True), paths), strict=True))
@@ -42,7 +37,7 @@ def write(directory: Path, about: dict[str, Any]) -> None:
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
-    """Change what is said about a directory, not what is in it."""
+    """Change what the manifest says beside the files."""
     aside = directory.with_name(f"{directory.name}.saving")  # in the directory it would be a file too many
     aside.write_text(_render(read(directory) | changes), encoding="utf-8")
     sync(aside)
@@ -50,44 +45,44 @@ def rewrite(directory: Path, **changes: Any) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What was written about the directory. Raises `Damaged` if that is not the manifest that was written."""
+    """Return the manifest. Raises `CorruptCheckpoint` if it is not as it was written."""
     path = directory / NAME
     if path.is_symlink():
-        raise Damaged(f"{path} is no regular file")
+        raise CorruptCheckpoint(f"{path} is not a regular file")
     try:
         raw = read_bytes(path, MOST_BYTES)
         body = parse_json(raw, str(path))
     except UserError as e:
-        raise Damaged(str(e)) from None
+        raise CorruptCheckpoint(str(e)) from None
     if not isinstance(body, dict) or body.pop("sha256", None) is None or _render(body).encode() != raw:
-        raise Damaged(f"{path} is not what was written: its own SHA-256 does not hold")
+        raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not hold")
     if body.get("format") != FORMAT:
-        raise Damaged(
+        raise CorruptCheckpoint(
             f"{path} has format {body.get('format')!r} of jaxgpt {body.get('jaxgpt')}, this jaxgpt reads {FORMAT}"
         )
     files = body.get("files")
     if not isinstance(files, dict) or not all(isinstance(f, list) and len(f) == 2 for f in files.values()):
-        raise Damaged(f"{path} does not list files")
+        raise CorruptCheckpoint(f"{path} does not list files")
     return body
 
 
 def check(directory: Path) -> dict[str, Any]:
-    """The manifest, once every file is found to be what it says. Raises `Damaged` at the first that is not."""
+    """Return the manifest if every file is as it says. Raises `CorruptCheckpoint` for the first that is not."""
     body = read(directory)
     stated = body["files"]
     found = _files(directory)
     for name in sorted(stated.keys() - set(found)):
-        raise Damaged(f"{directory / name} is missing")
+        raise CorruptCheckpoint(f"{directory / name} is missing")
     for name in sorted(set(found) - stated.keys()):
-        raise Damaged(f"{directory / name} is not part of the checkpoint")
+        raise CorruptCheckpoint(f"{directory / name} is not part of the checkpoint")
     for name in found:  # sizes first: no need to read a gigabyte to find a short file
         size = (directory / name).stat().st_size
         if size != stated[name][0]:
-            raise Damaged(f"{directory / name} has {size:,} bytes, saved were {stated[name][0]:,}")
+            raise CorruptCheckpoint(f"{directory / name} has {size:,} bytes, saved were {stated[name][0]:,}")
     with ThreadPoolExecutor() as pool:
         for name, measured in zip(found, pool.map(lambda n: _measure(directory / n), found), strict=True):
             if measured != stated[name]:
-                raise Damaged(
+                raise CorruptCheckpoint(
                     f"{directory / name} has SHA-256 {measured[1][:12]}..., saved was {stated[name][1][:12]}..."
                 )
     return body
@@ -103,22 +98,16 @@ def sync(path: Path) -> None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Relative paths of all files but the manifest. Paths are taken from the disk, never from a manifest."""
-    return sorted(_walk(directory, directory))
-
-
-def _walk(root: Path, folder: Path) -> Iterable[str]:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            yield from _walk(root, path)
-        elif path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path} is no regular file")
-        elif path != root / NAME:
-            yield path.relative_to(root).as_posix()
+    """Return the relative paths of all files but the manifest: as they are on disk, never as a manifest has them."""
+    found = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    for path in found:
+        if path.is_symlink() or not path.is_file():
+            raise CorruptCheckpoint(f"{path} is not a regular file")
+    return sorted(path.relative_to(directory).as_posix() for path in found if path != directory / NAME)
 
 
 def _measure(path: Path, *, sync: bool = False) -> list:
-    """[bytes, SHA-256]."""
+    """Return [bytes, SHA-256]."""
     with path.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
         if sync:
@@ -127,5 +116,5 @@ def _measure(path: Path, *, sync: bool = False) -> list:
 
 
 def _render(body: dict[str, Any]) -> str:
-    """The one spelling of a manifest, so that every changed bit of it shows."""
+    """Return the one spelling of a manifest, so that every changed bit of it shows."""
     return json.dumps({**body, "sha256": json_sha256(body)}, indent=1) + "\n"

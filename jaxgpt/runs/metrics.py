@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.files import is_there, open_file, parse_json, render_json, write_whole
 
 CHECKSUM = "crc32"  # of the rest of a line
@@ -25,13 +25,13 @@ class MetricsFile:
         self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
-        """Raises `SaveFailed`."""
+        """Raises `CheckpointSaveError`."""
         line = _sealed(values)
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            raise SaveFailed(f"{self._path} cannot be written: {e.strerror}") from None
+            raise CheckpointSaveError(f"{self._path} cannot be written: {e.strerror}") from None
 
     def close(self) -> None:
         self._file.close()

@@ -78,7 +78,7 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
 
 def _of_run(directory: Path, step: int | None) -> Weights:
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
-    good = checkpoints.good("best") if step is None else checkpoints.good(before=step + 1)
+    good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
     assert good is not None
     if step not in (None, good):
         raise UserError(f"{directory} has no checkpoint of step {step} any more, or a damaged one")

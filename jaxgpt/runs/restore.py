@@ -10,8 +10,7 @@ import jax
 
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.errors import UserError
-from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.manifest import Removed
+from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
 from jaxgpt.runs.metadata import RunMetadata
 from jaxgpt.runs.pretrained import restored_params
 
@@ -28,7 +27,9 @@ def restore_mean(
         raise UserError(f"which={short(which)}: needs best, last or a step")
     average = None if average is None else check_count("average", average)
     for _ in range(4):
-        with contextlib.suppress(Removed):  # by a process that trains; the next checkpoint may last until it is read
+        with contextlib.suppress(
+            CheckpointRemoved
+        ):  # by a process that trains; the next checkpoint may last until it is read
             return _restore_mean(metadata, like, which, average)
     return _restore_mean(metadata, like, which, average)
 
@@ -51,18 +52,18 @@ def _restore_mean(
 def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, average: int | None) -> list[int]:
     """Return the steps of the checkpoints to read, the newest first: one, or `average`."""
     if isinstance(which, int):
-        step = checkpoints.good(before=which + 1)
+        step = checkpoints.latest_valid(before=which + 1)
         if step != which:
             raise UserError(
                 f"which={which}: {directory} needs a good checkpoint of that step, and has {checkpoints.steps()}"
             )
     else:
-        step = checkpoints.good(which if average is None else "last")
+        step = checkpoints.latest_valid(which if average is None else "last")
     if step is None:
-        raise Removed(f"the checkpoints of {directory} were removed while they were read")
+        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were read")
     steps = [step]
     while len(steps) < (average or 1):
-        earlier = checkpoints.good(before=steps[-1])
+        earlier = checkpoints.latest_valid(before=steps[-1])
         if earlier is None:
             raise UserError(
                 f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {step}. Give "

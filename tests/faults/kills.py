@@ -182,7 +182,7 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
             for step in steps:
                 try:
                     manifest.check(directory / "checkpoints" / str(step))
-                except manifest.Damaged as e:
+                except manifest.CorruptCheckpoint as e:
                     report.unreadable += 1
                     report.faults.append(str(e))
             from_step = max(steps, default=0)

@@ -13,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.errors import SaveFailed, UserError
+from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.run import load
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.lock import lock_run
-from jaxgpt.runs.manifest import Damaged
+from jaxgpt.runs.manifest import CorruptCheckpoint
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
@@ -66,7 +66,7 @@ def found(directory, which="last"):
     """(step that is used, what was said)."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        return Checkpoints(directory).good(which), [str(w.message) for w in said]
+        return Checkpoints(directory).latest_valid(which), [str(w.message) for w in said]
 
 
 def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_no_good_one_left_is_an_error(damaged):
     with pytest.raises(
         UserError, match=r"checkpoint 2 is damaged, and no other is good \(nor are 1\).*2/manifest.json"
     ):
-        Checkpoints(damaged).good()
+        Checkpoints(damaged).latest_valid()
 
 
 def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
@@ -151,7 +151,7 @@ def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
     (damaged / "9").write_text("a file")
     (damaged / "10").symlink_to(two / "2")
     assert Checkpoints(damaged).steps() == [1, 2]
-    Checkpoints(damaged).clean()
+    Checkpoints(damaged).remove_partial()
     names = {p.name for p in damaged.iterdir()}
     assert names == {"1", "2", "0x5", "٣", "-6", "07", "..8", "9", "10"}
 
@@ -161,7 +161,7 @@ def test_a_manifest_of_another_step_or_format_is_refused(two, damaged):
     assert "3 is of step 2" in found(damaged)[1][0]
     body = {**manifest.read(damaged / "2"), "format": 9, "jaxgpt": "9.1"}
     (damaged / "2" / "manifest.json").write_text(manifest._render(body))
-    with pytest.raises(Damaged, match=r"has format 9 of jaxgpt 9\.1, this jaxgpt reads 1"):
+    with pytest.raises(CorruptCheckpoint, match=r"has format 9 of jaxgpt 9\.1, this jaxgpt reads 1"):
         manifest.read(damaged / "2")
 
 
@@ -206,21 +206,21 @@ def test_what_is_kept(tmp_path):
 
     assert steps("a") == [2, 6]
     assert steps("b", keep_last=2, keep_every=3) == [2, 3, 5, 6]
-    assert Checkpoints(tmp_path / "a").best() == 2 and Checkpoints(tmp_path / "a").last() == 6
+    assert Checkpoints(tmp_path / "a").latest_valid("best") == 2 and Checkpoints(tmp_path / "a").last() == 6
 
 
 def test_a_validation_loss_can_be_told_later(damaged):
     checkpoints = Checkpoints(damaged)
-    checkpoints.measured(1, 0.5)
-    assert checkpoints.best() == 1 and found(damaged) == (2, [])
+    checkpoints.set_val_loss(1, 0.5)
+    assert checkpoints.latest_valid("best") == 1 and found(damaged) == (2, [])
     assert found(damaged, "best") == (1, [])
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_as_good_as_none(damaged, loss):
     checkpoints = Checkpoints(damaged)
-    checkpoints.measured(2, loss)
-    checkpoints.measured(1, 0.5)
+    checkpoints.set_val_loss(2, loss)
+    checkpoints.set_val_loss(1, 0.5)
     assert found(damaged) == (2, []) and found(damaged, "best") == (1, [])
     assert manifest.read(damaged / "2")["val_loss"] is None
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -269,16 +269,16 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run)
 @pytest.mark.parametrize("average", [None, 1])
 def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch, average):
     """Training removes an old checkpoint at any moment, also between its check and its reading."""
-    good, removed = Checkpoints.good, []
+    good, removed = Checkpoints.latest_valid, []
 
     def then_removed(self, *arguments, **options):
         step = good(self, *arguments, **options)
         if not removed:
-            Checkpoints(run / "checkpoints")._remove(run / "checkpoints" / str(step))
+            Checkpoints(run / "checkpoints").remove(step)
             removed.append(step)
         return step
 
-    monkeypatch.setattr(Checkpoints, "good", then_removed)
+    monkeypatch.setattr(Checkpoints, "latest_valid", then_removed)
     assert load(run, which="last", average=average).step == 2 and removed == [4]
     removed.clear()
     with pytest.raises(UserError, match="has no checkpoint"):
@@ -362,9 +362,11 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     checkpoints.save(small_state(1), 1, None)
     checkpoints.wait()
     checkpoints.save(small_state(2, size=512), 2, None)  # 3 MB
-    with pytest.raises(SaveFailed, match=r"step 2 could not be saved in .*: No space left on device\. .* is step 1\."):
+    with pytest.raises(
+        CheckpointSaveError, match=r"step 2 could not be saved in .*: No space left on device\. .* is step 1\."
+    ):
         checkpoints.wait()
-    with contextlib.suppress(SaveFailed):
+    with contextlib.suppress(CheckpointSaveError):
         checkpoints.close()
     assert found(small_disk / "checkpoints") == (1, [])
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}

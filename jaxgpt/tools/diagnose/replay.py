@@ -96,7 +96,7 @@ def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
     places = {"the state in the autopsy": state_before(directory, step), "the checkpoint": directory / "checkpoints"}
     kept = {name: Checkpoints(place) for name, place in places.items()}
     for name, checkpoints in kept.items():
-        if (newest := checkpoints.good(before=step)) is not None:
+        if (newest := checkpoints.latest_valid(before=step)) is not None:
             return newest, f"{name}, after step {newest}", checkpoints
     return 0, "the seed", kept["the checkpoint"]
 
