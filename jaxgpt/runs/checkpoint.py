@@ -129,6 +129,8 @@ class Checkpoints(CheckpointIndex):
                 self._pool.shutdown()
                 with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
                     self._writer.close()
+                if multihost.is_process_0():
+                    self.remove_partial()  # what threads of a failed save wrote after it had failed
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Read a state but for its frozen base, which is not saved; `like` gives shapes, dtypes and shardings."""
