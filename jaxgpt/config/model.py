@@ -48,7 +48,7 @@ class GPTConfig:
     parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
     # gelu is the erf form, gelu_tanh GPT-2's; those with glu are gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token knows its place
+    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token's position enters
     rope_theta: PositiveFloat = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
     # share of each head that is turned, from its first number on
     rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
@@ -60,7 +60,7 @@ class GPTConfig:
     rope_high_freq_factor: float = 4.0
     rope_original_context: Size = 8192  # tokens
     sliding_window: Size | None = None  # tokens that attention reads, itself included (arXiv:2004.05150); None: all
-    global_every: Count | None = None  # each so manyeth layer reads all tokens all the same; None: no layer does
+    global_every: Count | None = None  # every n-th layer reads all tokens instead of the window; None: no layer does
     # rope_theta of layers with a sliding window, unscaled; None: as the others
     rope_local_theta: PositiveFloat | None = None
     qk_norm: bool = False  # RMSNorm over queries and keys before their product (arXiv:2302.05442)
@@ -93,9 +93,9 @@ class GPTConfig:
         head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         turned = int(head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
-            whole = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
+            source = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
             part = "" if self.rope_fraction == 1.0 else f", of which rope_fraction={self.rope_fraction} is {turned}"
-            raise UserError(f"head size {head_dim} ({whole}){part}: rope turns pairs, so it must be even and not 0")
+            raise UserError(f"head size {head_dim} ({source}){part}: rope turns pairs, so it must be even and not 0")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise UserError(
                 f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor={self.rope_low_freq_factor}"

@@ -1,10 +1,15 @@
 """The pieces of a GPT as linen modules over plain functions. They know mathematics, no device and no files.
 
-The letters that end every array's name, and that every einsum uses:
+The letters that end every array's name, and that every einsum uses, here and in all of the package:
 
     B batch           T query length    S key/value length    V vocabulary
     N query heads     K key/value heads G = N // K            H head size
-    D width (n_embd)  F MLP hidden      L layers
+    D width (n_embd)  F MLP hidden      L layers              U tokens of all rows in one axis, B T
+    C chunks of T     X columns of a batch that is decoded    W beams
+    P local devices   R rank of adapters; half of the elements that rope turns; rows of all beams, B W
+
+A number for a letter is that size: x_BT1. A lower-case letter is a part of it: x_BtD is a chunk of x_BTD. A trailing
+underscore, q_, is an array whose axes are folded.
 """
 
 from jaxgpt.layers.attention import Attention

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
-    """`(x - mean) / sqrt(var + eps) * scale + bias`, each token by itself; the variance divides by D.
+    """Return `(x - mean) / sqrt(var + eps) * scale + bias`, each token by itself; the variance divides by D.
 
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """
@@ -21,7 +21,10 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean. Zhang and Sennrich 2019, arXiv:1910.07467."""
+    """Return `x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean.
+
+    Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
     x32 = x_BTD.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     out = x32 * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)

@@ -1,4 +1,4 @@
-"""How a token knows its place: fixed sines added to the embedding, or rotations of queries and keys.
+"""Positions of tokens: fixed sines added to the embedding, or rotations of queries and keys.
 
 Learned positions are an embedding like any other, and live in `model.py`.
 """
@@ -17,7 +17,7 @@ def positions_from_segments(segments_BT: jax.Array) -> jax.Array:
 
 
 def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
-    """Sines in the even columns, cosines in the odd, wavelengths from 2 pi to 20,000 pi tokens.
+    """Return sines in the even columns, cosines in the odd, wavelengths from 2 pi to 20,000 pi tokens.
 
     Vaswani et al. 2017, arXiv:1706.03762, section 3.5. Returns x_BTD in float32; `width` is even.
     """
@@ -28,9 +28,9 @@ def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
 
 
 class Rope(NamedTuple):
-    """Which rotations: their wavelengths, and how much of a head they turn."""
+    """The wavelengths of rotations, and how much of a head they turn."""
 
-    size: int  # numbers of each head that are turned, from the first on: even
+    size: int  # elements of each head that are turned, from the first on: even
     theta: float
     scaling: str = "none"
     factor: float = 1.0
@@ -39,7 +39,7 @@ class Rope(NamedTuple):
     original_context: int = 8192
 
     def frequencies(self) -> jax.Array:
-        """Radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer texts.
+        """Return radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer contexts.
 
         "linear" (Chen et al. 2023, arXiv:2306.15595) divides all by factor. "llama3" (Llama 3.1's, in Grattafiori et
         al. 2024, arXiv:2407.21783) divides those that turn less than low_freq_factor times in the original context,
@@ -58,13 +58,13 @@ class Rope(NamedTuple):
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rope) -> jax.Array:
-    """Turn each pair (x_i, x_{i+R/2}) of the first R numbers by `position * frequency_i` radians.
+    """Turn each pair (x_i, x_{i+size/2}) of the first `size` elements by `position * frequency_i` radians.
 
     A score then depends on distance alone. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama
     (halves, not neighbours). Length is kept, and so is x's dtype. B of the positions may be 1: the same for every row.
     """
-    angle_BT1R2 = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
-    sin, cos = jnp.sin(angle_BT1R2), jnp.cos(angle_BT1R2)
+    angle_BT1R = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
+    sin, cos = jnp.sin(angle_BT1R), jnp.cos(angle_BT1R)
     turned, rest = x_BTNH[..., : rotation.size], x_BTNH[..., rotation.size :]
     x1, x2 = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTNH.dtype)

@@ -87,7 +87,7 @@ def _shardings(state: TrainState) -> TrainState:
 
 
 def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> AttentionFn:
-    """Return the kernel run by each device for its own rows and heads: nothing is exchanged, and jit cannot cut kernels."""
+    """Return the kernel run by each device for its own rows and heads: no communication, and jit cannot shard kernels."""
     rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
     def sharded_attention(
@@ -121,61 +121,61 @@ def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> Atten
 
 
 def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
-    """Return hooks that keep rows where the batch put them, whole in width: the compiler alone may cut them along D."""
+    """Return hooks that keep activations sharded by rows, as the batch is: the compiler alone may shard them by D."""
 
     def constrain(x_BTD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH_SPEC))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Each device gathers its tensor group's rows of the table and looks its own tokens up in them.
+        """Look each device's tokens up in its tensor group's part of the table, gathered over fsdp.
 
-        Left to itself the compiler makes the vectors of the whole batch on every device.
+        Left to itself the compiler makes the vectors of all of the batch on every device.
         """
 
-        def mine(table_VD, tokens_BT):
+        def embed_locally(table_VD, tokens_BT):
             table_VD = jax.lax.all_gather(table_VD, "fsdp", axis=1, tiled=True)
             index_BT = tokens_BT - jax.lax.axis_index("tensor") * len(table_VD)
             here_BT = (index_BT >= 0) & (index_BT < len(table_VD))
             x_BTD = jnp.take(table_VD, jnp.where(here_BT, index_BT, 0), axis=0)
             return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0.0), "tensor")
 
-        local = jax.shard_map(
-            mine,
+        return jax.shard_map(
+            embed_locally,
             mesh=grid,
             in_specs=(P("tensor", "fsdp"), BATCH_SPEC),
             out_specs=BATCH_SPEC,
             check_vma=False,  # all_gather's result counts as varying
-        )
-        return local(table_VD, tokens_BT)
+        )(table_VD, tokens_BT)
 
     def reduce_loss(function: Callable) -> Callable:
-        """Each device gathers the head once and adds up its own rows, before anything is exchanged.
+        """Return `function` over all rows: each device gathers the parameters once and sums its own rows first.
 
-        Left to itself the compiler exchanges the head's gradient for every chunk of the loss.
+        Left to itself the compiler all-reduces the parameters' gradient for every chunk of the loss.
         """
 
-        def mine(head, *arrays):
+        def reduce_locally(params, *arrays):
             gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
-            whole = {name: jax.tree.map(functools.partial(gather, axis=_width(name)), x) for name, x in head.items()}
-            return jax.lax.psum(function(whole, *arrays), BATCH_SPEC[0])
+            params = {
+                name: jax.tree.map(functools.partial(gather, axis=_width_axis(name)), x) for name, x in params.items()
+            }
+            return jax.lax.psum(function(params, *arrays), BATCH_SPEC[0])
 
-        def everywhere(head, *arrays):
-            by_width = {name: P("fsdp") if _width(name) == 0 else P(None, "fsdp") for name in head}
-            local = jax.shard_map(
-                mine,
+        def reduce(params, *arrays):
+            specs = {name: P("fsdp") if _width_axis(name) == 0 else P(None, "fsdp") for name in params}
+            return jax.shard_map(
+                reduce_locally,
                 mesh=grid,
-                in_specs=(by_width, *([BATCH_SPEC] * len(arrays))),
+                in_specs=(specs, *([BATCH_SPEC] * len(arrays))),
                 out_specs=P(),
-                axis_names={"data", "fsdp"},  # the vocabulary over `tensor` is the compiler's
+                axis_names={"data", "fsdp"},  # the compiler shards the vocabulary over `tensor`
                 check_vma=False,
-            )
-            return local(head, *arrays)
+            )(params, *arrays)
 
-        return everywhere
+        return reduce
 
     return ShardingHooks(constrain=constrain, embed=embed, reduce_loss=reduce_loss)
 
 
-def _width(name: str) -> int:
-    """Which axis of the matrix over the vocabulary is the model's width."""
+def _width_axis(name: str) -> int:
+    """Return the axis of D in a matrix over the vocabulary."""
     return 0 if name == "lm_head" else 1

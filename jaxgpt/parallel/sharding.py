@@ -44,7 +44,7 @@ RULES = [
     ("vocab", "tensor"),
     ("heads_bias", ("tensor", "fsdp")),
     ("mlp_bias", ("tensor", "fsdp")),
-    ("layers", None),  # one block at a time is wanted whole
+    ("layers", None),  # each block is needed at once on all devices
 ]
 
 
@@ -91,7 +91,7 @@ def state_shardings(
 
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
-    """Raise `UserError` unless every logical axis divides over its devices: an array left whole would hide there."""
+    """Raise `UserError` unless every logical axis divides over its devices: an array would silently stay replicated."""
     config = config.explicit()
     assert config.n_kv_head and config.head_dim and config.mlp_dim
     axes = {

@@ -34,24 +34,18 @@ def plain_attention(
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245. The values may have a
-    size of their own, which is the result's.
+    Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
-        q_BTNH: queries. k_BSKH, v_BSKH: keys and values.
+        q_BTNH: queries. k_BSKH: keys. v_BSKH: values, whose own size may differ and is the result's.
         segments_BT: int32, the document of each query, which reads no other. None means a row is one document.
         scale: of the scores. None means 1 / sqrt(H).
         window: tokens that each query reads, itself included. None means all.
         softcap: c in c tanh(score / c). None means no cap.
         dropout: share of the attention weights dropped, by `key`. No key means none.
-        key: of dropout.
         causal: each query reads the keys up to its own position, and T and S are equal. False means all keys.
         key_segments_BS: int32, the document of each key. None means segments_BT.
     """
-    key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
-    same_BTS = None
-    if segments_BT is not None and key_segments_BS is not None:
-        same_BTS = segments_BT[:, :, None] == key_segments_BS[:, None, :]
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     scale = H**-0.5 if scale is None else scale
@@ -59,43 +53,61 @@ def plain_attention(
     # Heads fold into the batch, so that each product is a batch of plain matrices: XLA on CPU takes 3.3 ms for
     # what costs 5.5 ms with the heads inside (B=12, T=64, N=4, H=32, forward and backward).
     q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G, T, H)
-    k_ = k_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, H)
-    v_ = v_BSKH.transpose(0, 2, 1, 3).reshape(B * K, S, -1)
+    k_, v_ = (x.transpose(0, 2, 1, 3).reshape(B * K, S, -1) for x in (k_BSKH, v_BSKH))
+    visible_BTS = _visible(T, S, causal, window)[None]
+    if segments_BT is not None:
+        key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
+        visible_BTS = visible_BTS & (segments_BT[:, :, None] == key_segments_BS[:, None, :])
+
+    # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
+    size = T // BLOCKS if causal and T >= LONG and T % BLOCKS == 0 else T
+    blocks = []
+    for start in range(0, T, size):
+        end = start + size
+        read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
+        own = key if size == T or key is None else jax.random.fold_in(key, start)
+        scores = {"scale": scale, "softcap": softcap, "dropout": dropout, "key": own}
+        blocks.append(
+            _attend_block(q_[:, :, start:end], k_[:, read], v_[:, read], visible_BTS[:, start:end, read], **scores)
+        )
+    out = jnp.concatenate(blocks, axis=2)
+    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), KEPT)
+
+
+def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:
     visible_TS = jnp.ones((T, S), bool)
     if causal:
         visible_TS = jnp.tril(visible_TS)
     if window is not None:
         visible_TS &= jnp.triu(jnp.ones((T, S), bool), 1 - window)
+    return visible_TS
 
-    # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
-    size = T // BLOCKS if causal and T >= LONG and T % BLOCKS == 0 else T
 
-    def block(start: int, end: int) -> jax.Array:
-        """Attend queries [start, end) to the keys visible to any of them."""
-        read = slice(0 if window is None else max(0, start + 1 - window), end if causal else S)
-        t = end - start
-        # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
-        scores = jnp.einsum(
-            "btH,bsH->bts",
-            q_[:, :, start:end].reshape(B * K, G * t, H),
-            k_[:, read],
-            preferred_element_type=jnp.float32,
-        )
-        scores = _cap(scores * scale, softcap)
-        visible = jnp.tile(visible_TS[start:end, read], (G, 1))[None]
-        if same_BTS is not None:
-            visible = jnp.tile(visible_TS[None, start:end, read] & same_BTS[:, start:end, read], (1, G, 1))
-            visible = jnp.repeat(visible, K, axis=0)
-        # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
-        weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
-        if dropout and key is not None:
-            own = key if size == T else jax.random.fold_in(key, start)
-            keep = jax.random.bernoulli(own, 1.0 - dropout, weights.shape)
-            weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
-        return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_[:, read]).reshape(B * K, G, t, -1)
-
-    out = jnp.concatenate([block(start, start + size) for start in range(0, T, size)], axis=2)
-    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), KEPT)
+def _attend_block(
+    q_: jax.Array,
+    k_: jax.Array,
+    v_: jax.Array,
+    visible_BTS: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Attend queries [B K, G, T, H] to keys [B K, S, H]. visible_BTS: B may be 1. -> [B K, G, T, H]."""
+    BK, G, T, H = q_.shape
+    # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
+    scores = jnp.einsum("btH,bsH->bts", q_.reshape(BK, G * T, H), k_, preferred_element_type=jnp.float32)
+    scores = _cap(scores * scale, softcap)
+    visible = jnp.tile(visible_BTS, (1, G, 1))
+    if len(visible) > 1:
+        visible = jnp.repeat(visible, BK // len(visible), axis=0)
+    # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
+    weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    if dropout and key is not None:
+        keep = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
+        weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
+    return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_).reshape(BK, G, T, -1)
 
 
 def cached_attention(

@@ -13,7 +13,7 @@ LANES = 128  # of a TPU's vector register: the kernel cuts T and S into multiple
 
 
 def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
-    """In words, why `splash_attention` should not attend over T tokens with heads of size H. None: it should."""
+    """Return why `splash_attention` cannot attend over T tokens with heads of size H. None means that it can."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"it needs bfloat16 or float32 and dtype is {jnp.dtype(dtype)}"
     if H > 256:
@@ -46,17 +46,8 @@ def splash_attention(
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
     """
     if key is not None:
-        return plain_attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            segments_BT=segments_BT,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            dropout=dropout,
-            key=key,
-        )
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "dropout": dropout}
+        return plain_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **options)
     # Here, so that only those who use it wait for it: 0.1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -94,7 +85,7 @@ def splash_attention(
 
 @jax.custom_vjp
 def _gradient_by_rows(x_BTF: jax.Array) -> jax.Array:
-    """x itself, whose gradient lies in memory token by token.
+    """Return x, whose gradient is laid out in memory token by token.
 
     The kernel writes gradients as [B, N, T, H], and two products read each: for the weights and for the input. Left to
     itself the compiler turns it anew for either. Turned once: 219 MB for a layer of GPT-2 at B=8, T=1024, and 1.5
@@ -109,7 +100,7 @@ _gradient_by_rows.defvjp(
 
 
 def computed_scores(T: int, H: int, window: int | None = None) -> int:
-    """Of T x T scores of one head, those that the kernel computes: all of each block of which the mask leaves anything."""
+    """Count the scores of one head, of T x T, that the kernel computes: each block of which the mask leaves anything."""
     block = _block(T + -T % LANES, H)
     blocks = range(-(-T // block))
     reach = T if window is None else window
