@@ -1,8 +1,8 @@
-"""What the training loop calls. These do nothing, so that it can train in memory; `session` hands in those of a run."""
+"""What the training loop calls. These do nothing, so that it can train in memory; `runs.callbacks` are those of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from jaxgpt.train import TrainState
 
 Metrics = dict[str, Any]  # of a step, as `train_step` returns them
-# (a skipped step, its metrics, the newest state, the metrics of the steps from the skipped one to that state) -> nothing
-OnSkipped = Callable[[int, Metrics, "TrainState", Sequence[Metrics]], None]
 
 
 class Log:
@@ -28,24 +26,11 @@ class Log:
         """Record a validation loss."""
 
 
-class Saver:
-    """Save checkpoints."""
+class Callbacks:
+    """Validate and save; keep the processes of a run in step, and the copies of its state equal."""
 
-    def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
-        """Begin to save. val_loss: of this step; None: not measured, or not finite."""
-
-    def raise_if_failed(self) -> None:
-        """Raise if the last save is known to have failed."""
-
-    def wait(self) -> None:
-        """Wait until the last save is on disk."""
-
-
-class Processes:
-    """Keep the processes of a run in step, and the copies of the state that their devices hold equal."""
-
-    def beat(self, step: int) -> None:
-        """Tell a watchdog that a step begins."""
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins."""
 
     def agree(self, number: int) -> int:
         """Return in all processes the number of process 0."""
@@ -57,5 +42,23 @@ class Processes:
     def compare(self, step: int, checksums: jax.Array) -> None:
         """Raise if the checksums differ."""
 
+    def skipped(self, step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
+        """Record a step that was skipped. state: the newest; later: metrics of the steps between this one and it."""
 
-NO_LOG, NO_SAVER, ONE_PROCESS = Log(), Saver(), Processes()
+    def stop_signal(self, step: int | None) -> str | None:
+        """Return the name of the signal that is to end the run. step: all processes are asked; None: this one alone."""
+
+    def validate(self, step: int, state: TrainState) -> float | None:
+        """Return the validation loss. None: it is not measured, since a signal came between."""
+
+    def save(self, step: int, state: TrainState, val_loss: float | None) -> None:
+        """Begin to save a checkpoint. val_loss: of this step; None: not measured, or not finite."""
+
+    def raise_if_save_failed(self) -> None:
+        """Raise if the last save is known to have failed."""
+
+    def wait_for_save(self) -> None:
+        """Wait until the last save is on disk."""
+
+
+NO_LOG, NO_CALLBACKS = Log(), Callbacks()

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
-from jaxgpt.callbacks import Log, Metrics, OnSkipped, Processes
+from jaxgpt.callbacks import Callbacks, Log, Metrics
 from jaxgpt.errors import Diverged
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ LONG_STEP = 1.0  # seconds of a step from which on none is left in flight: a sig
 class StepsInFlight:
     """Steps that are dispatched and whose metrics are still on the device, the oldest first."""
 
-    def __init__(self, log: Log, processes: Processes, on_skipped: OnSkipped, max_skipped: int):
+    def __init__(self, log: Log, callbacks: Callbacks, max_skipped: int):
         self.limit = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
         self.skipped_in_a_row = 0  # up to the last step that was settled
-        self._log, self._processes, self._on_skipped, self._max_skipped = log, processes, on_skipped, max_skipped
+        self._log, self._callbacks, self._max_skipped = log, callbacks, max_skipped
         self._steps: deque[tuple[int, Metrics, jax.Array | None]] = deque()
 
     def add(self, step: int, metrics: Metrics, checksums: jax.Array | None) -> None:
@@ -35,7 +35,7 @@ class StepsInFlight:
 
     def choose_limit(self, seconds: float) -> None:
         """Choose how many steps are left in flight, in all processes the same. seconds: of a step."""
-        self.limit = self._processes.agree(IN_FLIGHT if seconds < LONG_STEP else 0)
+        self.limit = self._callbacks.agree(IN_FLIGHT if seconds < LONG_STEP else 0)
 
     def settle(self, limit: int, state: TrainState) -> None:
         """Log the oldest steps until at most `limit` are in flight: the loop's only wait for the device.
@@ -45,13 +45,13 @@ class StepsInFlight:
         while len(self._steps) > limit:
             step, metrics, checksums = self._steps.popleft()
             if checksums is not None:
-                self._processes.compare(step, checksums)
+                self._callbacks.compare(step, checksums)
             self.skipped_in_a_row = int(metrics["in_a_row"])
             if not self.skipped_in_a_row:
                 numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")}
                 self._log.step(step, **numbers)
                 continue
-            self._on_skipped(step, metrics, state, [later for _, later, _ in self._steps])
+            self._callbacks.skipped(step, metrics, state, [later for _, later, _ in self._steps])
             if self.skipped_in_a_row >= self._max_skipped:
                 count = f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}"
                 raise Diverged(f"{count}: {why_skipped(metrics)}")

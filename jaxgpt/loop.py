@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import NO_LOG, NO_SAVER, ONE_PROCESS, Log, Metrics, OnSkipped, Processes, Saver
+from jaxgpt.callbacks import NO_CALLBACKS, NO_LOG, Callbacks, Log, Metrics
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.in_flight import StepsInFlight
@@ -52,40 +52,34 @@ def train(
     key: jax.Array,
     start: int = 0,
     best: float = math.inf,
-    validate: Callable[[int, TrainState], float | None] = lambda step, state: None,
-    stop: Callable[[int | None], str | None] = lambda step: None,
-    on_skipped: OnSkipped = lambda step, metrics, state, later: None,
     log: Log = NO_LOG,
-    saver: Saver = NO_SAVER,
-    processes: Processes = ONE_PROCESS,
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> TrainState:
     """Take the steps start + 1 to config.steps, and return the last state.
 
     train_step: compiled; it may donate the state. key: the run's. best: the lowest validation loss of a checkpoint.
-    validate: (step, state) -> loss, None where a signal came between. stop: step -> the name of the signal that is to end
-        the run, None for none; it asks all processes, each of them at the same step, or with None this one alone.
     Raises `Preempted` after a save, and `Diverged` after `max_skipped` skipped steps or a last validation loss of NaN.
     """
-    in_flight, schedule = StepsInFlight(log, processes, on_skipped, max_skipped), SaveSchedule(config, best)
+    in_flight, schedule = StepsInFlight(log, callbacks, max_skipped), SaveSchedule(config, best)
     for step in range(start + 1, config.steps + 1):
         began = time.monotonic()
         batch = next(batches)
-        processes.beat(step)
+        callbacks.begin_step(step)
         state, metrics = train_step(state, batch, key)
-        in_flight.add(step, metrics, processes.checksums(step, state))
+        in_flight.add(step, metrics, callbacks.checksums(step, state))
         in_flight.settle(in_flight.limit, state)
         seconds = time.monotonic() - began
         if step == start + 1:
             log.compiled(step, seconds)
         if step == start + 2 or step % AGREE_EVERY == 0:
             in_flight.choose_limit(seconds)
-        saver.raise_if_failed()
+        callbacks.raise_if_save_failed()
 
-        signal, val_loss = stop(step), None
+        signal, val_loss = callbacks.stop_signal(step), None
         if signal is None and is_eval_step(step, config):
             in_flight.settle(0, state)
-            val_loss = validate(step, state)
-            signal = stop(None)
+            val_loss = callbacks.validate(step, state)
+            signal = callbacks.stop_signal(None)
         if val_loss is not None:
             val_loss = log_validation(log, step, val_loss, config)
         if schedule.update(step, val_loss, stopping=signal is not None):
@@ -93,12 +87,12 @@ def train(
             # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken step
             # is saved instead. A finite validation loss says that they are not.
             if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
-                saver.save(state, step, val_loss)
+                callbacks.save(step, state, val_loss)
                 schedule.is_due = False
         if signal is not None:
-            saver.wait()
+            callbacks.wait_for_save()
             raise Preempted(f"{signal}: saved step {step} of {config.steps}")
-    saver.wait()
+    callbacks.wait_for_save()
     return state
 
 

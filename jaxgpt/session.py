@@ -14,7 +14,6 @@ import jax
 from jaxgpt import loop
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
-from jaxgpt.cluster.processes import Processes
 from jaxgpt.cluster.signals import Stop, catch_signals
 from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
@@ -27,10 +26,10 @@ from jaxgpt.parallel.device import check_memory, first_device
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.run import Run, load_run
+from jaxgpt.runs.callbacks import RunCallbacks, introduction
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.curves import plot_losses
 from jaxgpt.runs.find import RUNS, is_run
-from jaxgpt.runs.hooks import Hooks, introduction
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
@@ -208,9 +207,9 @@ class Session:
             for line in introduction(self.experiment, self.trainer, self.dataset, self.directory, start):
                 log.say(line)
             with catch_signals() as stop:
-                hooks = self._hooks(log, stop, dropout_key, start)
+                callbacks = self._callbacks(log, stop, dropout_key, start)
                 is_measured = any(line["step"] == start and "val_loss" in line for line in lines)
-                self._run_loop(hooks, state, map(strategy.shard_batch, batches), start, is_measured=is_measured)
+                self._run_loop(callbacks, state, map(strategy.shard_batch, batches), start, is_measured=is_measured)
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise
@@ -236,23 +235,22 @@ class Session:
             show=show,
         )
 
-    def _hooks(self, log: Log, stop: Stop, key: jax.Array, start: int) -> Hooks:
-        strategy, every = self.trainer.strategy, self.experiment.parallel.check_replicas_every
-        return Hooks(
+    def _callbacks(self, log: Log, stop: Stop, key: jax.Array, start: int) -> RunCallbacks:
+        return RunCallbacks(
             directory=self.directory,
             experiment=self.experiment,
             trainer=self.trainer,
             dataset=self.dataset,
             checkpoints=self.checkpoints,
             watchdog=self.watchdog,
-            processes=Processes(self.watchdog, strategy.devices, self.trainer.checksums, every=every, start=start),
             log=log,
             stop=stop,
             key=key,
+            compared=start,
         )
 
     def _run_loop(
-        self, hooks: Hooks, state: TrainState, batches: Iterator[Batch], start: int, *, is_measured: bool
+        self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int, *, is_measured: bool
     ) -> None:
         """Run the loop. is_measured: the validation loss of step `start` is in metrics.jsonl."""
         config = self.experiment.train
@@ -260,9 +258,9 @@ class Session:
         best = min((loss for loss in losses if loss is not None), default=math.inf)
         try:
             if start and loop.is_eval_step(start, config) and not is_measured:
-                val_loss = hooks.validate_start(start, state)
+                val_loss = callbacks.validate_start(start, state)
                 best = best if val_loss is None else min(best, val_loss)
-            if (signal := hooks.stop(None)) is not None:
+            if (signal := callbacks.stop(None)) is not None:
                 raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
             loop.train(
                 self.trainer.train_step,
@@ -270,15 +268,11 @@ class Session:
                 batches,
                 config=config,
                 max_skipped=self.experiment.optim.max_skipped,
-                key=hooks.key,
+                key=callbacks.key,
                 start=start,
                 best=best,
-                validate=hooks.validate,
-                stop=hooks.stop,
-                on_skipped=hooks.skipped,
-                log=hooks.log,
-                saver=hooks,
-                processes=hooks.processes,
+                log=callbacks.log,
+                callbacks=callbacks,
             )
         except Preempted as e:
             command = shell_line("jaxgpt", "train", "--run-dir", self.directory)

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from jaxgpt.callbacks import NO_LOG, ONE_PROCESS, Log, Processes, Saver
+from jaxgpt.callbacks import NO_CALLBACKS, NO_LOG, Callbacks, Log
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.in_flight import StepsInFlight, why_skipped
@@ -17,44 +17,40 @@ def metrics(in_row=0, loss=1.0, norm=1.0):
     return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_a_row": in_row, "skipped": int(in_row > 0)}
 
 
-class Events(Log, Saver, Processes):
+class Events(Log, Callbacks):
     """Write down what the loop calls."""
 
     def __init__(self):
         self.events = []
 
-    def beat(self, step):
+    def begin_step(self, step):
         self.events.append(f"begin {step}")
 
     def step(self, step, **_):
         self.events.append(f"settle {step}")
 
-    def save(self, state, step, val_loss):
+    def save(self, step, state, val_loss):
         self.events.append(f"save {step}" + ("" if val_loss is None else f" with {val_loss}"))
 
     def validation(self, step, val_loss):
         self.events.append(f"validation {step}")
 
-    def wait(self):
+    def wait_for_save(self):
         self.events.append("wait")
 
 
-def run(config, *, skipped=(), start=0, **options):
-    """(what was called, the last state, what was raised); the state is the number of steps."""
+def run(config, *, bad=(), start=0, max_skipped=9, best=math.inf, **replaced):
+    """(what was called, the last state, what was raised); the state is the number of steps. replaced: callbacks."""
     events, raised, state = Events(), None, start
+    for name, function in replaced.items():
+        setattr(events, name, function)
     in_row = [0]
 
     def step(state, batch, key):
-        in_row[0] = in_row[0] + 1 if state + 1 in skipped else 0
+        in_row[0] = in_row[0] + 1 if state + 1 in bad else 0
         return state + 1, metrics(in_row[0], loss=math.nan if in_row[0] else 1.0)
 
-    options = {
-        "max_skipped": 9,
-        "key": jax.random.key(0),
-        "log": events,
-        "saver": events,
-        "processes": events,
-    } | options
+    options = {"key": jax.random.key(0), "log": events, "callbacks": events, "max_skipped": max_skipped, "best": best}
     try:
         state = train(step, start, itertools.repeat(None), config=config, start=start, **options)
     except (Diverged, Preempted) as e:
@@ -77,14 +73,14 @@ def test_a_loop_begins_after_the_step_of_its_state():
     assert events == ["begin 4", "settle 4", "save 4", "wait"] and state == 4
 
 
-def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_the_next_taken_one():
-    events, _, _ = run(TrainConfig(steps=8, eval_every=99, checkpoint_every=3), skipped=(3, 4, 8))
+def test_a_checkpoint_that_is_due_after_a_skipped_waits_for_the_next_taken_one():
+    events, _, _ = run(TrainConfig(steps=8, eval_every=99, checkpoint_every=3), bad=(3, 4, 8))
     assert of_saves(events) == ["5", "6"]  # not 8, whose parameters may be ruined
 
 
-def test_a_finite_validation_loss_is_enough_to_save_after_a_skipped_step():
+def test_a_finite_validation_loss_is_enough_to_save_after_a_skipped():
     config = TrainConfig(steps=4, eval_every=2, checkpoint_every=99)
-    events, _, _ = run(config, skipped=(2, 4), validate=lambda step, state: 5.0 - step)
+    events, _, _ = run(config, bad=(2, 4), validate=lambda step, state: 5.0 - step)
     assert of_saves(events) == ["2 with 3.0", "4 with 1.0"]
 
 
@@ -97,7 +93,7 @@ def test_only_a_better_loss_is_a_reason_to_save():
 
 def test_a_signal_goes_before_validation_and_saves():
     config = TrainConfig(steps=9, eval_every=2, checkpoint_every=99)
-    events, _, raised = run(config, stop=lambda step: "SIGTERM" if step == 2 else None)
+    events, _, raised = run(config, stop_signal=lambda step: "SIGTERM" if step == 2 else None)
     assert events[-2:] == ["save 2", "wait"] and str(raised) == "SIGTERM: saved step 2 of 9"
 
 
@@ -110,19 +106,19 @@ def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured():
 
     config = TrainConfig(steps=9, eval_every=2, checkpoint_every=99)
     for val_loss, saved in ((None, "2"), (1.5, "2 with 1.5")):
-        events, _, raised = run(config, stop=stop, validate=lambda step, state, loss=val_loss: loss)
+        events, _, raised = run(config, stop_signal=stop, validate=lambda step, state, loss=val_loss: loss)
         assert of_saves(events) == [saved] and ("validation 2" in events) == (val_loss is not None)
         assert str(raised) == "SIGINT: saved step 2 of 9"
     assert asked == [1, 2, None] * 2
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run():
+def test_too_many_skippeds_in_a_row_end_the_run():
     told = []
     _, _, raised = run(
         TrainConfig(steps=9, eval_every=99, checkpoint_every=99),
-        skipped=(2, 4, 5, 6),
+        bad=(2, 4, 5, 6),
         max_skipped=3,
-        on_skipped=lambda step, metrics, state, later: told.append((step, state, len(later))),
+        skipped=lambda step, metrics, state, later: told.append((step, state, len(later))),
     )
     assert str(raised) == "3 steps in a row were skipped, up to step 6: loss is nan"
     assert told == [(2, 2, 0), (4, 6, 2), (5, 7, 2), (6, 8, 2)]  # how much further the state is by then
@@ -145,14 +141,14 @@ def test_a_due_checkpoint_stays_due_until_it_is_saved():
 def test_copies_are_compared_before_their_step_is_logged():
     events = Events()
     events.compare = lambda step, checksums: events.events.append(f"compare {step}: {checksums}")
-    steps = StepsInFlight(events, events, lambda *_: None, 1)
+    steps = StepsInFlight(events, events, 1)
     steps.add(1, metrics(), "sums")
     steps.settle(0, None)
     assert events.events == ["compare 1: sums", "settle 1"]
 
 
 def test_long_steps_are_not_left_in_flight():
-    steps = StepsInFlight(NO_LOG, ONE_PROCESS, lambda *_: None, 1)
+    steps = StepsInFlight(NO_LOG, NO_CALLBACKS, 1)
     for seconds, limit in ((0.9, 2), (1.0, 0)):
         steps.choose_limit(seconds)
         assert steps.limit == limit

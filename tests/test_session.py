@@ -259,7 +259,7 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
             raise Killed
         return loss, 1
 
-    monkeypatch.setattr("jaxgpt.runs.hooks.mean_loss", mean_loss)
+    monkeypatch.setattr("jaxgpt.runs.callbacks.mean_loss", mean_loss)
     train = dataclasses.replace(experiment.train, eval_every=2, checkpoint_every=100, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
     with pytest.raises(Killed):

@@ -35,7 +35,7 @@ def started():
     reached("jax is imported")
     import jax.monitoring
     from jaxgpt import session
-    from jaxgpt.runs import hooks
+    from jaxgpt.runs import callbacks
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
@@ -53,7 +53,7 @@ def started():
     after(session, "prepare_for", "the data is there")
     after(session, "state_at", "the state is there")
     after(session.Log, "compiled", "the first step is done")
-    after(hooks, "mean_loss", "the validation loss is known")
+    after(callbacks, "mean_loss", "the validation loss is known")
     after(session.Checkpoints, "wait", "it is saved")
 train.configure_jax = started
 __main__.main(sys.argv[1:])

@@ -38,7 +38,7 @@ def _words(x: jax.Array) -> jax.Array:
     return bits.astype(jnp.uint32).ravel()
 
 
-def check(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
+def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
     """Raise `ReplicasDiffer` unless the R copies of each of G parts have one checksum.
 
     devices: R * G, in the order of the sums. since, step: of the last check, and of this one.

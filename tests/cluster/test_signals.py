@@ -14,7 +14,7 @@ import pytest
 
 from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.run import load
-from jaxgpt.runs import hooks
+from jaxgpt.runs import callbacks
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from tests.conftest import REPOSITORY
@@ -41,7 +41,7 @@ def lines(directory):
 
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
-    directory, plain, seen = tmp_path / "r", hooks.mean_loss, []
+    directory, plain, seen = tmp_path / "r", callbacks.mean_loss, []
 
     def interrupted(*arguments):
         seen.append(at)
@@ -49,7 +49,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments)
 
-    monkeypatch.setattr(hooks, "mean_loss", interrupted)
+    monkeypatch.setattr(callbacks, "mean_loss", interrupted)
     with pytest.raises(Preempted, match=f"SIGTERM: saved step {at} of 4"):
         fit(experiment, directory, progress=False)
     seen[:] = [at] * (at // 2 - 1)
@@ -65,7 +65,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
-    plain, steps = hooks.mean_loss, iter(["stop", "nan"])
+    plain, steps = callbacks.mean_loss, iter(["stop", "nan"])
 
     def scripted(*arguments):
         match next(steps, None):
@@ -75,7 +75,7 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
                 return math.nan, 1
         return plain(*arguments)
 
-    monkeypatch.setattr(hooks, "mean_loss", scripted)
+    monkeypatch.setattr(callbacks, "mean_loss", scripted)
     with pytest.raises(Preempted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
     fit(experiment, tmp_path / "r", progress=False)
@@ -93,7 +93,7 @@ def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, m
         return math.nan, 1
 
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    monkeypatch.setattr(hooks, "mean_loss", scripted)
+    monkeypatch.setattr(callbacks, "mean_loss", scripted)
     for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
         with pytest.raises(Preempted, match=said):
             fit(e, tmp_path / "r", progress=False)
@@ -118,7 +118,7 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 
     train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
-    monkeypatch.setattr(hooks, "mean_loss", scripted)
+    monkeypatch.setattr(callbacks, "mean_loss", scripted)
     with pytest.raises(Preempted, match="saved step 2 of 4"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
-from jaxgpt.cluster.replicas import ReplicasDiffer, check
+from jaxgpt.cluster.replicas import ReplicasDiffer, check_replicas
 from jaxgpt.config import (
     NO_LORA,
     DataConfig,
@@ -329,7 +329,7 @@ def drift() -> dict:
 
 def compare(run: Run) -> str:
     try:
-        check(run.checksums(run.state), run.strategy.devices, 100, 200)
+        check_replicas(run.checksums(run.state), run.strategy.devices, 100, 200)
     except ReplicasDiffer as e:
         return str(e)
     return "all are equal"

@@ -1,4 +1,4 @@
-"""What the training loop does in a run directory: validate, examine a step that is not finite, save."""
+"""What the training loop calls in a run: validate, save, examine a step that is not finite, compare replicas."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 
-from jaxgpt import callbacks, loop
+from jaxgpt import loop
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import Metrics
+from jaxgpt.callbacks import Callbacks, Metrics
 from jaxgpt.cluster import multihost
-from jaxgpt.cluster.processes import Processes
+from jaxgpt.cluster.replicas import check_replicas
 from jaxgpt.cluster.signals import Stop
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import Experiment
@@ -31,8 +31,8 @@ from jaxgpt.train import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
-class Hooks(callbacks.Saver):
-    """Functions for `loop.train`."""
+class RunCallbacks(Callbacks):
+    """See `Callbacks`."""
 
     directory: Path
     experiment: Experiment  # as it is trained
@@ -40,11 +40,33 @@ class Hooks(callbacks.Saver):
     dataset: Dataset
     checkpoints: Checkpoints
     watchdog: Watchdog
-    processes: Processes
     log: Log
     stop: Stop
     key: jax.Array  # of the run's dropout
+    compared: int  # the last step at which the copies of the state were compared
     has_examined: bool = False  # a step that is not finite
+
+    def begin_step(self, step: int) -> None:
+        """Feed the watchdog."""
+        self.watchdog.beat(step)
+
+    def agree(self, number: int) -> int:
+        """Return in all processes the number of process 0."""
+        return multihost.on_process_0(lambda: number)
+
+    def checksums(self, step: int, state: TrainState) -> jax.Array | None:
+        """Return a checksum of each copy of the state, every so many steps."""
+        compute, every = self.trainer.checksums, self.experiment.parallel.check_replicas_every
+        return compute(state) if compute and every and step % every == 0 else None
+
+    def compare(self, step: int, checksums: jax.Array) -> None:
+        """Raise `ReplicasDiffer` if the checksums differ."""
+        check_replicas(checksums, self.trainer.strategy.devices, self.compared, step)
+        self.compared = step
+
+    def stop_signal(self, step: int | None) -> str | None:
+        """Return the name of the signal that is to end the run."""
+        return self.stop(step)
 
     def validate(self, step: int, state: TrainState) -> float | None:
         """Return the validation loss. None: a signal came between, and saving goes first."""
@@ -78,7 +100,7 @@ class Hooks(callbacks.Saver):
                 return
 
     def skipped(self, step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-        """Tell of a step that was skipped, and examine the first that is not finite. See `callbacks.OnSkipped`."""
+        """Tell of a step that was skipped, and examine the first that is not finite."""
         why = why_skipped(metrics)
         self.log.skipped(step, why)
         if int(metrics["skipped"]) == NOT_FINITE and not self.has_examined:
@@ -99,20 +121,21 @@ class Hooks(callbacks.Saver):
                     )
         self.log.say(f"step {step} skipped: {why}")
 
-    def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
+    def save(self, step: int, state: TrainState, val_loss: float | None) -> None:
         """Begin to save, once the copies of the state are known to be equal."""
         self.watchdog.beat(step, slow=True)
-        self.processes.compare_before_save(step, state)
+        if self.trainer.checksums and self.compared < step:
+            self.compare(step, self.trainer.checksums(state))
         if multihost.is_process_0() and not is_run(self.directory):
             raise CheckpointSaveError(f"{self.directory} was deleted or moved, so step {step} is not saved")
         with self.log.clock.paused():
             self.checkpoints.save(self.trainer.strategy.to_checkpoint(state), step, val_loss)
 
-    def raise_if_failed(self) -> None:
+    def raise_if_save_failed(self) -> None:
         """Raise `CheckpointSaveError` if the last save is known to have failed."""
         self.checkpoints.raise_if_failed()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the last save is on disk."""
         self.checkpoints.wait()
 
