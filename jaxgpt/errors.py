@@ -27,13 +27,17 @@ class Diverged(RaisedOnAllProcesses, RuntimeError):
     """Too many steps in a row were skipped, or the last validation loss is not finite. The last checkpoint is good."""
 
 
+def first_line(e: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
 def reason_of(e: Exception) -> str:
-    """Say in a few words why a file could not be written: what TensorStore says takes pages."""
-    said = str(e)
+    """Return in a few words why a file could not be written: TensorStore's messages are pages long."""
     for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
-        if known.lower() in said.lower():
+        if known.lower() in str(e).lower():
             return known
-    return (said.strip().splitlines() or [type(e).__name__])[0][:200]
+    return first_line(e)[:200]
 
 
 def shell_line(*words: str | Path | int) -> str:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxgpt.config import ParallelConfig
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, first_line
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
@@ -59,7 +59,7 @@ def initialize(config: ParallelConfig) -> None:
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        reason = first_line(e)
         raise UserError(
             f"the processes could not meet at {where}: {reason}. Is each of them started? Alone, unset what names the others."
         ) from None
@@ -139,7 +139,7 @@ def barrier(where: str) -> None:
         multihost_utils.sync_global_devices(where)
 
 
-_told = itertools.count()  # equal in all processes, since all ask the same things in the same order
+_asked = itertools.count()  # equal in all processes, since all ask the same things in the same order
 
 
 def _store() -> Any:
@@ -158,7 +158,7 @@ def publish(key: str, value: str) -> None:
     _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
 
 
-def published(folder: str) -> list[str]:
+def read_published(folder: str) -> list[str]:
     """The values of all keys `FOLDER/...`. Raises like `publish`."""
     return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
 
@@ -185,7 +185,7 @@ def on_process_0(function: Callable[[], int]) -> int:
 def _from_leader(words: str) -> str:
     if not is_multiprocess():
         return words
-    key = f"leader/{next(_told)}"
+    key = f"leader/{next(_asked)}"
     if is_process_0():
         publish(key, words)
         return words

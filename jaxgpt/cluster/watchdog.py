@@ -2,7 +2,7 @@
 
 Each process has a thread that watches the clock of its main thread. With several processes the threads also tell one
 another, once a second, how far each has come: when an exchange between devices breaks or hangs, all processes stand
-in the same call, and only those notes tell whose fault it is.
+in the same call, and only those heartbeats tell whose fault it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -27,48 +26,19 @@ from typing import Any, TypeVar
 import jax
 
 from jaxgpt.cluster import multihost
+from jaxgpt.cluster.heartbeat import Heartbeat, Peers, find_stuck
 from jaxgpt.cluster.main_thread import MainThread
 from jaxgpt.cluster.multihost import ProcessLost
-from jaxgpt.errors import RaisedOnAllProcesses, UserError, shell_line
+from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line, shell_line
 
 T = TypeVar("T")
 
 STEPS = 20  # median steps without progress, after which a run is stuck
 SLOW = 10  # times as much patience with what is told to be slow: a save
-INTERVAL = 1.0  # seconds between two notes of a process
-CROWD = 64  # processes from which on the notes grow rarer: each reads all of them, from process 0
+INTERVAL = 1.0  # seconds between two heartbeats of a process
+CROWD = 64  # processes from which on heartbeats grow rarer: each reads all of them, from process 0
 GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken
 ASLEEP = 5  # intervals between two looks of a thread, after which it was itself suspended
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Note:
-    """How far a process has come, as it says itself."""
-
-    process: int
-    host: str
-    pid: int
-    pulse: int = 0  # of its thread: stands still when the whole process does
-    turn: int = 0  # calls of `beat` so far: the same in all processes that are at the same place
-    step: int = 0
-    idle: float = 0.0  # seconds since the last of them, without compilation, suspension and debugging
-    limit: float | None = None  # of `idle`; None: not known yet
-    ended: str | None = None  # why it has ended, as all are to say; empty: as it should
-    status: int = 1  # with which it has ended
-
-    @property
-    def stuck(self) -> bool:
-        return self.ended is None and self.limit is not None and self.idle > self.limit
-
-
-def stuck(notes: Iterable[Note]) -> list[Note]:
-    """Those who hold up a run in which nothing moves: the ones furthest behind, once each is over its own limit.
-
-    Until then the others wait, however long: it may be compiling.
-    """
-    running = [note for note in notes if note.ended is None]
-    behind = [note for note in running if note.turn == min(n.turn for n in running)]
-    return behind if all(note.stuck for note in behind) else []
 
 
 class Watchdog:
@@ -79,22 +49,21 @@ class Watchdog:
         self.directory: Path | None = None
         self.last_step: Callable[[], int | None] = lambda: None
         self._least = seconds
-        self._processes, me = jax.process_count(), jax.process_index()
-        self._interval = INTERVAL * max(1.0, self._processes / CROWD)
-        self._me = Note(process=me, host=socket.gethostname(), pid=os.getpid())
+        processes, process = jax.process_count(), jax.process_index()
+        self._interval = INTERVAL * max(1.0, processes / CROWD)
+        self._me = Heartbeat(process=process, host=socket.gethostname(), pid=os.getpid(), processes=processes)
+        self._peers = Peers()
         self.main = MainThread()
         self._turn = self._step = self._pulse = 0
-        self._since = self._stepped = self._looked = self._answered = time.monotonic()
+        self._since = self._stepped = self._looked = time.monotonic()
         self._woke, self._slept = -math.inf, 0.0  # when this process was last suspended until, and for how long
-        self._asking = False
         self._durations: deque[float] = deque(maxlen=101)  # of steps, with what lay between them
         self._patience = 1
-        self._heard: dict[int, tuple[Note, float]] = {}  # the last note of each other process, and when it came
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, *, slow: bool = False) -> None:
-        """The main thread got here. slow: what comes now may take many times longer than a step, such as a save."""
+        """Note that the main thread has got here. slow: what comes now may take many times longer than a step: a save."""
         now = time.monotonic()
         if step != self._step:
             if self._turn:
@@ -105,13 +74,13 @@ class Watchdog:
         self._turn += 1
 
     def each(self, items: Iterable[T], step: int) -> Iterator[T]:
-        """The items, with a beat before each."""
+        """Yield the items, with a beat before each."""
         for item in items:
             self.beat(step)
             yield item
 
     def _limit(self) -> float | None:
-        """Unknown until the first step is done: it holds compilation, and the devices' first meeting."""
+        """Return None until the first step is done: it holds compilation, and the devices' first meeting."""
         if not self._least or not self._durations:
             return None
         return self._patience * max(self._least, STEPS * statistics.median(list(self._durations)))
@@ -121,40 +90,20 @@ class Watchdog:
             now = time.monotonic()
             if now - self._looked > ASLEEP * self._interval:  # Ctrl-Z, a closed laptop: no time has passed for us
                 self._woke, self._slept = now, now - self._looked
-                self._since = self._answered = now
-                self._heard = {process: (note, now) for process, (note, _) in self._heard.items()}
+                self._since = now
+                self._peers.forgive_silence(now)
             elif self.main.is_compiling() or self.main.is_debugged():
                 self._since = now
             self._pulse += 1
-            if self._processes > 1:
-                self._exchange()
+            if self._me.processes > 1:
+                self._peers.exchange(self._heartbeat())
             self._looked = time.monotonic()
-            if (ended := self._ended()) is not None:
+            if (ended := self._peers.find_ended()) is not None:
                 self._end(ended.ended or "", ended.status)
-            elif held_up := stuck(self._notes()):
+            elif held_up := find_stuck([self._heartbeat(), *self._peers.heartbeats()]):
                 self._end(self._say_stuck(held_up), 1, stacks=True)
 
-    def _exchange(self) -> None:
-        self._asking = True
-        try:
-            self._publish(self._mine())
-            notes = [Note(**json.loads(text)) for text in multihost.published("notes")]
-        except jax.errors.JaxRuntimeError:  # process 0 does not answer: `_answered` stays behind
-            return
-        finally:
-            self._asking = False
-        self._answered = now = time.monotonic()
-        for note in notes:
-            before = self._heard.get(note.process)
-            if note.process != self._me.process and (before is None or before[0] != note):
-                self._heard[note.process] = (note, now)
-
-    def _notes(self) -> list[Note]:
-        """Of all: one that is silent has been idle all that time."""
-        others = (dataclasses.replace(note, idle=note.idle + self._answered - at) for note, at in self._heard.values())
-        return [self._mine(), *others]
-
-    def _mine(self) -> Note:
+    def _heartbeat(self) -> Heartbeat:
         return dataclasses.replace(
             self._me,
             pulse=self._pulse,
@@ -164,42 +113,24 @@ class Watchdog:
             limit=self._limit(),
         )
 
-    def _publish(self, note: Note) -> None:
-        multihost.publish(f"notes/{note.process}", json.dumps(dataclasses.asdict(note)))
-
-    def _ended(self) -> Note | None:
-        return next((note for note, _ in self._heard.values() if note.ended), None)
-
-    def _gone(self, intervals: float) -> str | None:
-        """Who has ended without a word, in words."""
-        unanswered = time.monotonic() - self._answered
-        if self._me.process and unanswered > intervals * self._interval:
-            return f"{self._name(self._leader())} is gone: it has not answered for {unanswered:.0f} s"
-        for note, at in self._heard.values():
-            silent = self._answered - at
-            if note.ended is None and silent > intervals * self._interval:
-                return (
-                    f"{self._name(note)} is gone: nothing was heard from it for {silent:.0f} s, since step {note.step}"
-                )
-        return None
-
     def _cause(self, intervals: float) -> tuple[str, int] | None:
-        """The loss of another process that explains a broken exchange, in words, and the status to end with."""
-        if (ended := self._ended()) is not None:
+        """Return the loss of another process that explains a broken exchange, in words, and the status to end with."""
+        if (ended := self._peers.find_ended()) is not None:
             return ended.ended or "", ended.status
-        gone, slept = self._gone(intervals), self._recent_sleep()
+        gone, slept = self._peers.describe_gone(self._me, intervals * self._interval), self._recent_sleep()
         if gone is not None and slept:
             gone = self._say_slept(slept)
         return None if gone is None else (gone, 1)
 
     def _recent_sleep(self) -> float:
+        """Return the seconds for which this process was suspended, 0 if it was not, or long ago."""
         now = time.monotonic()
-        if not self._asking and now - self._looked > ASLEEP * self._interval:  # the thread has yet to see it
+        if not self._peers.is_asking and now - self._looked > ASLEEP * self._interval:  # the thread has yet to see it
             return now - self._looked
         return self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
 
     def explain(self) -> tuple[str, int] | None:
-        """What broke an exchange, if it was the loss of another process: it takes some silence to be sure."""
+        """Return what broke an exchange, if it was the loss of another process: it takes some silence to be sure."""
         deadline = time.monotonic() + (GRACE + 2) * self._interval
         while time.monotonic() < deadline:
             if cause := self._cause(GRACE):
@@ -208,56 +139,45 @@ class Watchdog:
         return None
 
     def start(self) -> None:
-        if self._least or self._processes > 1:  # else there is nothing to watch for
+        """Start to watch, where there is something to watch for."""
+        if self._least or self._me.processes > 1:
             self._thread.start()
 
     def stop(self, words: str = "", status: int = 0) -> None:
-        """words: what the others are to say, and to end with; none: they may go on."""
+        """Stop to watch. words: what the others are to say, and to end with; none: they may go on."""
         self._over.set()
         if self._thread.ident is not None:
-            self._thread.join(GRACE * self._interval)  # else a last note of its own might follow this one
-        if self._processes > 1:
-            self._say_goodbye(words, status)
+            self._thread.join(GRACE * self._interval)  # else a last heartbeat of its own might follow this one
+        if self._me.processes > 1:
+            self._heartbeat().publish_end(words, status)
 
     def stop_by(self, error: BaseException) -> None:
-        """Of an error of this process alone."""
-        what = str(error).splitlines() or [""]
+        """Stop to watch, because of an error of this process alone."""
         if isinstance(error, UserError):
-            self.stop(f"{self._name(self._me)} refuses: {what[0]}", 2)
+            self.stop(f"{self._me} refuses: {first_line(error)}", 2)
         else:
-            self.stop(f"{self._name(self._me)} has ended: {type(error).__name__}: {what[0]}", 1)
+            self.stop(f"{self._me} has ended: " + f"{type(error).__name__}: {error}".splitlines()[0], 1)
 
     def on_abort(self) -> None:
-        """JAX ends this process because another is lost; it knows that, but not how to say it."""
+        """End this process in JAX's place, which ends it because another is lost, but does not say so."""
         if slept := self._recent_sleep():
             otherwise = self._say_slept(slept)
         elif self._me.process:
-            otherwise = f"{self._name(self._leader())} is gone: its connection broke"
+            otherwise = f"{self._peers.leader(self._me)} is gone: its connection broke"
         else:
             otherwise = "another process is gone, see above"
         words, status = self._cause(GRACE / 2) or (otherwise, 1)
         _say(self.words(words))
         os._exit(status)
 
-    def _leader(self) -> Note:
-        return (
-            self._heard[0][0] if 0 in self._heard else dataclasses.replace(self._me, process=0, host="unknown", pid=0)
-        )
-
-    def _name(self, note: Note) -> str:
-        if self._processes == 1:
-            return "this process"
-        return f"process {note.process} of {self._processes} (host {note.host}, pid {note.pid})"
-
     def _say_slept(self, seconds: float) -> str:
-        return f"{self._name(self._me)} stood still for {seconds:.0f} s, and the others have ended without it"
+        return f"{self._me} stood still for {seconds:.0f} s, and the others have ended without it"
 
-    def _say_stuck(self, notes: list[Note]) -> str:
-        since = f"no progress for {notes[0].idle:.0f} s, since step {notes[0].step}"
-        if 1 < len(notes) == self._processes:
-            return f"all {self._processes} processes are stuck in the same exchange: {since}"
-        names = ", ".join(self._name(note) for note in notes)
-        return f"{names} {'are' if len(notes) > 1 else 'is'} stuck: {since}"
+    def _say_stuck(self, stuck: list[Heartbeat]) -> str:
+        since = f"no progress for {stuck[0].idle:.0f} s, since step {stuck[0].step}"
+        if 1 < len(stuck) == self._me.processes:
+            return f"all {self._me.processes} processes are stuck in the same exchange: {since}"
+        return f"{', '.join(map(str, stuck))} {'are' if len(stuck) > 1 else 'is'} stuck: {since}"
 
     def words(self, what: str) -> str:
         saved = None
@@ -265,7 +185,7 @@ class Watchdog:
             saved = self.last_step()
         command = shell_line("jaxgpt", "train", "--run-dir", self.directory) if self.directory else ""
         again = f" To continue: {command}" if command else ""
-        everywhere = ", on every process." if again and self._processes > 1 else ""
+        everywhere = ", on every process." if again and self._me.processes > 1 else ""
         return f"{what}. The last checkpoint is {'none' if saved is None else f'step {saved}'}.{again}{everywhere}"
 
     def _end(self, what: str, status: int, stacks: bool = False) -> None:
@@ -278,14 +198,10 @@ class Watchdog:
                 ):
                     faulthandler.dump_traceback(file, all_threads=True)
         _say(self.words(what))
-        if self._processes > 1:
-            self._say_goodbye(what, status)
+        if self._me.processes > 1:
+            self._heartbeat().publish_end(what, status)
             multihost.exit_now(status)
         os._exit(status)
-
-    def _say_goodbye(self, words: str, status: int) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may have ended before
-            self._publish(dataclasses.replace(self._mine(), ended=words, status=status))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxgpt.errors import UserError
+from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import is_there
 
 # Never the pickled weights, nor those of other frameworks beside them.
@@ -48,7 +48,7 @@ def local_directory(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=IGNORED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
-        said = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        said = first_line(e)
         raise UserError(
             f"no directory at {path}, and {name} could not be downloaded: {said[:200]}. {by_hand}"
         ) from None

@@ -21,7 +21,7 @@ from jaxgpt.config import Experiment
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tokens import Dataset
-from jaxgpt.errors import CheckpointSaveError, shell_line
+from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.in_flight import why_skipped
 from jaxgpt.layers.hooks import NO_SHARDING
@@ -229,7 +229,7 @@ def write_autopsy(
         try:
             found = examine(trainer, params, batch, key, step)
         except jax.errors.JaxRuntimeError as e:  # the whole model on one device, and without remat
-            unknown = f"the look at it failed: {str(e).splitlines()[0]}"
+            unknown = f"the look at it failed: {first_line(e)}"
     if not exact:
         lost = f"steps up to {of_step} had moved the parameters when this one was known to be bad"
     elif multihost.is_multiprocess():

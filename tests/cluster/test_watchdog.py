@@ -13,7 +13,7 @@ import jaxgpt
 from jaxgpt import session
 from jaxgpt.cli import train
 from jaxgpt.cluster import watchdog
-from jaxgpt.cluster.watchdog import Note, stuck
+from jaxgpt.cluster.heartbeat import Heartbeat, find_stuck
 from jaxgpt.config import Experiment, ParallelConfig
 from tests.conftest import REPOSITORY
 
@@ -75,27 +75,27 @@ def test_only_a_run_that_stands_still_is_ended(tmp_path):
     assert " in hangs" in (tmp_path / "stacks.0.txt").read_text()
 
 
-def note(process, turn, idle, limit=60.0, **rest):
-    return Note(process=process, host="h", pid=process, turn=turn, idle=idle, limit=limit, **rest)
+def beat(process, turn, idle, limit=60.0, **rest):
+    return Heartbeat(process=process, host="h", pid=process, turn=turn, idle=idle, limit=limit, **rest)
 
 
 @pytest.mark.parametrize(
-    ("notes", "expected"),
+    ("heartbeats", "expected"),
     [
-        ([note(0, 9, 59)], []),
-        ([note(0, 9, 61)], [0]),
-        ([note(0, 1, 1e6, None)], []),  # the first step, which is compilation
-        ([note(0, 9, 61), note(1, 9, 61)], [0, 1]),  # all in the same exchange
-        ([note(0, 9, 61), note(1, 7, 61), note(2, 9, 61)], [1]),
-        ([note(0, 7, 61), note(1, 9, 61)], [0]),
-        ([note(0, 9, 600), note(1, 7, 5)], []),  # the other one compiles: waiting for it is no fault
-        ([note(0, 9, 61), note(1, 7, 61), note(2, 7, 5)], []),
-        ([note(0, 9, 600), note(1, 7, 100, 600)], []),  # or saves
-        ([note(0, 9, 61), note(1, 3, 1e6, ended="")], [0]),  # who is done holds up nobody
+        ([beat(0, 9, 59)], []),
+        ([beat(0, 9, 61)], [0]),
+        ([beat(0, 1, 1e6, None)], []),  # the first step, which is compilation
+        ([beat(0, 9, 61), beat(1, 9, 61)], [0, 1]),  # all in the same exchange
+        ([beat(0, 9, 61), beat(1, 7, 61), beat(2, 9, 61)], [1]),
+        ([beat(0, 7, 61), beat(1, 9, 61)], [0]),
+        ([beat(0, 9, 600), beat(1, 7, 5)], []),  # the other one compiles: waiting for it is no fault
+        ([beat(0, 9, 61), beat(1, 7, 61), beat(2, 7, 5)], []),
+        ([beat(0, 9, 600), beat(1, 7, 100, 600)], []),  # or saves
+        ([beat(0, 9, 61), beat(1, 3, 1e6, ended="")], [0]),  # who is done holds up nobody
     ],
 )
-def test_who_is_furthest_behind_is_to_blame(notes, expected):
-    assert [n.process for n in stuck(notes)] == expected
+def test_who_is_furthest_behind_is_to_blame(heartbeats, expected):
+    assert [n.process for n in find_stuck(heartbeats)] == expected
 
 
 class Over(Exception):
