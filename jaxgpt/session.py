@@ -34,7 +34,7 @@ from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
-from jaxgpt.runs.pretrained import Weights, begun, origin_of, state_at
+from jaxgpt.runs.pretrained import Weights, describe_origin, resolve_init_from, restore_or_init
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.runs.resume import check_same_configuration, is_resumable
 from jaxgpt.train import TrainState, init_and_dropout_keys
@@ -115,7 +115,7 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
     """
     if resumed is not None:
         check_same_configuration(resumed, experiment)
-    resolved, weights = begun(experiment, resumed)
+    resolved, weights = resolve_init_from(experiment, resumed)
     if resumed is None:
         dataset = prepare_for(resolved.model, resolved.data)
     else:
@@ -149,7 +149,7 @@ class Session:
     is_new: bool
     dataset: Dataset
     trainer: Trainer
-    weights: Callable[[], Weights] | None  # see `state_at`
+    weights: Callable[[], Weights] | None  # see `restore_or_init`
     checkpoints: Checkpoints
     watchdog: Watchdog
     # those of metrics.jsonl up to the step that training starts from, in the process that has rewound it
@@ -183,14 +183,14 @@ class Session:
             data=self.dataset.fingerprint,
             vocab_size=model.vocab_size,
             tokenizer_config=self.dataset.tokenizer_config,
-            origin=None if weights is None else origin_of(weights, model),
+            origin=None if weights is None else describe_origin(weights, model),
         )
 
     def train(self, start: int, *, progress: bool) -> None:
         """Train from the checkpoint of step `start`, 0 for none, to the end."""
         train, strategy = self.experiment.train, self.trainer.strategy
         init_key, dropout_key = init_and_dropout_keys(train.seed)
-        state = state_at(self.trainer, self.weights, init_key, self.checkpoints, start)
+        state = restore_or_init(self.trainer, self.weights, init_key, self.checkpoints, start)
         is_first = multihost.is_process_0()
         lines = self.lines if is_first else read_metrics(self.metrics)
         batches = training_batches(
@@ -220,7 +220,7 @@ class Session:
                 self.checkpoints.close()
             if is_first:
                 with contextlib.suppress(OSError):  # a full disk has been told by now
-                    plot_losses(read_metrics(self.metrics), self.directory / "loss.png", self.experiment.name)
+                    plot_losses(log.lines, self.directory / "loss.png", self.experiment.name)
 
     def _open_log(self, lines: list[dict[str, Any]], start: int, *, show: bool) -> Log:
         model, train = self.experiment.model, self.experiment.train

@@ -51,7 +51,7 @@ def started():
             return found
         setattr(owner, name, timed)
     after(session, "prepare_for", "the data is there")
-    after(session, "state_at", "the state is there")
+    after(session, "restore_or_init", "the state is there")
     after(session.Log, "compiled", "the first step is done")
     after(callbacks, "mean_loss", "the validation loss is known")
     after(session.Checkpoints, "wait", "it is saved")

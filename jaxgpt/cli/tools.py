@@ -87,11 +87,11 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     configure_jax()
     from jaxgpt.data.dataset import find_vocab_size
-    from jaxgpt.runs.pretrained import begun
+    from jaxgpt.runs.pretrained import resolve_init_from
     from jaxgpt.tools.plan.estimate import format_plan
     from jaxgpt.tools.plan.plan import make_plan
 
-    full, _ = begun(experiment)
+    full, _ = resolve_init_from(experiment)
     found = make_plan(full, find_vocab_size(full), topology=topology, say=say)
     print(render_json(found.to_json()) if json else format_plan(found))
 

@@ -31,8 +31,9 @@ class Log(callbacks.Log):
         devices: int,
         show: bool,
     ):
-        """metrics: metrics.jsonl; None: another process writes it. lines: those that it has."""
+        """metrics: metrics.jsonl; None: another process writes it. lines: those that it has, to which losses are added."""
         self._config, self._start, self._tokens_per_step = config, start, tokens_per_step
+        self.lines = lines
         limits = peaks(device_kind())  # None: unknown, and so is the MFU
         self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * devices)
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in lines), default=0.0))
@@ -41,12 +42,14 @@ class Log(callbacks.Log):
         self._display = Display(config.steps, start, show=show)  # last: a bar that is shown has to be closed
 
     def compiled(self, step: int, seconds: float) -> None:
+        """Show how long the first step took."""
         self._logged_at = (step, self.clock.working())
         self._display.say(
             f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)"
         )
 
     def step(self, step: int, *, loss: float, grad_norm: float, learning_rate: float) -> None:
+        """Write and show a step that was taken, every so many steps."""
         if step % self._config.log_every and step != self._config.steps:
             return
         then, at = self._logged_at
@@ -64,6 +67,7 @@ class Log(callbacks.Log):
             mfu=None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate,
             seconds=self.clock.total(),
         )
+        self.lines.append({"step": step, "loss": loss})
         self._display.update(step, loss=loss, rate=rate)
 
     def skipped(self, step: int, why: str) -> None:
@@ -75,10 +79,13 @@ class Log(callbacks.Log):
         self._display.say(text)
 
     def validation(self, step: int, val_loss: float) -> None:
+        """Write and show a validation loss."""
         self._file.write(step=step, val_loss=val_loss)
+        self.lines.append({"step": step, "val_loss": val_loss})
         self._display.update(step, val_loss=val_loss)
 
     def close(self) -> None:
+        """Take the display away and close the file."""
         self._display.close()
         self._file.close()
 
@@ -91,13 +98,16 @@ class Clock:
         self._pauses = 0.0
 
     def total(self) -> float:
+        """Return all seconds."""
         return time.monotonic() - self._start
 
     def working(self) -> float:
+        """Return the seconds without pauses."""
         return self.total() - self._pauses
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
+        """Count what happens inside as a pause."""
         began = time.monotonic()
         yield
         self._pauses += time.monotonic() - began

@@ -17,7 +17,7 @@ CHECKSUM = "crc32"  # of the rest of a line
 
 
 class MetricsFile:
-    """Appends lines; what is not a finite number is null, because JSON has no NaN. path: None: writes nothing."""
+    """Append lines; what is not a finite number is null, because JSON has no NaN. path: None: nothing is written."""
 
     def __init__(self, path: Path | None):
         self._path = path or Path(os.devnull)
@@ -25,7 +25,7 @@ class MetricsFile:
         self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
-        """Raises `CheckpointSaveError`."""
+        """Append a line. Raises `CheckpointSaveError`."""
         line = _sealed(values)
         try:
             if self._file.write(line) != len(line):
@@ -34,6 +34,7 @@ class MetricsFile:
             raise CheckpointSaveError(f"{self._path} cannot be written: {e.strerror}") from None
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -56,13 +57,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             else:
                 damaged += raw.endswith(b"\n")
     if damaged:
-        said = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
-        warnings.warn(said, UserWarning, stacklevel=2)
+        message = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
+        warnings.warn(message, UserWarning, stacklevel=2)
     return lines
 
 
 def validations(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(step, validation loss) of those that were finite."""
+    """Return (step, validation loss) of those that were finite."""
     return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
 
 
@@ -92,7 +93,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Forget the lines after `step`, which a resumed run will write again. Returns those that stay."""
+    """Remove the lines after `step`, which a resumed run will write again, and return those that stay."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     write_whole(path, b"".join(map(_sealed, kept)))
     return kept

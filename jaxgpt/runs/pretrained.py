@@ -1,4 +1,4 @@
-"""Weights that are there already: what training starts from, and what adapters are of."""
+"""Weights that exist already: those that training starts from, and those that adapters are of."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ OWN = ("dropout", "scan_layers", "remat")  # what an experiment decides, whateve
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Of a run or of a model in Hugging Face's format, found and checked, and not yet read."""
+    """The weights of a run or of a model in Hugging Face's format, found and checked, and not yet read."""
 
     directory: Path
     metadata: RunMetadata | None  # of a run
     config: GPTConfig
     tokenizer: str  # the path of its tokenizer.json, or ids
     step: int | None  # of a run
-    sha256: Callable[[], str]  # of all its numbers' files
-    # shapes and places of parameters, whose layers may be stacked otherwise and whose context shorter -> these, float32
+    sha256: Callable[[], str]  # of the files that hold them
+    # (shapes and shardings of parameters, perhaps with stacked layers or a shorter context) -> these parameters, float32
     read: Callable[[dict], dict]
 
 
 def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
-    """name: a run directory, a model's directory, or its id on the Hub. step: of a run; None: its best. tokenizer: of
-    a model, see `open_source`.
+    """Find and check weights. Raises `UserError` for what does not exist, or is not whole.
 
-    Raises `UserError` for what is not there, or is not whole.
+    name: a run directory, a model's directory, or its id on the Hub. step: of a run; None: its best. tokenizer: of a
+    model, see `open_source`.
     """
     directory = Path(name)
     if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
@@ -60,9 +60,9 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
     source = open_source(name, tokenizer)
 
     def read(like: dict) -> dict:
-        places = {"/".join(path): place for path, place in _places(like, source.config).items()}
+        places = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
         params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=places)
-        return _fitted(params, like)
+        return match_structure(params, like)
 
     files = {tensor.file for tensor in source.tensors.values()}
     return Weights(
@@ -85,16 +85,20 @@ def _of_run(directory: Path, step: int | None) -> Weights:
     config = dataclasses.replace(metadata.model, scan_layers=False)
 
     def read(like: dict) -> dict:
-        places = _places(like, config)
+        shardings = _unstacked_shardings(like, config)
         model = build_model(metadata.model)
 
-        def at(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)
-            place = _stacked_place(places["h_0", *names[2:]]) if names[0] == "h" else places[names]
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            if names[0] == "h":
+                sharding = _respecify(shardings["h_0", *names[2:]], lambda spec: (None, *spec))
+            else:
+                sharding = shardings[names]
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        params = restored_params(metadata, checkpoints, good, jax.tree.map_with_path(at, model.shapes()))
-        return _fitted(unstack_layers(model, params)[1], like)
+        abstract = jax.tree.map_with_path(with_sharding, model.shapes())
+        params = restore_merged_params(metadata, checkpoints, good, abstract)
+        return match_structure(unstack_layers(model, params)[1], like)
 
     return Weights(
         directory=directory,
@@ -111,7 +115,7 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def begun(
+def resolve_init_from(
     experiment: Experiment, metadata: RunMetadata | None = None
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
     """Return (the experiment with the architecture and tokenizer of its weights, a function that opens the weights).
@@ -127,7 +131,7 @@ def begun(
         if name is None:
             return experiment, None
         model = dataclasses.replace(metadata.experiment.model, remat=experiment.model.remat)  # which fits the hardware
-        return dataclasses.replace(experiment, model=model), lambda: base_of(metadata, name)
+        return dataclasses.replace(experiment, model=model), lambda: load_base(metadata, name)
     if name is None:
         return experiment, None
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
@@ -140,12 +144,12 @@ def begun(
     return dataclasses.replace(experiment, model=model, data=data), lambda: weights
 
 
-def origin_of(weights: Weights, model: GPTConfig) -> Origin:
-    """For the record of a run that begins with these weights. model: the run's."""
+def describe_origin(weights: Weights, model: GPTConfig) -> Origin:
+    """Return what the metadata of a run say of the weights it begins with. model: the run's."""
     return Origin(directory=str(weights.directory.resolve()), step=weights.step, sha256=weights.sha256(), model=model)
 
 
-def base_of(metadata: RunMetadata, name: str | None = None) -> Weights:
+def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     """Open what a run began with: where it was, at `name`, or beside the run, in a directory of the same name.
 
     Raises `UserError` if it is not there, or is not what it was.
@@ -154,45 +158,47 @@ def base_of(metadata: RunMetadata, name: str | None = None) -> Weights:
     assert name is not None and origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # that of the model need not be there any more
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
-    place = next((str(place) for place in (origin.directory, name, beside) if _can_be_seen(Path(place))), name)
+    place = next((str(place) for place in (origin.directory, name, beside) if _exists(Path(place))), name)
     found = open_weights(place, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: put those back")
     return found
 
 
-def _can_be_seen(place: Path) -> bool:
+def _exists(place: Path) -> bool:
     with contextlib.suppress(UserError):  # another user's, on another machine
         return is_there(place, "Name another place with --train.init-from.")
     return False
 
 
-def restored_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: dict) -> dict:
-    """The parameters of a run as its model takes them: of one that trained adapters, those of its base with these
-    merged in. like: shapes and places."""
+def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: dict) -> dict:
+    """Restore the parameters of a run; of one that trained adapters, its base's with these merged in.
+
+    like: shapes and shardings.
+    """
     lora = metadata.experiment.lora
     if lora.rank is None:
         return checkpoints.restore_params(step, like)
     try:
-        base = base_of(metadata)
+        base = load_base(metadata)
     except UserError as e:
         raise UserError(
             f"the run has adapters alone, for {metadata.experiment.train.init_from}: {e}. Put it back, or beside {metadata.directory}"
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
-    adapters = with_shardings(shapes, _whole_place(jax.tree.leaves(like)[0].sharding))
+    adapters = with_shardings(shapes, _respecify(jax.tree.leaves(like)[0].sharding, lambda spec: ()))
     return jax.jit(merge_adapters, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
         lora, checkpoints.restore_params(step, adapters), params
     )
 
 
-def state_at(
+def restore_or_init(
     trainer: Trainer, weights: Callable[[], Weights] | None, key: jax.Array, checkpoints: Checkpoints, step: int
 ) -> TrainState:
-    """The state of a run after `step` steps, of which there is a checkpoint; at 0, the one that it begins with.
+    """Return the state of a run after `step` steps: that of the checkpoint or, at 0, a new one.
 
-    weights: what it starts from; None: nothing. key: of random parameters, and of adapters.
+    weights: what the run starts from; None: nothing. key: of random parameters, and of adapters.
     """
     strategy = trainer.strategy
     frozen = trainer.abstract_state.frozen_params
@@ -206,31 +212,28 @@ def state_at(
     return trainer.init_state(key, None if read is None else strategy.from_checkpoint(read))
 
 
-def _places(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
-    """Where each parameter of a model with its layers apart lies, to be or to become these: by path."""
-    places: dict[tuple[str, ...], Sharding] = {}
+def _unstacked_shardings(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
+    """Return by path the sharding of each parameter of a model with its layers apart, so that it can become `like`."""
+    shardings: dict[tuple[str, ...], Sharding] = {}
     flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(like)  # type: ignore[assignment]
     for path, x in flat.items():
         if path[0] == "h":
-            place = x.sharding
-            if isinstance(place, NamedSharding):
-                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-            places |= {(f"h_{layer}", *path[2:]): place for layer in range(config.n_layer)}
+            one_layer = _respecify(x.sharding, lambda spec: spec[1:])
+            shardings |= {(f"h_{layer}", *path[2:]): one_layer for layer in range(config.n_layer)}
         else:
-            places[path] = x.sharding
-    return places
+            shardings[path] = x.sharding
+    return shardings
 
 
-def _stacked_place(place: Sharding) -> Sharding:
-    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec)) if isinstance(place, NamedSharding) else place
+def _respecify(sharding: Sharding, change: Callable[[tuple], tuple]) -> Sharding:
+    """Return the sharding with its axes changed, if it has any."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
 
 
-def _whole_place(place: Sharding) -> Sharding:
-    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-
-
-def _fitted(params: dict, like: dict) -> dict:
-    """Parameters with layers apart, as `like` has them: in float32, stacked, of a context that may be shorter."""
+def match_structure(params: dict, like: dict) -> dict:
+    """Return parameters with layers apart as `like` has them: in float32, stacked, of a context that may be shorter."""
     if "wpe" in params:
         T = like["wpe"]["embedding"].shape[0]
         params["wpe"] = {"embedding": params["wpe"]["embedding"][:T]}

@@ -12,7 +12,7 @@ from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.errors import UserError
 from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
 from jaxgpt.runs.metadata import RunMetadata
-from jaxgpt.runs.pretrained import restored_params
+from jaxgpt.runs.pretrained import restore_merged_params
 
 
 def restore_mean(
@@ -40,9 +40,9 @@ def _restore_mean(
     checkpoints = open_checkpoints(metadata.directory)
     try:
         step, *earlier = _choose_steps(checkpoints, metadata.directory, which, average)
-        params = restored_params(metadata, checkpoints, step, like)
+        params = restore_merged_params(metadata, checkpoints, step, like)
         for count, other in enumerate(earlier, start=2):
-            more = restored_params(metadata, checkpoints, other, like)
+            more = restore_merged_params(metadata, checkpoints, other, like)
             params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
         return params, step, None if earlier else checkpoints.val_loss(step)
     finally:

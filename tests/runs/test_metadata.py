@@ -16,7 +16,7 @@ from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
 from jaxgpt.runs.metadata import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.pretrained import begun
+from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
@@ -155,12 +155,12 @@ def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     start = TrainConfig(init_from=str(run))
     for tokenizer in ("char", own):
         new = dataclasses.replace(named(tokenizer), train=start)
-        assert begun(new)[0].data.tokenizer == str(own)
+        assert resolve_init_from(new)[0].data.tokenizer == str(own)
     other = tmp_path / "other.json"
     other.write_text(CharTokenizer(TEXT + "ñ").to_json())
     for tokenizer in (other, "ids"):
         with pytest.raises(UserError, match=f"{tokenizer} is not the tokenizer that .* was trained with"):
-            begun(dataclasses.replace(named(tokenizer), train=start))
+            resolve_init_from(dataclasses.replace(named(tokenizer), train=start))
     with pytest.raises(UserError, match="no tokenizer at .*typo.json"):
         fit(named(tmp_path / "typo.json"), run, progress=False)
     with pytest.raises(UserError, match="another configuration: data.tokenizer .* -> byte"):

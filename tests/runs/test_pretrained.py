@@ -20,7 +20,7 @@ from jaxgpt.runs.autopsy import params_here
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.pretrained import begun, state_at
+from jaxgpt.runs.pretrained import resolve_init_from, restore_or_init
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
@@ -102,9 +102,9 @@ def assert_same(found, expected):
 
 
 def first_state(experiment, directory):
-    full, weights = begun(experiment)
+    full, weights = resolve_init_from(experiment)
     trainer = make_trainer(full)
-    return trainer, state_at(trainer, weights, jax.random.key(0), Checkpoints(directory), 0)
+    return trainer, restore_or_init(trainer, weights, jax.random.key(0), Checkpoints(directory), 0)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all", "adapters"])
@@ -212,7 +212,9 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
 
     assert told(tmp_path / "run") == told(whole.directory)
     other = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, remat="full"))
-    assert begun(other, whole.metadata)[0].model == dataclasses.replace(whole.experiment.model, remat="full")
+    assert resolve_init_from(other, whole.metadata)[0].model == dataclasses.replace(
+        whole.experiment.model, remat="full"
+    )
     assert replay(whole.directory, 3 if kept else 1).equal
 
 

@@ -23,7 +23,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.pretrained import base_of, state_at
+from jaxgpt.runs.pretrained import load_base, restore_or_init
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.skip import NOT_FINITE
 from jaxgpt.train import TrainState, init_and_dropout_keys
@@ -65,8 +65,8 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     trainer = make_trainer(experiment, recorded=experiment)
     init_key, key = init_and_dropout_keys(train.seed)
     start, origin, checkpoints = _newest_state(directory, step)
-    weights = None if metadata.origin is None else functools.partial(base_of, metadata)
-    state = state_at(trainer, weights, init_key, checkpoints, start)
+    weights = None if metadata.origin is None else functools.partial(load_base, metadata)
+    state = restore_or_init(trainer, weights, init_key, checkpoints, start)
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     state, metrics = _take_steps(experiment, dataset, trainer, state, key, start, step)
     findings = None

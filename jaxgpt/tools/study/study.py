@@ -20,7 +20,7 @@ from jaxgpt.files import write_whole
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics, validations
-from jaxgpt.runs.pretrained import begun
+from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import Diverged, fit
 
@@ -131,7 +131,7 @@ def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]
     if is_run(directory):
         return read_metadata(directory).data
     initialize(experiment.parallel)
-    full, _ = begun(experiment)
+    full, _ = resolve_init_from(experiment)
     return prepare_for(full.model, full.data).fingerprint
 
 
