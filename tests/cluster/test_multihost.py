@@ -195,7 +195,7 @@ def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
 
 @pytest.mark.slow
 def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
-    planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
+    planted = "from jaxgpt.cluster import multihost; multihost.HEARTBEAT = 10"
     processes = start(2, 1, *FOREVER, planted=planted)
     until_step(7, processes, tmp_path)
     processes[1].send_signal(signal.SIGSTOP)
