@@ -1,6 +1,6 @@
 """From logits to text.
 
-Letters beside those of `layers`: X columns of tokens and of a cache's ring, W beams, R rows of any kind, G tokens of a
+Letters beside those of `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens, G tokens of a
 draft.
 """
 

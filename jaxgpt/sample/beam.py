@@ -24,7 +24,7 @@ from jaxgpt.sample.state import DecodeState, init_state, prefill, prefill_chunk
 NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
     """What a search found for each prompt, best first: at most `beams` completions."""
 
     tokens: list[list[list[int]]]  # without the prompt and the stop token
@@ -40,7 +40,7 @@ def beam_search(
     beams: int,
     length_penalty: float = 0.6,
     sources: Sequence[Sequence[int]] | None = None,
-) -> Found:
+) -> BeamResult:
     """Continue each prompt to a stop token, keeping the `beams` most probable beginnings at every token.
 
     The score of a completion is its log-probability, stop token included, over ((5 + tokens) / 6) ^ length_penalty, where
@@ -78,12 +78,12 @@ def beam_search(
     limit_B = start + np.minimum(room_B, max_new_tokens).astype(np.int32)
     stops, V = pad_stop_tokens(decoding.stop_tokens), decoding.known_ids(model)
     results = jax.device_get(_search(model, params, state, stops, limit_B, length_penalty, beams, V))
-    found = Found([], [])
+    result = BeamResult([], [])
     for tokens_WX, length_W, score_W in zip(*results, strict=True):
         real = [w for w in np.argsort(-score_W, kind="stable").tolist() if score_W[w] > NEVER / 2]
-        found.tokens.append([tokens_WX[w, start : start + length_W[w]].tolist() for w in real])
-        found.scores.append([float(score_W[w]) for w in real])
-    return found
+        result.tokens.append([tokens_WX[w, start : start + length_W[w]].tolist() for w in real])
+        result.scores.append([float(score_W[w]) for w in real])
+    return result
 
 
 class Beams(flax.struct.PyTreeNode):

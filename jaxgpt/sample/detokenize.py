@@ -11,35 +11,33 @@ UNFINISHED = "\ufffd"  # what decoding ends in when the last bytes are the begin
 
 
 class Detokenizer:
-    """The text of one growing list of ids, in pieces that never split a character and never show a stop string.
+    """Decode one growing list of ids in pieces that never split a character and never show a stop string.
 
-    What could still become part of a character or of a stop string is held back until it is decided; `rest` gives
-    up waiting. The pieces joined are the text of all ids, up to the first stop string.
+    What could still become part of a character or of a stop string is held back until it is decided, or until `rest`.
+    The pieces joined are the text of all ids, up to the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        if isinstance(stop, str):
-            stop = [stop]
-        if "" in stop:
+        self._stop = [stop] if isinstance(stop, str) else list(stop)
+        if "" in self._stop:
             raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stop = list(stop)
         self._ids: list[int] = []
-        # Ids from `context` on are decoded each time, of which those before `shown` have been told: decoders treat
-        # the first id of a list in their own way (a leading space), so it must not be the new one.
+        # Ids from `context` on are decoded each time, of which those before `shown` are out already: decoders treat the
+        # first id of a list in their own way (a leading space), so it must not be the new one.
         self._context = self._shown = 0
         self._held = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        """What the next ids add."""
+        """Return the text that the next ids add."""
         return "".join(self._push(i) for i in ids)
 
     def rest(self) -> str:
-        """What was held back; for the end of the ids."""
+        """Return what was held back, at the end of the ids."""
         if self.stopped:
             return ""
-        piece = self._release(self._new_text(), last=True)
+        piece = self._release(self._decode_new(), last=True)
         self._context = self._shown = len(self._ids)
         return piece
 
@@ -47,25 +45,26 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._ids.append(int(i))
-        new = self._new_text()
+        new = self._decode_new()
         if not new or new.endswith(UNFINISHED):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return self._release(new)
 
-    def _new_text(self) -> str:
-        told = self._tokenizer.decode(self._ids[self._context : self._shown])
-        return self._tokenizer.decode(self._ids[self._context :])[len(told) :]
+    def _decode_new(self) -> str:
+        shown = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
 
     def _release(self, new: str, *, last: bool = False) -> str:
+        """Return what can be shown of the text held back and the new text; hold the rest back."""
         text = self._held + new
-        at = min((i for i in (text.find(s) for s in self._stop) if i >= 0), default=-1)
-        if at >= 0:
+        starts = [text.find(stop) for stop in self._stop if stop in text]
+        if starts:
             self.stopped, self._held = True, ""
-            return text[:at]
-        keep = 0 if last else max((_overlap(text, s) for s in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(starts)]
+        held = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
@@ -93,8 +92,6 @@ def join_texts(
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that stop begins with, without being all of it."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    """Return the length of the longest proper beginning of `stop` that `text` ends with."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""What to do with next-token logits before drawing: pure functions on logits_BV, composed by `Sampling`."""
+"""Filters of next-token logits, and the draw: pure functions on logits_BV, composed by `Sampling`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ PENALTY = 1e6  # the most that a logit is divided or multiplied by: with COLDEST
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn.
+    """How to draw the next token.
 
     The order is transformers': repetition penalty, temperature, top_k, top_p, min_p; None leaves a filter out.
     """
 
     temperature: float = 1.0  # logits are divided by it; below 1e-6, and so 0, is greedy
-    # keep the k likeliest (Fan et al. 2018, arXiv:1805.04833)
+    # keep the k most probable tokens (Fan et al. 2018, arXiv:1805.04833)
     top_k: int | None = None
-    # keep the fewest tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
+    # keep the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
     top_p: float | None = None
-    # keep tokens at least this likely relative to the likeliest (Nguyen et al. 2024, arXiv:2407.01082)
+    # keep tokens at least this probable relative to the most probable (Nguyen et al. 2024, arXiv:2407.01082)
     min_p: float | None = None
-    # above 1, tokens of the prompt and of the text so far become less likely (Keskar et al. 2019, arXiv:1909.05858)
+    # above 1, tokens of prompt and completion become less probable (Keskar et al. 2019, arXiv:1909.05858)
     repetition_penalty: float | None = None
-    greedy: bool = False  # always the likeliest, after the penalty; the rest is ignored
+    greedy: bool = False  # take the most probable token, after the penalty; the rest is ignored
 
     def __post_init__(self) -> None:
         largest = float(jnp.finfo(jnp.float32).max)
@@ -59,9 +59,9 @@ class Sampling:
             object.__setattr__(self, "greedy", True)
 
     def _check(self, name: str, is_right: Callable[[float], bool], needed: str) -> None:
-        """Hold a number as Python's. Raise `UserError` unless it is right.
+        """Keep a number as Python's. Raise `UserError` unless it is right.
 
-        jax rebuilds a Sampling with traced values, arrays and what not in their place: these are let through.
+        jax rebuilds a Sampling with traced values, arrays and other objects in their place: these pass.
         """
         value = getattr(self, name)
         if isinstance(value, jax.core.Tracer):
@@ -72,9 +72,9 @@ class Sampling:
             raise UserError(f"{name}={short(value)}: needs {needed}")
 
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """The distribution that tokens are drawn from, [B, V].
+        """Return the distribution that tokens are drawn from, [B, V].
 
-        seen_BV: which tokens the text has so far; the repetition penalty needs it.
+        seen_BV: bool, the tokens of prompt and completion; the repetition penalty needs them.
         """
         if self.greedy:
             return jax.nn.one_hot(self._greedy(logits_BV, seen_BV), logits_BV.shape[-1])
@@ -88,7 +88,7 @@ class Sampling:
         return jax.nn.softmax(logits_BV, axis=-1)
 
     def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """One token for each row by that row's key: tokens_B, int32."""
+        """Return one token for each row, drawn by its key: token_B, int32."""
         if self.greedy:
             return self._greedy(logits_BV, seen_BV)
         return draw(self.probabilities(logits_BV, seen_BV), keys_B)
@@ -99,44 +99,44 @@ class Sampling:
     def _penalized(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
         if self.repetition_penalty is None:
             return logits_BV
-        assert seen_BV is not None, "the repetition penalty needs to know the text so far"
+        assert seen_BV is not None, "the repetition penalty needs the tokens so far"
         return penalize_repetition(logits_BV, seen_BV, self.repetition_penalty)
 
 
 def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """tokens_B, int32: each row's by its key, with probability in proportion to its weight; a zero is never drawn.
+    """Return token_B, int32, drawn by each row's key in proportion to its weights; a zero is never drawn.
 
-    By inverting the cumulative sum, one random number a row: the Gumbel trick of `jax.random.categorical` needs V,
+    It inverts the cumulative sum, with one random number a row: the Gumbel trick of `jax.random.categorical` needs V,
     which takes 6 ms of CPU for GPT-2's 50,257 tokens where this takes one or two.
     """
     cumulative_BV = jnp.cumsum(weights_BV, axis=-1)
     uniform_B1 = jax.vmap(jax.random.uniform)(keys_B)[:, None]
-    # A tree sum need not be monotone in its last digit, so a token without weight could be first past the post.
+    # A tree sum need not be monotone in its last digit, so the first token past the threshold could be one without weight.
     past_BV = (cumulative_BV > uniform_B1 * cumulative_BV[:, -1:]) & (weights_BV > 0)
-    likeliest_B = jnp.argmax(weights_BV, axis=-1)
-    return jnp.where(past_BV.any(axis=-1), jnp.argmax(past_BV, axis=-1), likeliest_B).astype(jnp.int32)
+    largest_B = jnp.argmax(weights_BV, axis=-1)
+    return jnp.where(past_BV.any(axis=-1), jnp.argmax(past_BV, axis=-1), largest_B).astype(jnp.int32)
 
 
 def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float | jax.Array) -> jax.Array:
-    """Logits of seen tokens divided by the penalty where positive, multiplied by it where negative."""
+    """Divide the logits of seen tokens by the penalty where positive, multiply them by it where negative."""
     return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def keep_top_k(logits_BV: jax.Array, k: int) -> jax.Array:
-    """-inf for all but the k largest of each row (ties with the k-th stay). k above V keeps all."""
+    """Set all but the k largest logits of each row to -inf; ties with the k-th stay. k above V keeps all."""
     kth_B1 = jax.lax.top_k(logits_BV, min(k, logits_BV.shape[-1]))[0][:, -1:]
     return jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
 
 
 def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
-    """-inf outside the nucleus: the fewest tokens, likeliest first, whose probability together is at least p.
+    """Set logits outside the nucleus to -inf: the smallest set of tokens whose probability together is at least p.
 
-    Of equally likely tokens at its edge all stay. No sort, which takes 21 ms of CPU for 50,257 tokens: the edge
+    Of equally probable tokens at its edge all stay. No sort, which takes 21 ms of CPU for 50,257 tokens: the edge
     is found by halving the interval of all floats, whose order is that of their bits, in 31 passes (3 ms).
     """
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
-    p = jnp.maximum(jnp.asarray(p, jnp.float32), jnp.finfo(jnp.float32).tiny)  # of a p that is 0, none would stay
+    p = jnp.maximum(jnp.asarray(p, jnp.float32), jnp.finfo(jnp.float32).tiny)  # with p = 0, none would stay
 
     def halve(_, edges):
         low_B, high_B = edges  # the mass of tokens at or above low is enough, at or above high it is not
@@ -148,10 +148,10 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     B = logits_BV.shape[0]
     top = jnp.full(B, 0x3F800001, jnp.int32)  # the bits of the float after 1.0
     edge_B, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros(B, jnp.int32), top))
-    # Rounded sums reach 1 without the unlikeliest tokens, or never do; p = 1 means all.
+    # Rounded sums reach 1 without the least probable tokens, or never do; p = 1 means all.
     return jnp.where((bits_BV < edge_B[:, None]) & (p < 1.0), -jnp.inf, logits_BV)
 
 
 def keep_min_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
-    """-inf for tokens whose probability is below p times that of the likeliest."""
+    """Set the logits of tokens less probable than p times the most probable one to -inf."""
     return jnp.where(logits_BV < logits_BV.max(axis=-1, keepdims=True) + jnp.log(p), -jnp.inf, logits_BV)

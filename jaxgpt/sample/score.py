@@ -20,7 +20,7 @@ from jaxgpt.model import GPT
 from jaxgpt.sample.prompts import check_ids
 
 WINDOWS_AT_ONCE = 8  # windows that are read together
-ROWS = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
+LOGITS_AT_ONCE = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
 
 
 class LogLikelihood(NamedTuple):
@@ -57,13 +57,13 @@ class Score:
 
 
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Log-probability in nats of each token given those before it: float32, one array for each list of ids.
+    """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
-    The first token has nothing before it and gets nan. Texts longer than block_size are read in windows that
-    overlap by half, so that every token after the first window sees at least block_size // 2 before it.
+    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half,
+    so that every token after the first window has at least block_size // 2 tokens of context.
     Raises `UserError` for ids that the model does not have.
     """
-    return [logprobs for logprobs, _ in _read(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
+    return [logprobs for logprobs, _ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
@@ -100,7 +100,7 @@ def loglikelihood(
     firsts = [len(text) - len(new) for text, (_, new) in zip(texts, pairs, strict=True)]
     if 0 in firsts:
         raise UserError(f"pair {firsts.index(0)} has nothing before its second list: begin it with a start token")
-    results = _read(model, params, texts, firsts, batch_size)
+    results = _score_windows(model, params, texts, firsts, batch_size)
     return [
         LogLikelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(is_greedy[first:].all()))
         for (logprobs, is_greedy), first in zip(results, firsts, strict=True)
@@ -108,20 +108,19 @@ def loglikelihood(
 
 
 def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """A context and what follows it, as `loglikelihood` takes them.
+    """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
-    Both are encoded as one text and cut after it, and spaces at the end of the context go over to the continuation:
-    most tokenizers join a space to the word behind it, and it is so that the model has read them. lm-evaluation-harness
-    does the same. With an empty context the continuation follows the start token.
+    They are encoded as one text and cut after the context; spaces at its end go over to the continuation, since most
+    tokenizers join a space to the word behind it, and the model was trained on such tokens. lm-evaluation-harness does
+    the same. With an empty context the continuation follows the start token.
     Raises `UserError` if the tokenizer cannot spell them, or leaves nothing of the continuation.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
-    whole = tokenizer.encode(context + spaces + continuation).tolist()
-    before = tokenizer.encode(context).tolist()
-    if len(whole) <= len(before):
+    both = tokenizer.encode(context + spaces + continuation).tolist()
+    first = tokenizer.encode(context).tolist()
+    if len(both) <= len(first):
         raise UserError(f"{continuation[:40]!r} adds no token to the context before it: it needs at least one")
-    first = [*tokenizer.prefix, *before] or [find_start_token(tokenizer)[0]]
-    return first, whole[len(before) :]
+    return [*tokenizer.prefix, *first] or [find_start_token(tokenizer)[0]], both[len(first) :]
 
 
 class _Window(NamedTuple):
@@ -131,64 +130,62 @@ class _Window(NamedTuple):
     new: int  # the first input whose target is wanted
 
 
-def _read(
+def _score_windows(
     model: GPT, params: dict, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch_size: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(log-probability, whether it is the likeliest) of the tokens of each text, from number `first` on."""
+    """Return (logprobs, is_greedy) of the tokens of each text, from number `first` on; before it nan and False."""
     block_size = model.config.block_size
     stride = max(block_size // 2, 1)
     batch_size = check_count("batch_size", batch_size)
     ids = [check_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
-    out = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in ids]
-    work: list[_Window] = []
+    results = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in ids]
+    windows: list[_Window] = []
     for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):
         targets = len(text) - 1
         for start in find_window_starts(targets, block_size=block_size, stride=stride):
             new = max(start + block_size - stride if start else 0, first - 1)
-            work.append(_Window(min(block_size, targets - start), number, start, new))
-    work.sort()  # by length: a batch is as wide as its longest
+            windows.append(_Window(min(block_size, targets - start), number, start, new))
+    windows.sort()  # by length: a batch is as wide as its longest
 
-    for at in range(0, len(work), batch_size):
-        batch = work[at : at + batch_size]
+    for at in range(0, len(windows), batch_size):
+        batch = windows[at : at + batch_size]
         T = min(block_size, max(64, 1 << (batch[-1].length - 1).bit_length()))  # few widths, few compilations
-        inputs_BT, targets_BT = np.zeros((batch_size, T), np.int32), np.zeros((batch_size, T), np.int32)
-        wanted_BT = np.zeros((batch_size, T), bool)
+        inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
         for row, w in enumerate(batch):
-            read = ids[w.text][w.start : w.start + w.length + 1]
-            inputs_BT[row, : w.length], targets_BT[row, : w.length] = read[:-1], read[1:]
-            wanted_BT[row, w.new - w.start : w.length] = True
-        found = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT))
+            tokens = ids[w.text][w.start : w.start + w.length + 1]
+            inputs_BT[row, : w.length], targets_BT[row, : w.length] = tokens[:-1], tokens[1:]
+            wanted_BT[row, w.new - w.start : w.length] = 1
+        scores = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool)))
         for row, w in enumerate(batch):
-            for all_of_text, found_BT in zip(out[w.text], found, strict=True):
-                all_of_text[w.new + 1 : w.start + w.length + 1] = found_BT[row, w.new - w.start : w.length]
-    return out
+            for result, score_BT in zip(results[w.text], scores, strict=True):
+                result[w.new + 1 : w.start + w.length + 1] = score_BT[row, w.new - w.start : w.length]
+    return results
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logprobs(
     model: GPT, params: dict, inputs_BT: jax.Array, targets_BT: jax.Array, wanted_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(log-probability, whether it is the likeliest) of each target that is wanted, both [B, T].
+    """Return (logprobs_BT, is_greedy_BT) of the wanted targets.
 
-    Only what is wanted meets the vocabulary: of a short ending after a long context, little.
+    Only what is wanted meets the vocabulary: of a short continuation of a long context, little.
     """
     x_BTD: Any = model.apply({"params": params}, inputs_BT, method="hidden_states")
     B, T, D = x_BTD.shape
-    rows = min(ROWS, B * T)
-    x_ND, targets_N = x_BTD.reshape(B * T, D), targets_BT.reshape(B * T)
-    padded = B * T + -(B * T) % rows
-    wanted = jnp.flatnonzero(wanted_BT, size=padded, fill_value=B * T)  # beyond the last: read clipped, written nowhere
+    M, R = B * T, min(LOGITS_AT_ONCE, B * T)
+    x_MD, targets_M = x_BTD.reshape(M, D), targets_BT.reshape(M)
+    wanted = jnp.flatnonzero(wanted_BT, size=M + -M % R, fill_value=M)  # beyond the last: read clipped, written nowhere
 
-    def of_rows(piece: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at_R = jax.lax.dynamic_slice_in_dim(wanted, piece * rows, rows)
-        targets_R = targets_N.at[at_R].get(mode="clip")
-        logits_RV: Any = model.apply({"params": params}, x_ND.at[at_R].get(mode="clip")[None], method="unembed")[0]
+    def score_rows(number: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at_R = jax.lax.dynamic_slice_in_dim(wanted, number * R, R)
+        targets_R = targets_M.at[at_R].get(mode="clip")
+        logits_RV: Any = model.apply({"params": params}, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
         chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
         logprobs_R = chosen_R - jax.nn.logsumexp(logits_RV, axis=1)
-        likeliest_R = logits_RV.argmax(axis=1) == targets_R
-        logprobs_N, likeliest_N = out
-        return logprobs_N.at[at_R].set(logprobs_R, mode="drop"), likeliest_N.at[at_R].set(likeliest_R, mode="drop")
+        is_greedy_R = logits_RV.argmax(axis=1) == targets_R
+        logprobs_M, is_greedy_M = results
+        return logprobs_M.at[at_R].set(logprobs_R, mode="drop"), is_greedy_M.at[at_R].set(is_greedy_R, mode="drop")
 
-    out = jnp.full(B * T, jnp.nan, jnp.float32), jnp.zeros(B * T, bool)
-    logprobs_N, likeliest_N = jax.lax.fori_loop(0, -(-wanted_BT.sum() // rows), of_rows, out)
-    return logprobs_N.reshape(B, T), likeliest_N.reshape(B, T)
+    empty = jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool)
+    logprobs_M, is_greedy_M = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, empty)
+    return logprobs_M.reshape(B, T), is_greedy_M.reshape(B, T)

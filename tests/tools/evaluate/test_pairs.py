@@ -7,7 +7,7 @@ import pytest
 from jaxgpt.data.pairs import collect_documents, encode_pairs
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample.beam import Found
+from jaxgpt.sample.beam import BeamResult
 from jaxgpt.sample.generate import Generated
 from jaxgpt.tools.evaluate.pairs import count_exact_matches
 
@@ -40,7 +40,7 @@ def always_right(monkeypatch, *, ends=True):
     def beam_search(model, params, prompts, decoding, *, beams, sources):
         room = BLOCK + 1  # a search stays within the context; its last token is not read
         found = texts(prompts, sources, lambda length: min(decoding.max_new_tokens, room - length))
-        return Found([[text] for text in found], [[0.0] for _ in prompts])
+        return BeamResult([[text] for text in found], [[0.0] for _ in prompts])
 
     monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.generate", generate)
     monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.beam_search", beam_search)
