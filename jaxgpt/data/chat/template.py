@@ -89,13 +89,13 @@ class Turns:
     def jinja(self) -> str:
         """Return the same template in Jinja, for other programs. It accepts contents with `end` in them."""
         before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
-        said = "{{ message['content'] }}" + self.end
+        content = "{{ message['content'] }}" + self.end
         # No newline follows a block: some leave it out, and some do not.
         begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
         return (
             f"{begin}{{% for message in messages %}}{before}"
-            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
-            f"{{% else %}}{said}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
+            f"{{% if message['role'] == 'assistant' %}}{{% generation %}}{content}{{% endgeneration %}}"
+            f"{{% else %}}{content}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}"
             f"{{% if add_generation_prompt %}}{self._before('assistant')}{{% endif %}}"
         )
 
@@ -112,23 +112,12 @@ class Jinja:
     tokens: dict[str, str]  # bos_token, eos_token, ...: how they are written
     specials: tuple[str, ...]
 
-    def check(self) -> None:
-        """Raise `UserError` unless it is a template at all."""
-        renderer(self.source)
-
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return (what the template writes, the parts in its {% generation %} tags)."""
+        given = {"messages": [dict(m) for m in messages], "add_generation_prompt": prompt}
+        rendered = renderer(self.source)(**given, tools=None, documents=None, **self.tokens)
         text, spans = "", []
-        for part in re.split(
-            f"([{OPEN}{CLOSE}])",
-            renderer(self.source)(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=prompt,
-                tools=None,
-                documents=None,
-                **self.tokens,
-            ),
-        ):
+        for part in re.split(f"([{OPEN}{CLOSE}])", rendered):
             if part == OPEN:
                 spans.append((len(text), len(text)))
             elif part == CLOSE:
@@ -217,9 +206,8 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: 
             if name.endswith("_token") and not name.startswith("add_")
         }
         tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
-        found = Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
-        found.check()
-        return found
+        renderer(source)  # raises `UserError` for what is not a template
+        return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
     ours = CHATML
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
