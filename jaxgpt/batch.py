@@ -13,3 +13,7 @@ class Batch(NamedTuple):
     # int32, for a model with an encoder: the sources of the documents, and the number of each token's document
     source_BS: Any = None
     source_segments_BS: Any = None
+
+    def micro_batches(self, n: int) -> "Batch":
+        """Return the rows with a first axis of n turns, of which each has every n-th row: devices keep their own."""
+        return Batch(*(None if x is None else x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1) for x in self))

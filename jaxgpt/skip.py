@@ -33,39 +33,29 @@ def skip_bad_steps(
     """Wrap an optimizer to leave parameters and its own state as they were after a bad step.
 
     A step is bad if its loss or gradient norm is not finite, or if the norm is more than `spikes` times the median of
-    the last NUM_NORMS norms of taken steps. None: no finite norm is too large.
-    A finite gradient norm is enough for finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds
-    what multiplies them. To look at the updates too takes 1.4 ms of nanoGPT's CPU configuration, 2.5% of its step.
+    the last NUM_NORMS norms of taken steps. None: no finite norm is too large. A finite gradient norm is enough for
+    finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds what multiplies them. To look at the
+    updates too takes 1.4 ms of nanoGPT's CPU configuration, 2.5% of its step.
 
-    `update` needs three more arguments: value, the loss; grad_norm; and step, int32, the steps before this one.
+    `update` needs more arguments: value, the loss; grad_norm; and step, int32, the steps before this one.
     """
 
     def init(params: optax.Params) -> SkipState:
         skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # one for each, since each is donated
         return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan), spikes)
 
-    def update(
-        updates: optax.Updates,
-        state: SkipState,
-        params: optax.Params | None = None,
-        *,
-        value: jax.Array,
-        grad_norm: jax.Array,
-        step: jax.Array,
-    ) -> tuple[optax.Updates, SkipState]:
+    def update(updates, state: SkipState, params=None, *, value: jax.Array, grad_norm: jax.Array, step: jax.Array):
         count, good = state.count_taken(step), jnp.isfinite(value) & jnp.isfinite(grad_norm)
         if spikes is not None:
             good &= ~((count >= MIN_NORMS) & (grad_norm > spikes * jnp.nanmedian(state.norms)))
         in_a_row = jnp.where(good, 0, state.in_a_row + 1)
         taken = in_a_row == 0
         updates, inner_state = optimizer.update(updates, state.inner_state, params)
-        return jax.tree.map(lambda x: jnp.where(taken, x, 0.0), updates), SkipState(
-            inner_state=jax.tree.map(lambda new, old: jnp.where(taken, new, old), inner_state, state.inner_state),
-            skipped=jnp.where(taken, state.skipped, state.skipped + 1),
-            in_a_row=in_a_row,
-            norms=jnp.where(taken, state.norms.at[count % NUM_NORMS].set(grad_norm), state.norms),
-            spikes=spikes,
-        )
+        inner_state = jax.tree.map(lambda new, old: jnp.where(taken, new, old), inner_state, state.inner_state)
+        skipped = jnp.where(taken, state.skipped, state.skipped + 1)
+        norms = jnp.where(taken, state.norms.at[count % NUM_NORMS].set(grad_norm), state.norms)
+        updates = jax.tree.map(lambda x: jnp.where(taken, x, 0.0), updates)
+        return updates, SkipState(inner_state, skipped, in_a_row, norms, spikes)
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
@@ -80,14 +70,12 @@ def apply_updates(params: Any, updates: optax.Updates, state: SkipState) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), optax.apply_updates(params, updates), params)
 
 
-def skip_metrics(
-    before: SkipState, after: SkipState, *, value: jax.Array, grad_norm: jax.Array
-) -> dict[str, jax.Array]:
+def skip_metrics(before: SkipState, after: SkipState, value: jax.Array, grad_norm: jax.Array) -> dict[str, jax.Array]:
     """Return {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_a_row": steps skipped in a row} of the step between two states.
 
     With `spikes` also "median", of the norms before the step.
     """
-    finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-    skipped = jnp.where(after.in_a_row == 0, TAKEN, jnp.where(finite, SPIKE, NOT_FINITE))
+    is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+    skipped = jnp.where(after.in_a_row == 0, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics = {"skipped": skipped, "in_a_row": after.in_a_row}
     return metrics if before.spikes is None else metrics | {"median": jnp.nanmedian(before.norms)}

@@ -106,15 +106,15 @@ MUTATIONS = (
     Mutation(
         "rate-ignores-skipped-steps",
         "train.py",
-        "schedule(before.count_taken(state.step))",
+        "schedule(state.opt_state.count_taken(state.step))",
         "schedule(state.step)",
         "test_train.py::test_a_step_that_is_not_finite_is_as_if_it_had_not_been[1]",
     ),
     Mutation(
         "skipped-in-a-row-never-reset",
         "skip.py",
-        "in_a_row=in_a_row,",
-        "in_a_row=jnp.where(taken, state.in_a_row, in_a_row),",
+        "jnp.where(good, 0, state.in_a_row + 1)",
+        "jnp.where(good, state.in_a_row, state.in_a_row + 1)",
         "test_train.py::test_a_step_that_is_not_finite_is_as_if_it_had_not_been[1]",
     ),
     Mutation(

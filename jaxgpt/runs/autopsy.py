@@ -29,7 +29,7 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.train import TrainState, batch_loss, micro_batches
+from jaxgpt.train import TrainState, batch_loss
 
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step
@@ -135,7 +135,8 @@ def _micros(trainer: Trainer, batch: Batch, key: jax.Array, step: int) -> Iterat
     parts = jax.tree.map(lambda x: x.reshape(programs or 1, -1, *x.shape[1:]), batch)
     for number in range(programs or 1):
         step_key = jax.random.fold_in(key if programs is None else jax.random.fold_in(key, number), step - 1)
-        micros = micro_batches(jax.tree.map(lambda x, n=number: x[n], parts), trainer.split.grad_accum_steps)
+        part: Batch = jax.tree.map(lambda x, n=number: x[n], parts)
+        micros = part.micro_batches(trainer.split.grad_accum_steps)
         for index in range(trainer.split.grad_accum_steps):
             yield jax.tree.map(lambda x, i=index: x[i], micros), jax.random.fold_in(step_key, index)
 
