@@ -1,7 +1,9 @@
 """GPT: embed, blocks, unembed."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,13 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Block, make_norm
-from jaxgpt.layers.cache import CacheIndex, KVCache
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
-from jaxgpt.layers.kernels.fused import CUDNN_FORWARD
-from jaxgpt.layers.kernels.plain import KEPT, AttentionFn, plain_attention
+from jaxgpt.layers.kernels.plain import CUDNN_FORWARD, KEPT, AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Embedding
 from jaxgpt.layers.position import positions_from_segments, sinusoidal
+
+if TYPE_CHECKING:
+    from jaxgpt.layers.cache import CacheIndex, KVCache
 
 
 class GPT(nn.Module):

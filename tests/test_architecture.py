@@ -43,9 +43,9 @@ ROWS = [
 LAYER_ROWS = [
     ["block"],
     ["attention", "mlp"],
-    ["kernels"],
+    ["cache", "kernels"],
     ["kernels.plain"],
-    ["cache", "hooks"],
+    ["hooks"],
     ["norm", "position", "linear", "quantize"],
 ]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block, attention_fields, make_norm
 from jaxgpt.layers.cache import CacheIndex, LayerCache
-from jaxgpt.layers.kernels.plain import cached_attention, plain_attention
+from jaxgpt.layers.kernels.plain import plain_attention
 
 
 class CrossAttention(Attention):
@@ -33,7 +33,7 @@ class CrossAttention(Attention):
         """Return what T more tokens read of the encoder's keys and values, which have segment 0 for padding."""
         q_BTNH = self.project_queries(x_BTD)
         visible_BTS = jnp.broadcast_to((source_segments_BS > 0)[:, None], (*x_BTD.shape[:2], encoder_kv.slots))
-        out_BTNH = cached_attention(q_BTNH, encoder_kv, visible_BTS, scale=self.scale, softcap=self.softcap)
+        out_BTNH = encoder_kv.attend(q_BTNH, visible_BTS, scale=self.scale, softcap=self.softcap)
         return self.merge_heads(out_BTNH)
 
 

@@ -14,8 +14,7 @@ underscore, q_, is an array whose axes are folded.
 
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
-from jaxgpt.layers.cache import CacheIndex, KVCache, LayerCache
-from jaxgpt.layers.kernels.plain import cached_attention, plain_attention
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.mlp import ACTIVATIONS, MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from jaxgpt.layers.position import Rope, rope, sinusoidal
@@ -25,13 +24,9 @@ __all__ = [
     "MLP",
     "Attention",
     "Block",
-    "CacheIndex",
-    "KVCache",
-    "LayerCache",
     "LayerNorm",
     "RMSNorm",
     "Rope",
-    "cached_attention",
     "layer_norm",
     "plain_attention",
     "rms_norm",

@@ -1,19 +1,23 @@
 """Self-attention: project, rotate, attend, merge heads."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.cache import CacheIndex, LayerCache
-from jaxgpt.layers.kernels.plain import AttentionFn, cached_attention, plain_attention
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import Rope, rope
+
+if TYPE_CHECKING:
+    from jaxgpt.layers.cache import CacheIndex, LayerCache
 
 WEIGHTS = "attention_weights"  # a collection of its own: to make it mutable asks for the weights, which costs
 
@@ -83,7 +87,7 @@ class Attention(nn.Module):
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, index.positions_BT)
         cache = cache.write(k_BTKH, v_BTKH, index)
         visible_BTS = index.window_mask(self.window)
-        out_BTNH = cached_attention(q_BTNH, cache, visible_BTS, scale=self.scale, softcap=self.softcap)
+        out_BTNH = cache.attend(q_BTNH, visible_BTS, scale=self.scale, softcap=self.softcap)
         return self.merge_heads(out_BTNH), cache
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,8 +1,10 @@
 """A Transformer block: attention, then MLP, each added to the residual stream."""
 
+from __future__ import annotations
+
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,15 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.cache import CacheIndex, LayerCache
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.layers.position import Rope
+
+if TYPE_CHECKING:
+    from jaxgpt.layers.cache import CacheIndex, LayerCache
 
 
 def make_norm(config: GPTConfig, name: str | None = None) -> nn.Module:

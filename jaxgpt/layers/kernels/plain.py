@@ -1,4 +1,4 @@
-"""Attention in plain JAX, over the tokens themselves and over a KV cache: the reference, and the fastest on CPU."""
+"""Attention in plain JAX: the reference, and the fastest on CPU."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgpt.layers.cache import LayerCache
-
 # Causal attention by some kernel:
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
 AttentionFn = Callable[..., jax.Array]
 
 KEPT = "attention"  # the name by which a remat policy may keep what the backward pass needs of the forward pass
+# Begins the name of the primitive that cuDNN's forward pass is. A remat policy recognises it by that: JAX gives the
+# result no name, and what the backward pass reads cannot be named from outside.
+CUDNN_FORWARD = "dot_product_attention_fwd"
 # The queries of a context of at least LONG tokens are cut into so many blocks: more save less each, and cost
 # compilation; in a shorter one, cutting costs what it saves.
 BLOCKS, LONG = 4, 256
@@ -98,7 +99,7 @@ def _attend_block(
     BK, G, T, H = q_.shape
     # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
     scores = jnp.einsum("btH,bsH->bts", q_.reshape(BK, G * T, H), k_, preferred_element_type=jnp.float32)
-    scores = _cap(scores * scale, softcap)
+    scores = cap_scores(scores * scale, softcap)
     visible = jnp.tile(visible_BTS, (1, G, 1))
     if len(visible) > 1:
         visible = jnp.repeat(visible, BK // len(visible), axis=0)
@@ -110,36 +111,6 @@ def _attend_block(
     return jnp.einsum("bts,bsH->btH", weights.astype(v_.dtype), v_).reshape(BK, G, T, -1)
 
 
-def cached_attention(
-    q_BTNH: jax.Array,
-    cache: LayerCache,
-    visible_BTS: jax.Array,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Attend to the slots of a cache. -> out_BTNH; a query that sees nothing gets something finite."""
-    B, T, N, H = q_BTNH.shape
-    K = cache.k_BKSH.shape[1]
-    G = N // K
-    # Heads stay apart here: folded into the batch as in `plain_attention`, a step of GPT-2 at 8 rows takes 86 ms and not 52.
-    q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    k_, v_ = cache.k_BKSH, cache.v_BKSH
-    if k_.dtype == jnp.int8:
-        k_, v_ = k_.astype(q_.dtype), v_.astype(q_.dtype)
-    scale = H**-0.5 if scale is None else scale
-    scores = jnp.einsum("bktH,bksH->bkts", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32) * scale
-    if cache.k_scale_BKS is not None:  # one number per key scales one score, so the keys need no product
-        scores = scores * cache.k_scale_BKS[:, :, None]
-    scores = _cap(scores, softcap)
-    visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if cache.v_scale_BKS is not None:
-        weights = weights * cache.v_scale_BKS[:, :, None]
-    out = jnp.einsum("bkts,bksH->bktH", weights.astype(v_.dtype), v_)
-    return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
-
-
-def _cap(scores: jax.Array, softcap: float | None) -> jax.Array:
+def cap_scores(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Return softcap * tanh(scores / softcap). None means no cap."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
