@@ -20,7 +20,7 @@ A, B = "lora_a", "lora_b"
 
 
 def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
-    """An adapter for each kernel that config.targets names: {"h_0": {"attn": {"q": {"lora_a": ..., "lora_b": ...}}}}.
+    """Make an adapter for each kernel that config.targets names: {"h_0": {"attn": {"q": {"lora_a": ..., "lora_b": ...}}}}.
 
     a is normal with a variance of 1 / D and b is zero, so that the model begins as it was. Kernels that `scan_layers`
     stacks, [L, D, F], have stacked adapters. Raises `UserError` for targets that no kernel is, and for a rank that

@@ -12,7 +12,7 @@ import optax
 def next_token_loss(
     logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array | None = None, *, smoothing: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
+    """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
     Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean.
     mask_BT: False where a target does not count. Its value there may be anything: a label of -1 would silently
@@ -40,7 +40,7 @@ def chunked_next_token_loss(
     chunk: int,
     smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """`next_token_loss(unembed(head, x_BTD), ...)` with the logits of `chunk` tokens of each row in memory at once.
+    """Return `next_token_loss(unembed(head, x_BTD), ...)` with the logits of `chunk` tokens of each row in memory at once.
 
     unembed(head, x_BTD) -> logits_BTV; head: the parameters it reads, and no others. T is a multiple of chunk.
     GPT-2's logits at 32 x 1024 tokens are 6.6 GB in float32, several times the rest of the model's memory. A chunk's

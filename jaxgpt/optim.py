@@ -12,11 +12,11 @@ MATRICES = (
     "lm_head",
     "lora_a",
     "lora_b",
-)  # the names of parameters that are matrices, stacked by scan or not
+)  # names of parameters that are matrices, stacked or not
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate over its peak at each step: linear warm-up, then as `config.schedule` says.
+    """Return the learning rate over its peak at each step: linear warm-up, then as `config.schedule` says.
 
     Step 0 already moves: the warm-up starts at 1 / (its steps + 1). The minimum is reached at `steps`, by cosine and
     wsd; inverse_sqrt falls as the square root of the step, without end (Vaswani et al. 2017, equation 3, whose peak
@@ -41,13 +41,13 @@ def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """AdamW's learning rate at each step (Muon's has the same shape)."""
+    """Return AdamW's learning rate at each step (Muon's has the same shape)."""
     relative = relative_schedule(config, steps)
     return lambda step: config.learning_rate * relative(step)
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Clip, then AdamW; with name="muon" the blocks' matrices go to Muon, all else stays with AdamW.
+    """Chain clipping and AdamW; with name="muon" the blocks' matrices go to Muon, all else stays with AdamW.
 
     AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, decaying matrices only. Muon: Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
@@ -78,7 +78,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 
 
 def muon_labels(params) -> dict:
-    """ "muon" for the kernels inside blocks and their adapters, "adamw" for embeddings, head, norms and biases."""
+    """Return a tree of "muon" for kernels in blocks and their adapters, of "adamw" for all other parameters."""
 
     def label(path, _) -> str:
         in_block = _name(path[0]).split("_")[0] in ("h", "encoder")

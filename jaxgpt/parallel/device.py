@@ -66,7 +66,7 @@ def first_device() -> jax.Device:
 
 
 def device_kind() -> str:
-    """JAX's name of the first device: "cpu", "NVIDIA H200", "TPU v5 lite", ..."""
+    """Return JAX's name of the first device: "cpu", "NVIDIA H200", "TPU v5 lite", ..."""
     return first_device().device_kind
 
 
@@ -78,7 +78,7 @@ def compute_options(
     packed: bool = False,
     required: bool = True,
 ) -> ComputeOptions:
-    """float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
+    """Choose float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
     device: None: the first one. packed: rows hold several documents, which are to be kept apart.
@@ -136,7 +136,7 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Bytes that programs on this device may use: a CPU's share of the machine's, else as the device or its table says."""
+    """Return the bytes that programs on this device may use. Of the machine's memory, a CPU device has its share."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     limits = peaks(device.device_kind)
@@ -155,7 +155,7 @@ def bytes_per_device(state: Any) -> int:
 def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
     """Raise `UserError` if a training state cannot be in memory, whatever is compiled: the system would kill the process.
 
-    state: shapes and places. activations: bytes per device that a step needs at the very least. What would fit,
+    state: shapes and shardings. activations: bytes per device that a step needs at the very least. What would fit,
     `plan` tells.
     """
     needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
@@ -182,7 +182,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let the C library give an array's memory back as soon as it is freed: the opposite, for who only reads and writes.
+    """Let the C library give an array's memory back as soon as it is freed, for who only reads and writes.
 
     By itself glibc takes arrays of up to 32 MB from the heap once it has seen one freed, and of a model's copies on
     the way, a tenth of it stays behind in holes. Like `keep_freed_memory`, best called early, and for glibc alone.

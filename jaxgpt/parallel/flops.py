@@ -1,16 +1,19 @@
 """Counts from first principles: parameters and FLOPs."""
 
+from typing import Any
+
 import jax
 
 from jaxgpt.config import GPTConfig
 
 
-def count_parameters(params) -> int:
+def count_parameters(params: Any) -> int:
+    """Count the elements of all arrays of a tree."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
 def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0) -> float:
-    """Forward and backward: 6 per weight in a matrix product, and 12 L N H T for attention's two products.
+    """Return the FLOPs of both passes: 6 per weight in a matrix product, 12 L N H T for attention's two products.
 
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Looked-up embeddings multiply nothing, unless
     they are the output matrix as well. The causal half that kernels skip is counted, as is usual. in_adapters:
@@ -24,7 +27,7 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
 
 
 def attention_flops(config: GPTConfig) -> float:
-    """Of one of attention's products over all layers, per token, the masked half included: 2 L N H T.
+    """Return those of one of attention's products over all layers, per token, the masked half included: 2 L N H T.
 
     A layer with a sliding window has that for T. With an encoder, whose text counts as long as the other, its layers
     and the decoder's second attention come on top; all is counted per token that is written.

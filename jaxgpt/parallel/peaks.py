@@ -56,12 +56,12 @@ PEAKS = {
 
 
 def peaks(device_kind: str) -> Peaks | None:
-    """A device's limits, or None if they are not known."""
+    """Return a device's limits, or None if they are not known."""
     return PEAKS.get(device_kind)
 
 
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
-    """Bytes/s that one device of a group can send to the others, all of them sending; None: unknown.
+    """Return the bytes/s that one device of a group can send to the others, all of them sending; None: unknown.
 
     group: positions in `devices`, which are a whole slice. On a TPU every dimension in which the group extends adds
     a link, or two where it closes to a ring and the group runs all the way round: on v5e and v6e only 16 chips close;
@@ -86,7 +86,7 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
 
 
 def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
-    """The least seconds of one communication, if nothing but bandwidth (bytes/s, of `ring_bandwidth`) limits it.
+    """Return the least seconds of one communication, if nothing but bandwidth (bytes/s, of `ring_bandwidth`) limits it.
 
     size: bytes as `jaxgpt.tools.plan.program.Collective` has them; n: devices in the group; switched: every device reaches every
     other directly, as GPUs do. Each device passes on n - 1 parts of n; an all-reduce is a reduce-scatter and an

@@ -125,7 +125,7 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
 
 
 def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int]:
-    """The three sizes with -1 replaced by what is left; raises `UserError` unless they multiply to the devices."""
+    """Return the three sizes with -1 replaced by what is left. Raises `UserError` unless they multiply to the devices."""
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name}={n}" for name, n in sizes.items())
     known = data * fsdp * tensor
@@ -142,6 +142,7 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int
 
 
 def make_mesh(devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
+    """Arrange devices in a mesh of these sizes."""
     # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     # Split: tensor=4 on an 8x8x8 torus is half of one of its rings.
