@@ -189,8 +189,8 @@ def advance(model, params, state, sampling, stops, limit, vocab_size) -> DecodeS
     def draw_next(state: DecodeState, x_BD: jax.Array) -> DecodeState:
         logits_B1V: Any = model.apply({"params": params}, x_BD[:, None], method="unembed")
         logits_BV = logits_B1V[:, 0, :vocab_size]
-        seen_BV = None if state.seen_BV is None else state.seen_BV[:, :vocab_size]
-        token_B = sampling.draw(logits_BV, jax.vmap(jax.random.fold_in)(state.keys_B, state.length_B), seen_BV)
+        keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.length_B)
+        token_B = sampling.draw(logits_BV, keys_B, state.seen_ids(vocab_size))
         stopped_B = state.stopped_B | is_stop(token_B, stops)
         if state.seen_BV is not None:
             state = state.replace(seen_BV=state.seen_BV.at[rows_B, token_B].set(True))

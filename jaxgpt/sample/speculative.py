@@ -147,8 +147,8 @@ def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, v
     def run_round(states):
         t, d = target.catch_up(states[0], 0), drafter.catch_up(states[1], G - 1)
         key = jax.random.fold_in(t.keys_B[0], t.length_B[0])
-        d_start, seen_1V = d.cursor, None if t.seen_BV is None else t.seen_BV[:, :vocab_size]
-        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, key, seen_1V, G)
+        d_start = d.cursor
+        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, key, t.seen_ids(vocab_size), G)
         t, n, last = _verify(target, t, sampling, key, tokens_G, q_GV, seen_RV)
         order_R = jnp.arange(G + 1)
         new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
@@ -165,19 +165,17 @@ def _propose(drafter: _Model, d: DecodeState, sampling: Sampling, key: jax.Array
     """Let the draft generate G tokens: return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
     # Of the round before, the draft may lack the last token, so it first reads two.
     d, x_BTD = drafter.read(d.replace(cache_cursor=d.cursor - 2), 2)
-    q, tokens, seen = [], [], [] if seen_1V is None else [seen_1V]
+    q, tokens, seen = [], [], [seen_1V]  # without the penalty, seen has None: a tree without leaves
     for i in range(G):
         if i:
             d, x_BTD = drafter.read(d, 1)
-        q_1V = drafter.probabilities(x_BTD[:, -1:], sampling, seen_1V)
-        token_1 = draw(q_1V, jax.random.fold_in(key, i)[None])
+        q.append(drafter.probabilities(x_BTD[:, -1:], sampling, seen[-1]))
+        token_1 = draw(q[-1], jax.random.fold_in(key, i)[None])
         d = d.append(token_1)
-        q.append(q_1V)
         tokens.append(token_1)
-        if seen_1V is not None:
-            seen_1V = seen_1V.at[0, token_1[0]].set(True)
-            seen.append(seen_1V)
-    return d, jnp.concatenate(q), jnp.concatenate(tokens), jnp.concatenate(seen) if seen else None
+        seen.append(jax.tree.map(lambda seen_1V, token_1=token_1: seen_1V.at[0, token_1[0]].set(True), seen[-1]))
+    seen_RV = jax.tree.map(lambda *rows: jnp.concatenate(rows), *seen)
+    return d, jnp.concatenate(q), jnp.concatenate(tokens), seen_RV
 
 
 def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q_GV, seen_RV):

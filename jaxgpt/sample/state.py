@@ -37,6 +37,10 @@ class DecodeState(flax.struct.PyTreeNode):
     seen_BV: jax.Array | None  # bool: tokens of prompt and completion, for the repetition penalty
     cache: KVCache
 
+    def seen_ids(self, V: int) -> jax.Array | None:
+        """Return the part of `seen_BV` that is about the first V ids."""
+        return None if self.seen_BV is None else self.seen_BV[:, :V]
+
     def append(self, token_B: jax.Array) -> DecodeState:
         """Write the next token of each row."""
         return self.replace(tokens_BX=write_column(self.tokens_BX, token_B, self.cursor), cursor=self.cursor + 1)
