@@ -45,7 +45,7 @@ def encode_in_order(
             yield label, tokenizer.encode(text) if isinstance(text, str) else text
         return
     with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(_Worker(tokenizer)) for _ in range(workers)]
+        free = [_Worker(tokenizer, stack) for _ in range(workers)]
         # A worker has one text at most, so that neither side ever waits for the other to read.
         busy: deque[tuple[Label, _Worker | np.ndarray]] = deque()
         for label, text in items:
@@ -71,10 +71,8 @@ def _take_oldest(busy: deque[tuple[Label, _Worker | np.ndarray]], free: list[_Wo
 class _Worker:
     """A process that encodes texts."""
 
-    def __init__(self, tokenizer: BPETokenizer):
-        self._json = tokenizer.to_json()
-
-    def __enter__(self) -> _Worker:
+    def __init__(self, tokenizer: BPETokenizer, stack: contextlib.ExitStack):
+        """stack: ends the process."""
         # One thread each, since there is one of them on each core; and the imports that this process has.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         own = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
@@ -82,12 +80,9 @@ class _Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | own
         )
-        self.send(self._json)
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._process.kill()
-        self._process.communicate()
+        stack.callback(self._process.communicate)
+        stack.callback(self._process.kill)
+        self.send(tokenizer.to_json())
 
     def send(self, text: str) -> None:
         try:

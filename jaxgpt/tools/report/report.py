@@ -14,7 +14,7 @@ from jaxgpt.config.validate import check_count
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.run import Run, load
+from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.reopen import reopen_dataset
@@ -83,7 +83,7 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
     samples, prompt = [], run.experiment.train.sample_prompt
     for step in steps:
         try:
-            at_step = load(run.directory, which=step)
+            at_step = load_run(run.metadata, which=step)
             text = at_step.sample(prompt, max_new_tokens=tokens, seed=0, chat=run.experiment.data.is_chat)
         except UserError as e:  # a damaged checkpoint, or a prompt with letters that the tokenizer lacks
             text = f"({e})"
