@@ -14,11 +14,11 @@ from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoi
 from jaxgpt.runs.metadata import RunMetadata
 from jaxgpt.runs.pretrained import restore_merged_params
 
+Restored = tuple[Any, int, float | None]  # parameters, step, validation loss in nats per token, if it is known
 
-def restore_mean(
-    metadata: RunMetadata, like: Any, which: str | int, average: int | None
-) -> tuple[Any, int, float | None]:
-    """Return (parameters, step, validation loss in nats per token, None if unknown): see `jaxgpt.load`.
+
+def restore_mean(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
+    """Read the parameters of the checkpoint `which`, or the mean of the last `average`: see `jaxgpt.load`.
 
     like: shapes and shardings of the parameters. Raises `UserError` for checkpoints that do not exist.
     """
@@ -27,16 +27,12 @@ def restore_mean(
         raise UserError(f"which={short(which)}: needs best, last or a step")
     average = None if average is None else check_count("average", average)
     for _ in range(4):
-        with contextlib.suppress(
-            CheckpointRemoved
-        ):  # by a process that trains; the next checkpoint may last until it is read
+        with contextlib.suppress(CheckpointRemoved):  # by a process that trains; the next may last until it is read
             return _restore_mean(metadata, like, which, average)
     return _restore_mean(metadata, like, which, average)
 
 
-def _restore_mean(
-    metadata: RunMetadata, like: Any, which: str | int, average: int | None
-) -> tuple[Any, int, float | None]:
+def _restore_mean(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
     checkpoints = open_checkpoints(metadata.directory)
     try:
         step, *earlier = _choose_steps(checkpoints, metadata.directory, which, average)
