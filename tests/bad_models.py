@@ -10,7 +10,7 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.params import shapes_of
-from jaxgpt.hf.safetensors_files import Made, write
+from jaxgpt.hf.safetensors_files import LazyTensor, write
 from jaxgpt.hf.weight_rules import their_shape
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -175,7 +175,7 @@ def tensors_of(config: GPTConfig) -> dict[str, np.ndarray]:
     shapes = shapes_of(config)
     return {
         row.theirs: np.zeros(their_shape([shapes[path] for path in row.ours], row.layout), np.float32)
-        for row in GPT2.tensors(config, shapes)
+        for row in GPT2.expand_rules(config, shapes)
     }
 
 
@@ -186,4 +186,4 @@ def _model(directory: Path, config: dict, tensors: dict[str, np.ndarray] | None 
     letters = "".join(chr(0x21 + i) for i in range(characters))
     (directory / "tokenizer.json").write_text(json.dumps({"jaxgpt": "char", "characters": letters}))
     if tensors is not None:
-        write(directory, {n: Made(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()})
+        write(directory, {n: LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()})

@@ -50,16 +50,16 @@ def make(directory: Path, size: str) -> int:
     from jaxgpt.config.presets import gpt2
     from jaxgpt.hf.families import GPT2
     from jaxgpt.hf.params import shapes_of
-    from jaxgpt.hf.safetensors_files import Made, write
+    from jaxgpt.hf.safetensors_files import LazyTensor, write
     from jaxgpt.hf.weight_rules import their_shape
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)
     tensors = {}
-    for row in GPT2.tensors(config, shapes):
+    for row in GPT2.expand_rules(config, shapes):
         shape = their_shape([shapes[path] for path in row.ours], row.layout)
         make = lambda shape=shape: (rng.standard_normal(shape, np.float32) * 0.02).astype(kind)  # noqa: E731
-        tensors[row.theirs] = Made(shape=shape, dtype=kind, make=make)
+        tensors[row.theirs] = LazyTensor(shape=shape, dtype=kind, make=make)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(GPT2.write(config) | {"dtype": "bfloat16"}))
     write(directory, tensors)

@@ -1,8 +1,7 @@
-"""What `config.json` says and what `GPTConfig` says, aspect by aspect, each read and written by the same few lines."""
+"""What `config.json` says and what `GPTConfig` says, rule by rule, each read and written by the same few lines."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,37 +10,45 @@ from jaxgpt.config.validate import LARGEST_COUNT, short
 from jaxgpt.errors import UserError
 
 Json = dict[str, Any]
-REQUIRED: Any = object()
 
 
-class Aspect(NamedTuple):
+class ConfigRule(NamedTuple):
     """One thing that a configuration says."""
 
     keys: tuple[str, ...]  # of config.json, which `read` looks at
     read: Callable[[Json], Json]  # their config.json -> fields of GPTConfig
-    write: Callable[[GPTConfig], Json]  # a GPTConfig with every field explicit -> keys of theirs
+    write: Callable[[GPTConfig], Json] = lambda config: {}  # an explicit GPTConfig -> keys of theirs
 
 
-def same(ours: str, theirs: str | None = None, default: Any = REQUIRED) -> Aspect:
-    """One field, one key, one value. default: theirs, where a config.json leaves the key out."""
-    key = theirs or ours
+def required(**fields: str) -> ConfigRule:
+    """Return the rule for fields of ours, each with a key of theirs that a config.json has to have."""
 
     def read(hf: Json) -> Json:
-        value = hf.get(key, default)
-        if value is REQUIRED or (value is None and default is REQUIRED):
-            raise UserError(f"it has no {key}")
-        return {ours: value}
+        for key in fields.values():
+            if hf.get(key) is None:
+                raise UserError(f"it has no {key}")
+        return {ours: hf[theirs] for ours, theirs in fields.items()}
 
-    return Aspect((key,), read, lambda config: {key: getattr(config, ours)})
+    def write(config: GPTConfig) -> Json:
+        return {theirs: getattr(config, ours) for ours, theirs in fields.items()}
 
-
-def always(**ours: Any) -> Aspect:
-    """What all models of a family have, and no key says."""
-    return Aspect((), lambda hf: ours, lambda config: {})
+    return ConfigRule(tuple(fields.values()), read, write)
 
 
-def never(**theirs: Any) -> Aspect:
-    """Keys that have to be absent or have this value: what else they may mean, our layers have not."""
+def optional(ours: str, theirs: str, default: Any) -> ConfigRule:
+    """Return the rule for one field and one key. default: their value where a config.json leaves the key out."""
+    return ConfigRule(
+        (theirs,), lambda hf: {ours: hf.get(theirs, default)}, lambda config: {theirs: getattr(config, ours)}
+    )
+
+
+def always(**ours: Any) -> ConfigRule:
+    """Return the rule for fields that all models of a family have, and no key says."""
+    return ConfigRule((), lambda hf: ours)
+
+
+def never(**theirs: Any) -> ConfigRule:
+    """Return the rule for keys that must be absent or have this value: our layers cannot do what others mean."""
 
     def read(hf: Json) -> Json:
         for key, value in theirs.items():
@@ -49,53 +56,54 @@ def never(**theirs: Any) -> Aspect:
                 raise UserError(f"{key}={short(hf[key])}, of which only {value!r} can be expressed")
         return {}
 
-    return Aspect(tuple(theirs), read, lambda config: {})
+    return ConfigRule(tuple(theirs), read)
 
 
-def causal_decoder() -> Aspect:
-    """Nothing of what transformers looks at in the config.json of any model, and none of ours has."""
-    return never(
-        is_causal=True,
-        is_encoder_decoder=False,
-        use_bidirectional_attention=False,
-        add_cross_attention=False,
-        attention_chunk_size=None,
-        per_layer_config={},
-        kv_sharing_modes=None,
-        pruned_heads={},
-    )
+# What transformers looks at in the config.json of any model, and our layers cannot do.
+CAUSAL_DECODER = never(
+    is_causal=True,
+    is_encoder_decoder=False,
+    use_bidirectional_attention=False,
+    add_cross_attention=False,
+    attention_chunk_size=None,
+    per_layer_config={},
+    kv_sharing_modes=None,
+    pruned_heads={},
+)
 
 
-def alias(theirs: str, key: str, default: Any = REQUIRED) -> Aspect:
-    """Another name of a key: it has to be absent, or to have the same value. default: of the key."""
+def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
+    """Return the rule for another name of a key: absent, or with the same value. default: of the key."""
 
     def read(hf: Json) -> Json:
-        agreed({key: {key: hf.get(key, default)}, theirs: {key: hf.get(theirs)}})
+        merge_agreeing({key: {key: hf.get(key, default)}, theirs: {key: hf.get(theirs)}})
         return {}
 
-    return Aspect((theirs,), read, lambda config: {})
+    return ConfigRule((theirs,), read)
 
 
-def agreed(places: dict[str, Json]) -> Json:
-    """Return what several places say, without None. Raises `UserError` where two of them differ."""
+def merge_agreeing(places: dict[str, Json]) -> Json:
+    """Return what several places say, without None. Raises `UserError` if two of them differ."""
     found: Json = {}
     where: dict[str, str] = {}
-    for place, said in places.items():
-        for key, value in said.items():
+    for place, values in places.items():
+        for key, value in values.items():
             if value is None:
                 continue
-            if key in found and found[key] != value:
+            if found.setdefault(key, value) != value:
                 raise UserError(
                     f"{key}={short(found[key])} by {where[key]}, and {short(value)} by {place}: "
                     "one of them is wrong, so take it out"
                 )
-            found.setdefault(key, value)
             where.setdefault(key, place)
     return found
 
 
-def named(ours: str, theirs: str, values: dict[str, str], default: str) -> Aspect:
-    """A field whose values have other names there; the first of several for one of ours is written, none for what is not there."""
+def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
+    """Return the rule for a field whose values have other names there.
+
+    values: theirs -> ours. Of several names for one value the first is written; null if there is none.
+    """
 
     def read(hf: Json) -> Json:
         value = hf.get(theirs) or default
@@ -104,48 +112,50 @@ def named(ours: str, theirs: str, values: dict[str, str], default: str) -> Aspec
         return {ours: values[value]}
 
     def write(config: GPTConfig) -> Json:
-        mine = getattr(config, ours)
-        return {theirs: next((name for name, value in values.items() if value == mine), None)}
+        value = getattr(config, ours)
+        return {theirs: next((name for name, meant in values.items() if meant == value), None)}
 
-    return Aspect((theirs,), read, write)
-
-
-def attention_bias(default: bool = False) -> Aspect:
-    """Biases of all of attention's projections, or of none."""
-
-    def read(hf: Json) -> Json:
-        value = hf.get("attention_bias", default)
-        return {"qkv_bias": value, "out_bias": value}
-
-    return Aspect(("attention_bias",), read, lambda config: {"attention_bias": bool(config.qkv_bias)})
+    return ConfigRule((theirs,), read, write)
 
 
-def gpt2_dropout() -> Aspect:
-    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    # Ours is one number; it matters for training alone.
-    return Aspect(
-        names[:1], lambda hf: {"dropout": hf.get(names[0], 0.1)}, lambda config: dict.fromkeys(names, config.dropout)
+def attention_bias(default: bool = False) -> ConfigRule:
+    """Return the rule for biases of all of attention's projections, or of none."""
+    key = "attention_bias"
+    return ConfigRule(
+        (key,),
+        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), hf.get(key, default)),
+        lambda config: {key: bool(config.qkv_bias)},
     )
 
 
-def head_of_width() -> Aspect:
-    """GPT-NeoX's heads, which share the width whatever `head_dim` says: tensors of heads of another size are refused."""
-    return Aspect(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}, lambda config: {})
+def gpt2_dropout() -> ConfigRule:
+    """Return the rule for GPT-2's three dropouts. Ours is one number, and matters for training alone."""
+    first, *others = "resid_pdrop", "embd_pdrop", "attn_pdrop"
+    return ConfigRule(
+        (first,),
+        lambda hf: {"dropout": hf.get(first, 0.1)},
+        lambda config: dict.fromkeys((first, *others), config.dropout),
+    )
+
+
+def neox_head_dim() -> ConfigRule:
+    """Return GPT-NeoX's rule: heads share the width whatever `head_dim` says, so tensors of other heads are refused."""
+    return ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")})
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def whole(hf: Json, key: str, default: int) -> int:
-    """A number of layers."""
+def read_count(hf: Json, key: str, default: int) -> int:
+    """Return a number of layers."""
     value = hf.get(key, default)
     if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
         raise UserError(f"{key}={short(value)}: needs a whole number from 0 to {LARGEST_COUNT}")
     return value
 
 
-def _kinds(hf: Json) -> list[str]:
-    """`layer_types`; empty where there are none."""
+def _layer_types(hf: Json) -> list[str]:
+    """Return `layer_types`, empty if there are none."""
     kinds = hf.get("layer_types") or []
     if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
         raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
@@ -156,25 +166,25 @@ def _window(hf: Json) -> int | None:
     return hf.get("sliding_window", 4096)
 
 
-def no_window() -> Aspect:
-    """Attention that reads all tokens, in every layer."""
+def no_window() -> ConfigRule:
+    """Return the rule for attention over all tokens in every layer."""
 
     def read(hf: Json) -> Json:
-        if hf.get("sliding_window") is not None or SLIDING in _kinds(hf):
+        if hf.get("sliding_window") is not None or SLIDING in _layer_types(hf):
             raise UserError(
-                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_kinds(hf))}: a model of this "
+                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_layer_types(hf))}: a model of this "
                 "model_type has no windows, so leave them out"
             )
         return {}
 
-    return Aspect(("sliding_window", "layer_types"), read, lambda config: {})
+    return ConfigRule(("sliding_window", "layer_types"), read)
 
 
-def window_everywhere() -> Aspect:
-    """Mistral's: a window for all layers, or for none."""
+def window_everywhere() -> ConfigRule:
+    """Return Mistral's rule: a window in all layers, or in none."""
 
     def read(hf: Json) -> Json:
-        size, kinds = _window(hf), _kinds(hf)
+        size, kinds = _window(hf), _layer_types(hf)
         if (SLIDING if size is None else FULL) in kinds:
             raise UserError(
                 f"layer_types={short(kinds)} and sliding_window={short(size)}: all layers of this model_type have the "
@@ -182,7 +192,7 @@ def window_everywhere() -> Aspect:
             )
         return {"sliding_window": size}
 
-    return Aspect(("sliding_window", "layer_types"), read, lambda config: {"sliding_window": config.sliding_window})
+    return ConfigRule(("sliding_window", "layer_types"), read, lambda config: {"sliding_window": config.sliding_window})
 
 
 def windows(
@@ -191,22 +201,26 @@ def windows(
     keys: tuple[str, ...] = (),
     size: Callable[[Json], int | None] = _window,
     **more: Callable[[GPTConfig], Any],
-) -> Aspect:
-    """`layer_types`, a list; usual(layer, config.json) -> whether it slides where there is none.
+) -> ConfigRule:
+    """Return the rule for `layer_types`, a list of which layers have a window.
 
-    keys: what `usual` and `size` look at beside. size: of the window; None: there is none. more: keys to write beside it.
+    Args:
+        usual: (layer, config.json) -> whether a layer has a window if there is no list.
+        keys: further keys that `usual` and `size` read.
+        size: config.json -> tokens of the window. None means there is none.
+        more: further keys to write -> their values.
     """
 
     def read(hf: Json) -> Json:
-        layers, kinds = whole(hf, "num_hidden_layers", 0), _kinds(hf)
+        layers, kinds = read_count(hf, "num_hidden_layers", 0), _layer_types(hf)
         slides = [kind == SLIDING for kind in kinds] if kinds else [usual(i, hf) for i in range(layers)]
         if len(slides) != layers:
             raise UserError(f"layer_types={short(kinds)}: needs {layers}, as many as num_hidden_layers")
         if not any(slides):
             return {"sliding_window": None}
         if size(hf) is None:
-            said = ", ".join(f"{key}={short(hf.get(key))}" for key in ("layer_types", "sliding_window", *keys))
-            raise UserError(f"{said}: needs the size of a window, or no layers of {SLIDING}")
+            values = ", ".join(f"{key}={short(hf.get(key))}" for key in ("layer_types", "sliding_window", *keys))
+            raise UserError(f"{values}: needs the size of a window, or no layers of {SLIDING}")
         every = None if all(slides) else slides.index(False) + 1
         if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
             raise UserError("layer_types has no period: only each n-th layer can read all tokens")
@@ -220,46 +234,4 @@ def windows(
             **{key: of(config) for key, of in more.items()},
         }
 
-    return Aspect(("sliding_window", "layer_types", *keys), read, write)
-
-
-# What the types of rope_parameters in transformers 5 have, with our names for it.
-SCALINGS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "rope_factor"},
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_context",
-    },
-}
-
-
-# What decides training and not what the parameters mean.
-TRAINING = ("dropout", "residual_init", "scan_layers", "remat")
-
-
-def meaning(config: GPTConfig) -> Json:
-    """All that decides the logits, in one form for each function: equal meanings, equal models."""
-    c = config.explicit()
-    said = {name: value for name, value in dataclasses.asdict(c).items() if name not in TRAINING}
-    by_layer = ("sliding_window", "global_every", "rope_local_theta")
-    rotations = tuple(name for name in said if name.startswith("rope_"))
-    turns = {name: said.pop(name) for name in {*by_layer, *rotations}}
-    if c.position == "rope":
-        local = c.rope_local_theta
-        scaled = c.rope_scaling if c.rope_scaling != "linear" or c.rope_factor != 1.0 else "none"
-        names = SCALINGS["default" if scaled == "none" else scaled]
-        whole = (float(c.rope_theta), scaled, *(float(turns[ours]) for ours in names.values()))
-        assert c.head_dim
-        said["rope_size"] = int(c.head_dim * c.rope_fraction)
-        said["rope"] = [
-            whole if c.window(i) is None or local is None else (float(local), "none") for i in range(c.n_layer)
-        ]
-    said["windows"] = [c.window(i) for i in range(c.n_layer)]
-    if c.norm == "rmsnorm":
-        said["norm_offset"] = c.norm_offset
-    if not c.qk_norm:
-        del said["qk_norm_over"]
-    return said
+    return ConfigRule(("sliding_window", "layer_types", *keys), read, write)

@@ -23,10 +23,10 @@ IGNORED = ["original/*", "onnx/*", "*/*"]  # other copies of the weights, in fol
 ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # of a model on the Hub
 
 
-def local_directory(name: str) -> Path:
-    """The directory itself, or where `huggingface_hub` keeps the files of the model with this id, downloaded if need be.
+def find_directory(name: str) -> Path:
+    """Return the directory itself, or the one in which `huggingface_hub` keeps the model with this id, downloaded if needed.
 
-    Raises `UserError` with how to give a local directory where that is not to be had.
+    Raises `UserError` if it is not available.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):

@@ -1,4 +1,4 @@
-"""Our parameters from their tensors, and back, by a family's table."""
+"""Convert their tensors to our parameters and back, by a family's table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.safetensors_files import DTYPES, Made, Tensor, equal, in_words, is_finite, read
+from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_equal, is_finite, read, summarize_names
 from jaxgpt.hf.weight_rules import join, split, their_shape
 from jaxgpt.model import GPT
 
 
 @functools.lru_cache(maxsize=4)  # a model is asked for several times, and 48 layers take seconds to trace
 def shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Of each parameter, by its path: {"h_0/attn/q/kernel": (768, 768)}. The layers are apart, whatever `scan_layers`."""
+    """Return the shape of each parameter by its path: {"h_0/attn/q/kernel": (768, 768)}. Needs `scan_layers` off."""
     assert not config.scan_layers
     return {path: x.shape for path, x in _flat(GPT(config).shapes()).items()}
 
@@ -30,38 +30,27 @@ def _flat(params: dict) -> dict[str, Any]:
     return traverse_util.flatten_dict(params, sep="/")  # type: ignore[return-value]
 
 
-def _in_file(name: str, tensors: dict[str, Tensor], family: Family) -> str:
-    """A tensor's name where it is stored: a checkpoint of the bare body, GPT-2's for one, has no prefix."""
-    return name if any(n.startswith(family.base) for n in tensors) else name.removeprefix(family.base)
+def _name_in_file(name: str, tensors: dict[str, Tensor], family: Family) -> str:
+    """Return a tensor's name in the file: a checkpoint of the bare body, as GPT-2's, has no prefix."""
+    return name if any(n.startswith(family.prefix) for n in tensors) else name.removeprefix(family.prefix)
 
 
 def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
-    """Raise `UserError` with all that is missing, too much or misshapen."""
+    """Raise `UserError` with all tensors that are missing, unknown or misshapen."""
     shapes = shapes_of(config)
     wanted = {
-        _in_file(row.theirs, tensors, family): their_shape([shapes[path] for path in row.ours], row.layout)
-        for row in family.tensors(config, shapes)
+        _name_in_file(rule.theirs, tensors, family): their_shape([shapes[path] for path in rule.ours], rule.layout)
+        for rule in family.expand_rules(config, shapes)
     }
-    extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.masks)}
+    extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.buffers)}
     if config.tie_embeddings:  # many files have the output matrix all the same: it is the embedding
-        extra -= {row.theirs for row in family.rows if row.ours == ("lm_head",)}
-    misshapen = [
-        f"{name} is {list(tensors[name].shape)}, config.json makes it {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    misshapen += [
-        f"{name} holds {tensors[name].kind}, needs one of {', '.join(DTYPES)}"
-        for name in wanted
-        if name in tensors and tensors[name].kind not in DTYPES
-    ]
-    problems = []
-    if missing := wanted.keys() - tensors.keys():
-        problems.append(f"missing {in_words(missing)}")
-    if extra:
-        problems.append(f"unknown {in_words(extra)}")
-    problems += misshapen
-    if problems:
+        extra -= {rule.theirs for rule in family.weight_rules if rule.ours == ("lm_head",)}
+    there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
+    misshapen = [f"{n} is {list(x.shape)}, config.json makes it {list(s)}" for n, x, s in there if x.shape != s]
+    misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
+    missing = wanted.keys() - tensors.keys()
+    problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
+    if problems := problems + misshapen:
         raise UserError(
             f"the tensors are not those of this {family.model_type}: {'; '.join(problems)}. Is config.json of another model?"
         )
@@ -75,11 +64,13 @@ def read_params(
     dtype: DTypeLike | None = None,
     places: dict[str, jax.sharding.Sharding] | None = None,
 ) -> dict:
-    """The parameters, one tensor at a time: what is in memory is the model and that tensor.
+    """Read the parameters one tensor at a time: in memory are the model and that tensor.
 
-    dtype: None: as stored. places: where each parameter lies, by path; of a split one each device gets its part.
-    Raises `UserError` as `check` does, and where an output matrix is stored beside the embedding that it is tied to and
-    differs from it.
+    Raises `UserError` as `check` does, and for an output matrix that differs from the embedding it is tied to.
+
+    Args:
+        dtype: of the parameters. None means as stored.
+        places: sharding of each parameter, by path. None means the first device.
     """
     shapes = shapes_of(config)
     check(tensors, family, config)
@@ -89,16 +80,16 @@ def read_params(
     broken = []
     head_dim = config.explicit().head_dim
     assert head_dim
-    for row in family.tensors(config, shapes):
-        name = _in_file(row.theirs, tensors, family)
+    for rule in family.expand_rules(config, shapes):
+        name = _name_in_file(rule.theirs, tensors, family)
         tensor = read(name, tensors[name])
         if not is_finite(tensor):
             broken.append(name)
-        for path, part in zip(row.ours, split(tensor, row.layout, head_dim), strict=True):
-            params[path] = _placed(part, dtype, here if places is None else places[path])
+        for path, part in zip(rule.ours, split(tensor, rule.layout, head_dim), strict=True):
+            params[path] = _place(part, dtype, here if places is None else places[path])
     if broken:
         warnings.warn(
-            f"{in_words(broken)} have NaN or infinite numbers, and so may all that the model says: download it again",
+            f"{summarize_names(broken)} have NaN or infinite numbers, and so may all that the model says: download it again",
             UserWarning,
             stacklevel=2,
         )
@@ -106,19 +97,19 @@ def read_params(
 
 
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
-    """Raise `UserError` for two matrices where there is to be one: transformers 5 uses both, others one of them."""
-    names = {row.ours: _in_file(row.theirs, tensors, family) for row in family.rows}
+    """Raise `UserError` for two matrices if config.json has one: transformers 5 uses both, others one of them."""
+    names = {rule.ours: _name_in_file(rule.theirs, tensors, family) for rule in family.weight_rules}
     embedding, head = names["wte/embedding",], names["lm_head",]
     if not config.tie_embeddings or head not in tensors:
         return
-    if not equal((embedding, tensors[embedding]), (head, tensors[head])):
+    if not is_equal((embedding, tensors[embedding]), (head, tensors[head])):
         raise UserError(
             f"{head} differs from {embedding}, and config.json makes them one (tie_word_embeddings is true, or is left "
             f"out): set it to false to use both, or take {head} out of {tensors[head].file}"
         )
 
 
-def _placed(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
+def _place(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
     def part(index: Any) -> np.ndarray:
         # A copy, and contiguous: a view would keep the whole of their tensor alive.
         return np.array(x[index], dtype=x.dtype if dtype is None else dtype, order="C")
@@ -126,21 +117,23 @@ def _placed(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding
     return jax.make_array_from_callback(x.shape, place, part)
 
 
-def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Made]:
-    """Their tensors, to be made one by one. dtype: None: as the parameters are."""
+def to_tensors(
+    params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
+) -> dict[str, LazyTensor]:
+    """Return their tensors, each to be made when it is written. dtype: None means that of the parameters."""
     flat = _flat(params)
     shapes = {path: tuple(x.shape) for path, x in flat.items()}
     made = {}
     head_dim = config.explicit().head_dim
     assert head_dim
-    for row in family.tensors(config, shapes):
-        ours = [flat[path] for path in row.ours]
+    for rule in family.expand_rules(config, shapes):
+        ours = [flat[path] for path in rule.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
 
-        def make(ours=ours, row=row, kind=kind) -> np.ndarray:
-            return join([np.asarray(x).astype(kind, copy=False) for x in ours], row.layout, head_dim)
+        def make(ours=ours, rule=rule, kind=kind) -> np.ndarray:
+            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
 
-        made[row.theirs] = Made(shape=their_shape([x.shape for x in ours], row.layout), dtype=kind, make=make)
-    left = flat.keys() - {path for row in family.tensors(config, shapes) for path in row.ours}
+        made[rule.theirs] = LazyTensor(shape=their_shape([x.shape for x in ours], rule.layout), dtype=kind, make=make)
+    left = flat.keys() - {path for rule in family.expand_rules(config, shapes) for path in rule.ours}
     assert not left, f"{family.model_type} has no tensors for {sorted(left)}"
     return made

@@ -1,4 +1,4 @@
-"""safetensors files of a directory: what is in them, one tensor at a time, and written the same way."""
+"""The safetensors files of a directory, read and written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26  # bytes: a million tensors
 SHARD = 5 * 10**9  # bytes of a file, as on the Hub
-BLOCK = 2**22  # numbers of two tensors that are compared at a time
+BLOCK = 2**22  # elements of two tensors that are compared at a time
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -33,33 +33,33 @@ PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One that is stored."""
+    """A tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
-    kind: str  # of its numbers, as the format names it: F32
+    kind: str  # dtype, as the format names it: F32
 
     @property
     def dtype(self) -> np.dtype:
         return DTYPES[self.kind]
 
 
-def stored(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a directory by name: of its one file, or of the files that its index names.
+def list_tensors(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of a directory by name, from its one file or from those that its index names. Reads headers only.
 
-    Of a tensor that several files have, the index chooses one, with a warning: other programs may read the other.
-    Raises `UserError` for what is missing, cut short, damaged or pickled; nothing is read but the files' heads.
+    If several files have a tensor, the index chooses one, with a warning: other programs may read the other.
+    Raises `UserError` for files that are missing, truncated, damaged or pickled.
     """
     found: dict[str, Tensor] = {}
     files = _files(directory)
     chosen = {name: file for file, names in files.items() for name in names}
     for file, expected in files.items():
-        inside = dict(_head(file))
+        inside = dict(_read_header(file))
         for name in expected - inside.keys():
             raise UserError(f"{directory / INDEX} says that {name} is in {file.name}, which has no such tensor")
         if more := [name for name in inside if chosen.get(name, file) != file]:
             warnings.warn(
-                f"{file} has {in_words(more)} as well, which {INDEX} takes from elsewhere: what is here is not read",
+                f"{file} has {summarize_names(more)} as well, which {INDEX} takes from elsewhere: what is here is not read",
                 UserWarning,
                 stacklevel=2,
             )
@@ -75,7 +75,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def _files(directory: Path) -> dict[Path, set[str]]:
-    """The files, and the tensors that each should have at least."""
+    """Return the files, each with the tensors that it must have."""
     if (directory / INDEX).exists():
         index = read_json(directory / INDEX, LARGEST_INDEX)
         names = index.get("weight_map") if isinstance(index, dict) else None
@@ -110,33 +110,33 @@ def _files(directory: Path) -> dict[Path, set[str]]:
     raise UserError(f"{directory} has no .safetensors files: there are no weights to import")
 
 
-def _head(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with _opened(file) as f:
+def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with _open(file) as f:
         for name in list(f.keys()):
             part = f.get_slice(name)
             yield name, Tensor(file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
 
 
 def read(name: str, tensor: Tensor) -> np.ndarray:
-    """One tensor. The file is opened for it alone, since the pages of a mapped file count as memory until it is closed."""
-    with _opened(tensor.file) as f:
+    """Read one tensor. Its file is opened for it alone: pages of a mapped file count as memory until it is closed."""
+    with _open(tensor.file) as f:
         return f.get_tensor(name)
 
 
 def is_finite(tensor: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     if tensor.dtype == DTYPES["BF16"]:  # by their bits, without the sign: a third of the time, which is 5 s a billion
         return bool((tensor.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
     return bool(np.isfinite(tensor).all())
 
 
-def equal(one: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
-    """Whether two tensors have the same numbers; a part of them is in memory at a time."""
+def is_equal(one: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
+    """Return whether two tensors have the same elements, with a part of them in memory at a time."""
     (a, first), (b, second) = one, other
     if first.shape != second.shape or not {first.kind, second.kind} <= DTYPES.keys():
         return False
     N, rows = first.shape[0], max(1, BLOCK // max(1, math.prod(first.shape[1:])))
-    with _opened(first.file) as f, _opened(second.file) as g:
+    with _open(first.file) as f, _open(second.file) as g:
         x, y = f.get_slice(a), g.get_slice(b)
         parts = (slice(i, min(i + rows, N)) for i in range(0, N, rows))
         return all(
@@ -144,16 +144,16 @@ def equal(one: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
         )
 
 
-def _opened(file: Path) -> Any:
+def _open(file: Path) -> Any:
     open_file(file).close()  # regular and readable: else the library waits for a pipe
-    safetensors = _library()
+    safetensors = _import_safetensors()
     try:
         return safetensors.safe_open(str(file), framework="numpy")
     except (safetensors.SafetensorError, OSError, ValueError) as e:
         raise UserError(f"{file} is not a whole safetensors file ({e}): download it again") from None
 
 
-def _library() -> Any:
+def _import_safetensors() -> Any:
     try:
         import safetensors
     except ImportError:
@@ -162,8 +162,8 @@ def _library() -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Made:
-    """A tensor to write, made when its turn comes."""
+class LazyTensor:
+    """A tensor to write, made when it is its turn."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -174,9 +174,9 @@ class Made:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(directory: Path, tensors: dict[str, Made], shard: int = SHARD) -> None:
-    """One file, or several of at most `shard` bytes (or one tensor) with an index; one tensor in memory at a time."""
-    files: list[dict[str, Made]] = [{}]
+def write(directory: Path, tensors: dict[str, LazyTensor], shard: int = SHARD) -> None:
+    """Write one file, or several of at most `shard` bytes (or one tensor) with an index; one tensor in memory at a time."""
+    files: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in tensors.items():
         if files[-1] and sum(t.bytes for t in files[-1].values()) + tensor.bytes > shard:
             files.append({})
@@ -193,10 +193,10 @@ def write(directory: Path, tensors: dict[str, Made], shard: int = SHARD) -> None
     write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _write_one(file: Path, tensors: dict[str, Made]) -> None:
-    """The format (https://huggingface.co/docs/safetensors): the head's length, the head in JSON, the numbers.
+def _write_one(file: Path, tensors: dict[str, LazyTensor]) -> None:
+    """Write the format (https://huggingface.co/docs/safetensors): the header's length, the header in JSON, the elements.
 
-    By hand, because the library wants all tensors in memory at once.
+    By hand, because the library needs all tensors in memory at once.
     """
     spelled = {dtype: name for name, dtype in DTYPES.items()}
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers does not take the file
@@ -218,8 +218,8 @@ def _write_one(file: Path, tensors: dict[str, Made]) -> None:
             array.tofile(f)
 
 
-def in_words(names: Iterable[str]) -> str:
-    """Names of tensors, those of several layers as one: "h.0-11.attn.bias"."""
+def summarize_names(names: Iterable[str]) -> str:
+    """Join names of tensors, those of several layers as one: "h.0-11.attn.bias"."""
     patterns: dict[str, list[int]] = {}
     for name in sorted(names):
         number = re.search(r"(?<=\.)\d+(?=\.)", name)

@@ -1,4 +1,4 @@
-"""A model in Hugging Face's format, opened and checked, its numbers not yet read."""
+"""A model in Hugging Face's format: its files, opened and checked before any tensor is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_bytes, read_json, write_whole
-from jaxgpt.hf.families import family_of
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.hub import local_directory
-from jaxgpt.hf.keys import unknown_keys
+from jaxgpt.hf.hub import find_directory
+from jaxgpt.hf.lookup import get_family
 from jaxgpt.hf.params import check
-from jaxgpt.hf.safetensors_files import Tensor, stored
+from jaxgpt.hf.safetensors_files import Tensor, list_tensors
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
@@ -39,11 +38,11 @@ class Source:
 
 
 def open_source(name: str, tokenizer: str | None = None) -> Source:
-    """name: a directory, or an id on the Hub. tokenizer: the path of another tokenizer.json, or "ids" for none.
+    """Open a model. Raises `UserError` for what is missing, damaged or unknown, before any tensor is read.
 
-    Raises `UserError` for whatever is missing, damaged or unknown, before any tensor is read.
+    name: a directory, or an id on the Hub. tokenizer: the path of another tokenizer.json, or "ids" for none.
     """
-    directory = local_directory(name)
+    directory = find_directory(name)
     path = directory / "config.json"
     if not path.exists():
         raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download has made")
@@ -51,19 +50,19 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds {type(hf).__name__}, needs an object: download it again")
     try:
-        family = family_of(hf)
+        family = get_family(hf)
         config = family.read(hf)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
-    if unknown := unknown_keys(family, hf):
+    if unknown := family.unknown_keys(hf):
         warnings.warn(
             f"{path} has keys that jaxgpt does not know, {short(unknown)}: where one of them changes what the model "
             "computes, what is imported computes something else",
             UserWarning,
             stacklevel=2,
         )
-    found = _tokenizer(directory, config, tokenizer)
-    tensors = stored(directory)
+    found = _load_tokenizer(directory, config, tokenizer)
+    tensors = list_tensors(directory)
     try:
         check(tensors, family, config)
     except UserError as e:
@@ -71,7 +70,7 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
     return Source(directory=directory, hf=hf, family=family, config=config, tokenizer=found, tensors=tensors)
 
 
-def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:
+def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:
     assert config.vocab_size is not None
     if named == "ids":
         return IdTokenizer(config.vocab_size)
@@ -93,7 +92,7 @@ def _tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokeniz
 
 
 def end_tokens(run: Path) -> list[int]:
-    """Return the tokens that end a text by the files with which an imported model came; none of other runs."""
+    """Return the end tokens that an imported model's files name; none for other runs."""
     for name in reversed(IN_KEPT):  # generation_config.json counts before config.json
         path = run / KEPT / name
         values = read_json(path, LARGEST_CONFIG) if path.exists() else None
@@ -104,7 +103,7 @@ def end_tokens(run: Path) -> list[int]:
 
 
 def keep_companions(source: Path, run: Path) -> None:
-    """Copy them into a run directory. source: a model's directory, or that of another run."""
+    """Copy the files beside the weights into a run directory. source: a model's directory, or that of another run."""
     kept = source / KEPT if (source / "experiment.json").exists() else source
     for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / KEPT, IN_KEPT)):
         for name in names:

@@ -28,9 +28,8 @@ from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
-from jaxgpt.hf.config_rules import meaning
-from jaxgpt.hf.families import family_of
-from jaxgpt.hf.safetensors_files import INDEX, Made, read, stored, write
+from jaxgpt.hf.lookup import canonical_form, get_family
+from jaxgpt.hf.safetensors_files import INDEX, LazyTensor, list_tensors, read, write
 from jaxgpt.runs.metadata import FORMAT, read_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.resume import describe_data_changes
@@ -151,13 +150,13 @@ def _read_metrics(path: Path) -> None:
 def _read_model(path: Path) -> None:
     """What import-hf makes of a config.json; every parameter of it has a row."""
     hf = read_json(path, 2**24)
-    family = family_of(hf if isinstance(hf, dict) else {})
+    family = get_family(hf if isinstance(hf, dict) else {})
     config = family.read(hf)
-    assert meaning(family.read(family.write(config))) == meaning(config)
+    assert canonical_form(family.read(family.write(config))) == canonical_form(config)
 
 
 def _read_tensors(path: Path) -> None:
-    for name, tensor in stored(path.parent).items():
+    for name, tensor in list_tensors(path.parent).items():
         x = read(name, tensor)
         assert x.shape == tensor.shape and x.dtype == tensor.dtype
 
@@ -181,7 +180,7 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
     tensors = {f"h.{i}.w": np.full((3, 4), i, np.float32) for i in range(4)}
-    made = {n: Made(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()}
+    made = {n: LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()}
     write(folders["tensors"], made)
     write(folders["index"], made, shard=100)
     configs = [json.dumps({"model_type": kind} | options).encode() for kind, options in SHAPES.values()]

@@ -15,7 +15,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import FAMILIES
-from jaxgpt.hf.keys import IGNORED, unknown_keys
+from jaxgpt.hf.family import IGNORED
 from tests.conftest import REPOSITORY
 from tests.hf.peers import BODY, GPT2, LLAMA3, NEOX
 
@@ -107,7 +107,7 @@ OTHER |= dict(original_max_position_embeddings=64)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_what_is_read_is_honoured_or_refused(kind):
     family, others = FAMILIES[kind], OTHER | OTHER_OF.get(kind, {})
-    for key in [key for aspect in family.aspects for key in aspect.keys]:
+    for key in [key for rule in family.config_rules for key in rule.keys]:
         model = MODELS[kind] | BESIDE.get(key, {})
         try:
             assert family.read(model | {key: others[key]}) != family.read(model), key
@@ -122,7 +122,7 @@ def test_what_transformers_writes_is_known():
         saved = [json.loads(str(file[name])) for name in file if name.endswith("/config")]
     assert {hf["model_type"] for hf in saved} == set(FAMILIES)
     for hf in saved:
-        assert unknown_keys(FAMILIES[hf["model_type"]], hf) == []
+        assert FAMILIES[hf["model_type"]].unknown_keys(hf) == []
 
 
 # What a file says of rotations, what is read of it, and where it contradicts itself.
@@ -216,7 +216,7 @@ def test_gelu_is_the_exact_one_but_for_the_first_gemma():
 
 
 def test_an_unknown_key_is_told_unless_it_is_off():
-    assert unknown_keys(FAMILIES["llama"], BODY | {"new": 1, "off": False, "none": None, "use_cache": True}) == ["new"]
+    assert FAMILIES["llama"].unknown_keys(BODY | {"new": 1, "off": False, "none": None, "use_cache": True}) == ["new"]
 
 
 @functools.cache
@@ -272,4 +272,4 @@ def test_what_transformers_reads_is_known(kind):
     if "rope_parameters" in found:
         found |= looked_at("modeling_rope_utils.py")
     assert {"is_causal", "vocab_size"} < found
-    assert unknown_keys(FAMILIES[kind], dict.fromkeys(found - NO_KEYS, 1)) == []
+    assert FAMILIES[kind].unknown_keys(dict.fromkeys(found - NO_KEYS, 1)) == []

@@ -21,9 +21,8 @@ from jaxgpt.config.presets import quickstart
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.config_rules import meaning
-from jaxgpt.hf.families import family_for
-from jaxgpt.hf.safetensors_files import INDEX, in_words, read, stored
+from jaxgpt.hf.lookup import canonical_form, find_family
+from jaxgpt.hf.safetensors_files import INDEX, list_tensors, read, summarize_names
 from jaxgpt.hf.source import open_source
 from jaxgpt.hf.tokenizers import tokenizer_json
 from jaxgpt.tools.convert.export_hf import export_hf
@@ -88,7 +87,7 @@ def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     back = jaxgpt.load(tmp_path / "back")
     model, params = jaxgpt.sample.quantize.unstack_layers(run.model, run.params)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), back.params, params)
-    assert meaning(back.model.config) == meaning(model.config)
+    assert canonical_form(back.model.config) == canonical_form(model.config)
     prompt, how = "In a village", dict(max_new_tokens=20, seed=3, temperature=1.0)
     assert back.sample(prompt, **how) == run.sample(prompt, **how)
 
@@ -126,7 +125,7 @@ def test_several_files_and_an_index(exported, tmp_path):
     index = json.loads((several / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 3 and files[0].startswith("model-00001-of-000")
-    one, many = stored(out), stored(several)
+    one, many = list_tensors(out), list_tensors(several)
     assert one.keys() == many.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(read(name, t).nbytes for name, t in many.items())
     for name in one:
@@ -140,7 +139,7 @@ def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
     import_hf(str(out), tmp_path / "run", dtype="bfloat16")
     again = export_hf(tmp_path / "run", tmp_path / "out")
     assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
-    first, second = stored(out), stored(again)
+    first, second = list_tensors(out), list_tensors(again)
     for name in first:
         half = read(name, first[name]).astype("bfloat16")
         np.testing.assert_array_equal(half, read(name, second[name]), strict=True)
@@ -189,7 +188,7 @@ def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     done = command("export-hf", "run", "--out", "out", "--dtype", "float16", "--json")
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in json.loads(done.stdout)["files"]
-    assert {t.dtype for t in stored(tmp_path / "out").values()} == {np.dtype("float16")}
+    assert {t.dtype for t in list_tensors(tmp_path / "out").values()} == {np.dtype("float16")}
 
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
@@ -231,11 +230,11 @@ def test_a_template_puts_its_first_token_before_a_prompt():
 
 def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
     config = dataclasses.replace(quickstart().model, vocab_size=60)
-    assert family_for(config).model_type == "qwen3"
+    assert find_family(config).model_type == "qwen3"
     with pytest.raises(UserError, match=r"nearest, qwen3, cannot be activation=relu2$"):
-        family_for(dataclasses.replace(config, activation="relu2"))
+        find_family(dataclasses.replace(config, activation="relu2"))
     with pytest.raises(UserError, match=r"The nearest, .* cannot be .*position=sinusoidal"):
-        family_for(dataclasses.replace(config, position="sinusoidal"))
+        find_family(dataclasses.replace(config, position="sinusoidal"))
 
 
 def test_nothing_is_left_where_an_export_is_refused(exported, tmp_path):
@@ -248,7 +247,7 @@ def test_nothing_is_left_where_an_export_is_refused(exported, tmp_path):
 
 def test_many_names_in_few_words():
     names = [f"h.{i}.attn.{x}" for i in (0, 1, 2, 5) for x in ("q", "k")]
-    assert in_words([*names, "wte"]) == "h.0-2,5.attn.k, h.0-2,5.attn.q, wte"
+    assert summarize_names([*names, "wte"]) == "h.0-2,5.attn.k, h.0-2,5.attn.q, wte"
 
 
 @contextlib.contextmanager

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt.hf.config_rules import meaning
-from jaxgpt.hf.families import FAMILIES, family_for, family_of
-from jaxgpt.hf.keys import IGNORED
+from jaxgpt.hf.families import FAMILIES
+from jaxgpt.hf.family import IGNORED
+from jaxgpt.hf.lookup import canonical_form, find_family, get_family
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import read, stored, write
+from jaxgpt.hf.safetensors_files import list_tensors, read, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
@@ -47,20 +47,20 @@ def imported(golden, tmp_path_factory):
     @functools.cache
     def of(name):
         hf = json.loads(str(golden[f"{name}/config"]))
-        family = family_of(hf)
+        family = get_family(hf)
         directory = tmp_path_factory.mktemp(name)
         tensors = {key: weights(key, tuple(shape)) for key, shape in json.loads(str(golden[f"{name}/shapes"])).items()}
         write(directory, {key: made(x) for key, x in tensors.items()})
         config = family.read(hf)
-        return family, config, tensors, read_params(stored(directory), family, config)
+        return family, config, tensors, read_params(list_tensors(directory), family, config)
 
     return of
 
 
 def made(x):
-    from jaxgpt.hf.safetensors_files import Made
+    from jaxgpt.hf.safetensors_files import LazyTensor
 
-    return Made(shape=x.shape, dtype=x.dtype, make=lambda: x)
+    return LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda: x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -119,16 +119,16 @@ def test_there_and_back_nothing_changes(imported, name, tmp_path):
     for key, tensor in out.items():
         np.testing.assert_array_equal(tensor.make(), tensors[key], strict=True)
     write(tmp_path, out)
-    again = read_params(stored(tmp_path), family, config)
+    again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
 
 
 @every_shape
 def test_the_configuration_comes_back(golden, imported, name):
     family, config, _, _ = imported(name)
-    assert meaning(family.read(family.write(config))) == meaning(config)
-    assert family_for(config, family.model_type) is family
-    assert family_for(config).model_type in (family.model_type, "llama")  # a Mistral without windows is a Llama
+    assert canonical_form(family.read(family.write(config))) == canonical_form(config)
+    assert find_family(config, family.model_type) is family
+    assert find_family(config).model_type in (family.model_type, "llama")  # a Mistral without windows is a Llama
 
 
 @every_shape
@@ -150,7 +150,7 @@ def test_transformers_4_says_the_same(golden, imported, name):
     if "layer_types" in hf:
         kinds = hf.pop("layer_types")
         hf["sliding_window_pattern"] = kinds.index("full_attention") + 1 if "full_attention" in kinds else 99
-    assert meaning(family.read(hf)) == meaning(config)
+    assert canonical_form(family.read(hf)) == canonical_form(config)
 
 
 def test_every_family_has_a_shape_and_most_more_than_one():
@@ -161,7 +161,7 @@ def test_every_family_has_a_shape_and_most_more_than_one():
 def test_half_precision_is_kept_and_parameters_go_where_they_are_told(imported, tmp_path):
     family, config, _, params = imported("qwen3")
     write(tmp_path, to_tensors(params, family, config, jnp.bfloat16))
-    tensors = stored(tmp_path)
+    tensors = list_tensors(tmp_path)
     kept = read_params(tensors, family, config)
     assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), kept, params)
@@ -178,7 +178,7 @@ def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_pat
     bare = {key.removeprefix("transformer."): x for key, x in tensors.items()}
     bare |= {f"h.{i}.attn.bias": np.ones((1, 1, 4, 4), np.float32) for i in range(2)}
     write(tmp_path, {key: made(x) for key, x in bare.items()})
-    again = read_params(stored(tmp_path), family, config)
+    again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
 
 
@@ -218,7 +218,7 @@ def test_parameters_of_the_table_are_all_of_them():
     for family in FAMILIES.values():
         config = next(family.read(options_of(name)) for name, (kind, _) in SHAPES.items() if kind == family.model_type)
         shapes = shapes_of(config)
-        paths = [path for row in family.tensors(config, shapes) for path in row.ours]
+        paths = [path for row in family.expand_rules(config, shapes) for path in row.ours]
         assert sorted(paths) == sorted(shapes)
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.params import check, read_params
-from jaxgpt.hf.safetensors_files import INDEX, ONE, read, stored
+from jaxgpt.hf.safetensors_files import INDEX, ONE, list_tensors, read
 from tests.bad_models import CONFIG, tensors_of
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -29,7 +29,7 @@ def test_of_a_tensor_that_is_there_twice_the_index_chooses(tmp_path, right):
     save(tmp_path, files, {"a": right, "00001": FIRST, "00002": SECOND})
     stale = SECOND if right == FIRST else FIRST
     with pytest.warns(UserWarning, match=f"{stale} has a as well.*is not read"):
-        found = stored(tmp_path)
+        found = list_tensors(tmp_path)
     assert found.keys() == {"a", "00001", "00002"}
     assert read("a", found["a"]) == [1.0]
 
@@ -38,14 +38,14 @@ def test_a_tensor_that_is_there_twice_and_not_in_the_index_is_refused(tmp_path):
     files = {name: {"a": np.ones(1, np.float32), name[6:11]: np.ones(1, np.float32)} for name in (FIRST, SECOND)}
     save(tmp_path, files, {"00001": FIRST, "00002": SECOND})
     with pytest.raises(UserError, match=f"a is in {FIRST} and in {SECOND}.*index"):
-        stored(tmp_path)
+        list_tensors(tmp_path)
 
 
 def model(directory, **changed):
     """A GPT-2 of zeros, but for `changed`. Returns (what is stored, its family, its configuration)."""
     config = GPT2.read(CONFIG)
     save(directory, {ONE: tensors_of(config) | changed})
-    return stored(directory), GPT2, config
+    return list_tensors(directory), GPT2, config
 
 
 def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):

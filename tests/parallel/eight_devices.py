@@ -26,7 +26,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import stored, write
+from jaxgpt.hf.safetensors_files import list_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.trainer import make_trainer
@@ -244,7 +244,7 @@ def imported() -> dict:
             for name in ("fsdp", "tensor", "all"):
                 wanted = Run(name, "adamw", model=config).abstract_state.params
                 places = {path: x.sharding for path, x in flatten_dict(wanted, sep="/").items()}
-                read = read_params(stored(Path(directory)), family, config, places=places)
+                read = read_params(list_tensors(Path(directory)), family, config, places=places)
                 held = [0] * 8
                 for x in jax.tree.leaves(read):
                     for shard in x.addressable_shards:

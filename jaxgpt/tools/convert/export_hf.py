@@ -14,8 +14,8 @@ from jaxgpt.data.chat.encode import find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
-from jaxgpt.hf.families import family_for
 from jaxgpt.hf.family import Family
+from jaxgpt.hf.lookup import find_family
 from jaxgpt.hf.params import to_tensors
 from jaxgpt.hf.safetensors_files import SHARD, write
 from jaxgpt.hf.source import BESIDE_TOKENIZER, KEPT, LARGEST_CONFIG
@@ -40,7 +40,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         raise UserError(f"{out} is there and not empty: name another place with --out")
     metadata = read_metadata(directory)
     imported = _read_object(directory / KEPT / "config.json")  # of the model that the weights come from, if any
-    family = family_for(metadata.model, imported.get("model_type"))
+    family = find_family(metadata.model, imported.get("model_type"))
     loaded = load_run(metadata)
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
     model, params = unstack_layers(loaded.model, loaded.params)
