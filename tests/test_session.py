@@ -251,7 +251,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, experiment, tmp_path, mon
 
 
 def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypatch):
-    """A worse one is not saved; killed in the validation of step 4, whose loss the second sitting measures."""
+    """A worse one is not saved; killed in the validation of step 4, whose loss the second session measures."""
     told = iter([1.0, Killed, 2.0, 3.0])
 
     def mean_loss(*_):

@@ -1,4 +1,4 @@
-"""The main thread of a run, seen from the watchdog's: whether it compiles, or waits in a debugger, however long."""
+"""Tell from the watchdog's thread whether the main thread compiles, or waits in a debugger."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class MainThread:
         self._parts = 0  # of compilations, which it is in now: they may be nested
 
     def is_compiling(self) -> bool:
+        """Return whether it is in a compilation."""
         return self._parts > 0
 
     def is_debugged(self) -> bool:

@@ -68,7 +68,7 @@ def initialize(config: ParallelConfig) -> None:
 
 
 def _give_up(where: str, seconds: float) -> None:
-    """Ends the process: the call that waits for the others cannot be interrupted."""
+    """End the process: the call that waits for the others cannot be interrupted."""
     sys.stderr.write(
         f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
         "is each of them started, with the same --parallel.processes, and can each reach that address?\n"
@@ -78,7 +78,7 @@ def _give_up(where: str, seconds: float) -> None:
 
 
 def cluster() -> str | None:
-    """What started this process together with others, told from the environment; None: it is alone."""
+    """Return what started this process together with others, by the environment. None: it is alone."""
     env = os.environ
     if "OMPI_MCA_orte_hnp_uri" in env and _count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
@@ -101,7 +101,7 @@ def _count(name: str) -> int:
 
 
 def _wait_for(address: str, seconds: float) -> None:
-    """Until something answers at HOST:PORT: JAX's own client ends the process when nothing does."""
+    """Wait until something answers at HOST:PORT: JAX's own client ends the process when nothing does."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
@@ -120,21 +120,22 @@ def _wait_for(address: str, seconds: float) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `initialize` has met other processes; starts no device."""
+    """Return whether `initialize` has joined other processes; starts no device."""
     return jax.distributed.is_initialized()
 
 
 def is_multiprocess() -> bool:
+    """Return whether the run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_process_0() -> bool:
-    """The process that prints and writes: the first."""
+    """Return whether this is the process that prints and writes."""
     return jax.process_index() == 0
 
 
 def barrier(where: str) -> None:
-    """Wait here for the other processes."""
+    """Wait for the other processes."""
     if is_multiprocess():
         multihost_utils.sync_global_devices(where)
 
@@ -154,17 +155,17 @@ def _store() -> Any:
 
 
 def publish(key: str, value: str) -> None:
-    """For the other processes to read. Raises `JaxRuntimeError` if process 0 does not answer, which holds it."""
+    """Store a value for the other processes. Raises `JaxRuntimeError` if process 0 does not answer, which holds it."""
     _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
 
 
 def read_published(folder: str) -> list[str]:
-    """The values of all keys `FOLDER/...`. Raises like `publish`."""
+    """Return the values of all keys `FOLDER/...`. Raises like `publish`."""
     return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
 
 
 def on_process_0(function: Callable[[], int]) -> int:
-    """Return in all processes the whole number that `function` returns in the first one; other types are not carried.
+    """Return in all processes the integer that `function` returns in process 0; other types are not carried.
 
     If it raises `UserError` there, all raise one with the same message. All must ask, in the same order.
     """
@@ -194,7 +195,7 @@ def _from_leader(words: str) -> str:
 
 
 def status_of(error: BaseException | None) -> int:
-    """With which a process ends that ends by this error."""
+    """Return the exit status of a process that ends by this error."""
     if isinstance(error, ProcessLost):
         return error.status
     return 2 if isinstance(error, UserError) else 1
@@ -211,24 +212,24 @@ def exit_now(status: int) -> NoReturn:
 
 
 def stop_requested(step: int) -> bool:
-    """Whether SIGTERM reached one of several processes: all learn it at the same step."""
+    """Return whether SIGTERM has reached one of several processes: all learn it at the same step."""
     return is_multiprocess() and multihost_utils.reached_preemption_sync_point(step)
 
 
 def whole_everywhere() -> jax.sharding.Sharding:
-    """Where an array is to be read into, for each process to have all of it."""
+    """Return the sharding of an array that each process is to have whole."""
     if is_multiprocess():
         return NamedSharding(Mesh(np.asarray(jax.devices()), "devices"), PartitionSpec())
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def one_copy(tree: Any) -> Any:
-    """Of arrays that lie whole on devices of this process: the first copy, without moving it."""
+    """Return the first copy of arrays that are whole on devices of this process, without moving it."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def on_one_device(tree: Any) -> Any:
-    """The arrays on a device of this process; None where it holds only parts of them."""
+    """Return the arrays on a device of this process. None: it holds only parts of them."""
     arrays = jax.tree.leaves(tree)
     if not all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
         return None

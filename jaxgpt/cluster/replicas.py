@@ -20,7 +20,7 @@ class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
 
 
 def checksum(tree: Any) -> jax.Array:
-    """uint32 over all bits of all arrays: any one bit changes it, and so does nearly every change of more.
+    """Return a uint32 over all bits of all arrays: any one bit changes it, and so does nearly every change of more.
 
     Each word counts as often as its odd place says, modulo 2^32, in which odd numbers divide: a sum alone would
     miss words that change places.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: told to the loop between two steps, and the second one at once."""
+"""Catch Ctrl-C and SIGTERM: the loop learns of the first between two steps, and the second ends the process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def catch_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
-    """For a command: acknowledge the first signal, and end the process on the second.
+    """Acknowledge the first signal, and end the process on the second, for a command.
 
     A thread does both, because Python's own handlers wait as long as the main thread is in a compilation or a step.
     """

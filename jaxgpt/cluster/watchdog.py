@@ -42,7 +42,7 @@ ASLEEP = 5  # intervals between two looks of a thread, after which it was itself
 
 
 class Watchdog:
-    """Fed by `beat`. `directory` and `last_step`, once known, let the last words say how to go on."""
+    """End the process where `beat` is not called in time. `directory` and `last_step`: for words on how to go on."""
 
     def __init__(self, seconds: float | None):
         """seconds: the least time without progress that counts as stuck; None or 0: none does."""
@@ -180,6 +180,7 @@ class Watchdog:
         return f"{', '.join(map(str, stuck))} {'are' if len(stuck) > 1 else 'is'} stuck: {since}"
 
     def words(self, what: str) -> str:
+        """Return a message with the last checkpoint and how to continue."""
         saved = None
         with contextlib.suppress(Exception):
             saved = self.last_step()
@@ -206,7 +207,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def watch(seconds: float | None) -> Iterator[Watchdog]:
-    """A watchdog over what happens inside, in the thread that calls. Raises `ProcessLost` where another one is."""
+    """Watch over what happens inside, in the thread that calls. Raises `ProcessLost` where another process is lost."""
     dog = Watchdog(seconds)
     dog.start()
     with contextlib.ExitStack() as stack:
@@ -233,7 +234,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
 
 @contextlib.contextmanager
 def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
-    """JAX's client aborts the process from a thread of its own when another is lost, and has no setting against it.
+    """Call a function where JAX aborts the process because another is lost: its client has no setting against that.
 
     Python's handlers run in the main thread, later; this one runs where it happens, at once.
     """
@@ -251,7 +252,7 @@ def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
 
 
 def _say(words: str) -> None:
-    """Past Python's buffers, whose locks the main thread may hold."""
+    """Write to stderr past Python's buffers, whose locks the main thread may hold."""
     cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar has hidden it
     with contextlib.suppress(OSError):  # stderr may be closed, or its disk full: the process ends all the same
         os.write(2, cursor + f"\njaxgpt: {words}\n".encode())

@@ -34,9 +34,9 @@ OPTIONS = """
     --parallel.micro-batch-size 2 --train.steps 500 --train.log-every 1 --train.eval-every 100 --train.eval-tokens 4096
     --train.checkpoint-every 10 --train.sample-tokens 1
 """
-DEADLINE = 900  # seconds for one sitting, after which the harness gives up
+DEADLINE = 900  # seconds for one session, after which the harness gives up
 SAVE_LASTS = 0.3  # seconds after the beginning of a save within which it is killed
-SAVES = 4  # of a sitting, one of which is killed
+SAVES = 4  # of a session, one of which is killed
 MOMENT = 0.001  # seconds between looks
 
 
@@ -133,7 +133,7 @@ def unfinished(directory: Path) -> bool:
 def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, every: float, inside: bool) -> bool:
     """Sleep until the instant; False if the run was done before."""
     instant = time.monotonic() + (DEADLINE if inside else rng.uniform(0, 2 * every))
-    which, seen = rng.randint(1, SAVES), set()  # inside the first, second, ... save of this sitting
+    which, seen = rng.randint(1, SAVES), set()  # inside the first, second, ... save of this session
     while time.monotonic() < instant:
         if child.poll() is not None:
             return False
@@ -158,7 +158,7 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
     while report.kills < kills:
         directory = root / f"run-{report.runs}"
         told, from_step = directory.with_suffix(".err"), 0
-        sittings: list[int] = []  # the step at which each went on
+        sessions: list[int] = []  # the step at which each went on
         while True:
             child = start(directory, options, told)
             killed = report.kills < kills and wait_to_kill(child, directory, rng, every, rng.random() < inside)
@@ -166,9 +166,9 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
                 child.kill()
             status = child.wait(DEADLINE)
             went_on = re.findall(r"continuing at step (\d+)", told.read_text())
-            if len(went_on) > len(sittings):  # killed before that, it did nothing
-                sittings.append(int(went_on[-1]))
-                report.lost += max(0, from_step - sittings[-1])
+            if len(went_on) > len(sessions):  # killed before that, it did nothing
+                sessions.append(int(went_on[-1]))
+                report.lost += max(0, from_step - sessions[-1])
             reached = last_step(directory)
             report.executed += max(0, reached - from_step)
             if not killed:

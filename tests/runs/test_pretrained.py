@@ -16,10 +16,10 @@ from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.runs.autopsy import params_here
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.nan_debug import gather_params
 from jaxgpt.runs.pretrained import resolve_init_from, restore_or_init
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.session import fit
@@ -221,7 +221,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
 def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
     """On one device, adapters merged in: the model is examined as the step computed with it."""
     trainer, state = first_state(tuning(text_file, source.directory, lora=LORA), tmp_path)
-    assert_same(params_here(trainer, state), trainer.merged_params(state))
+    assert_same(gather_params(trainer, state), trainer.merged_params(state))
 
 
 @pytest.mark.slow

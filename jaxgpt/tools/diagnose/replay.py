@@ -18,11 +18,12 @@ from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
 from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.runs.autopsy import Findings, examine, params_here, state_before, table, training_batch
+from jaxgpt.runs.autopsy import state_before, training_batch
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
 from jaxgpt.runs.pretrained import load_base, restore_or_init
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.skip import NOT_FINITE
@@ -41,7 +42,7 @@ class ReplayResult:
     skipped: str | None  # why; None: the step was taken
     logged: dict[str, Any] | None  # the run's own line of metrics.jsonl; None: this step was not logged
     equal: bool | None  # bit for bit with that line, or skipped for the same reason; None: not logged. See `replay`
-    findings: Findings | None  # if the step is not finite
+    findings: NonFiniteReport | None  # if the step is not finite
 
 
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
@@ -71,7 +72,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     state, metrics = _take_steps(experiment, dataset, trainer, state, key, start, step)
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
-        findings = examine(trainer, params_here(trainer, state), training_batch(dataset, experiment, step), key, step)
+        findings = debug_step(
+            trainer, gather_params(trainer, state), training_batch(dataset, experiment, step), key, step
+        )
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
@@ -132,6 +135,6 @@ def format_replay(found: ReplayResult) -> str:
             f"loss           {found.loss}",
             f"logged         {logged}" + (f" ({verdict})" if verdict else ""),
             f"gradient norm  {found.grad_norm}",
-            *([] if found.findings is None else [table(found.findings)]),
+            *([] if found.findings is None else [format_report(found.findings)]),
         ]
     )
