@@ -138,7 +138,7 @@ def whole_arrays() -> dict:
         state = Run(name, "muon").abstract_state
         found[name] = [
             jax.tree_util.keystr(path)
-            for path, x in jax.tree.leaves_with_path((state.params, state.opt_state))
+            for path, x in jax.tree.leaves_with_path((state.params, state.opt_state.inner_state))
             if x.ndim and x.sharding.shard_shape(x.shape) == x.shape
         ]
     return found
@@ -275,7 +275,7 @@ def guarded() -> dict:
                 Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], segments_BT=DOCUMENTS)
             )
             state, metrics = run.step(state, batch, jax.random.key(1))
-            seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state))])
+            seen.append([np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.opt_state.inner_state))])
             told.append([int(metrics["skipped"]), float(metrics["learning_rate"]), float(metrics["loss"])])
         skipped = [[shard.data.item() for shard in state.opt_state.skipped.addressable_shards]]
         found[name] = {"same": [seen[0] == seen[1], seen[1] == seen[2]], "told": told, "skipped": skipped[0]}
