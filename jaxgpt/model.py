@@ -73,7 +73,10 @@ class GPT(nn.Module):
     def make_layers(self) -> Any:
         """Return the blocks: a list, or one module that scans them."""
         c, block = self.config, remat(Block, self.config)
-        assert not c.n_encoder_layer, "a model with an encoder is a jaxgpt.encdec.EncoderDecoder"
+        if c.n_encoder_layer:
+            raise UserError(
+                f"n_encoder_layer={c.n_encoder_layer}: GPT has no encoder; jaxgpt.encdec.build_model makes one"
+            )
         if not c.scan_layers:
             return [
                 block(c, self.dtype, self.attention_fn, self.sharding, c.window(layer)) for layer in range(c.n_layer)

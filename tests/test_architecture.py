@@ -157,6 +157,13 @@ def test_layers_model_and_loss_name_no_device():
             assert not used & set(words), (name, used & set(words))
 
 
+def test_a_field_keeps_its_name_and_is_met_in_few_files():
+    """From the configuration to the kernel, and where files of others are read."""
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert sum("n_kv_head" in text for text in texts.values()) <= 9
+    assert [path for path, text in texts.items() if "kv_heads" in text] == []
+
+
 def test_only_the_command_line_prints():
     calls = {
         name

@@ -18,6 +18,7 @@ from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.layers.cache import CacheIndex, KVCache
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
+from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.sample.beam import beam_search
@@ -178,6 +179,7 @@ def test_what_goes_wrong_is_said():
     how = dict(key=jax.random.key(0), max_new_tokens=2)
     for call, said in (
         (lambda: model.apply({"params": params}, TARGET), "needs source_BS"),
+        (lambda: GPT(CONFIG).shapes(), "n_encoder_layer=2: GPT has no encoder"),
         (lambda: generate(model, params, [[1]], **how), "needs a source for each of 1 prompts, got 0"),
         (lambda: generate(model, params, [[1]], sources=[[1], [2]], **how), "for each of 1 prompts, got 2"),
         (lambda: generate(model, params, [[1]], sources=[[1] * 9], **how), "source 0 has 9 tokens: needs 1 to 8"),
