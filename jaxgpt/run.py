@@ -101,8 +101,7 @@ class Run:
             texts = []
             for number, row in enumerate(ids):
                 earlier = prompts[:number].count(prompts[number])  # equal prompts draw by keys of their own
-                row_key = jax.random.fold_in(key, earlier) if earlier else key
-                new_ids = self._speculate(draft, row, decoding, row_key)
+                new_ids = self._speculate(draft, row, decoding, jax.random.fold_in(key, earlier) if earlier else key)
                 texts.append("".join(iter_text(self.tokenizer, new_ids, stop)))
         return texts[0] if isinstance(prompt, str) else texts
 
