@@ -145,6 +145,34 @@ MUTATIONS = (
         "best = math.inf",
         "test_session.py::test_the_best_so_far_is_known_after_a_resume",
     ),
+    Mutation(
+        "ruined-parameters-saved",
+        "loop.py",
+        "if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:",
+        "if True:",
+        "test_loop.py::test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_the_next_taken_one",
+    ),
+    Mutation(
+        "best-loss-never-moves",
+        "loop.py",
+        "self.best = val_loss",
+        "pass",
+        "test_loop.py::test_only_a_better_loss_is_a_reason_to_save",
+    ),
+    Mutation(
+        "signal-in-a-validation-overlooked",
+        "loop.py",
+        "signal = callbacks.stop_signal(None)",
+        "pass",
+        "test_loop.py::test_a_signal_in_a_validation_ends_the_run_with_what_was_measured",
+    ),
+    Mutation(
+        "all-steps-in-flight",
+        "in_flight.py",
+        "while len(self._steps) > limit:",
+        "while len(self._steps) > limit + 1:",
+        "test_loop.py::test_at_most_two_steps_are_in_flight",
+    ),
     # The optimiser
     Mutation(
         "adamw-without-schedule",
@@ -858,11 +886,16 @@ def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
+def _not_copied(directory: str, names: list[str]) -> list[str]:
+    """Return what a copy of the repository does without: its history, caches, and runs, but not the package's `runs`."""
+    return [n for n in names if n in (".git", "__pycache__") or (n == "runs" and Path(directory) == REPOSITORY)]
+
+
 def run(tests: Iterable[str], broken: Mutation | None = None) -> tuple[int, float, str]:
     """Run tests in a copy of the repository -> (pytest's exit status, seconds, its output)."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "repository"
-        shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs"))
+        shutil.copytree(REPOSITORY, copy, ignore=_not_copied)
         if broken is not None:
             path = copy / "jaxgpt" / broken.file
             path.write_text(path.read_text().replace(broken.old, broken.new))

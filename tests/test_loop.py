@@ -73,19 +73,19 @@ def test_a_loop_begins_after_the_step_of_its_state():
     assert events == ["begin 4", "settle 4", "save 4", "wait"] and state == 4
 
 
-def test_a_checkpoint_that_is_due_after_a_skipped_waits_for_the_next_taken_one():
+def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_the_next_taken_one():
     events, _, _ = run(TrainConfig(steps=8, eval_every=99, checkpoint_every=3), bad=(3, 4, 8))
     assert of_saves(events) == ["5", "6"]  # not 8, whose parameters may be ruined
 
 
-def test_a_finite_validation_loss_is_enough_to_save_after_a_skipped():
+def test_a_finite_validation_loss_is_enough_to_save_after_a_skipped_step():
     config = TrainConfig(steps=4, eval_every=2, checkpoint_every=99)
     events, _, _ = run(config, bad=(2, 4), validate=lambda step, state: 5.0 - step)
     assert of_saves(events) == ["2 with 3.0", "4 with 1.0"]
 
 
 def test_only_a_better_loss_is_a_reason_to_save():
-    values = {1: 3.0, 2: 4.0, 3: 2.0, 4: math.nan, 5: 2.5}
+    values = {1: 3.0, 2: 3.2, 3: 2.0, 4: math.nan, 5: 2.5}
     config = TrainConfig(steps=5, eval_every=1, checkpoint_every=99)
     events, _, _ = run(config, best=3.5, validate=lambda step, state: values[step])
     assert of_saves(events) == ["1 with 3.0", "3 with 2.0", "5 with 2.5"]  # the last is saved always
@@ -112,7 +112,7 @@ def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured():
     assert asked == [1, 2, None] * 2
 
 
-def test_too_many_skippeds_in_a_row_end_the_run():
+def test_too_many_skipped_steps_in_a_row_end_the_run():
     told = []
     _, _, raised = run(
         TrainConfig(steps=9, eval_every=99, checkpoint_every=99),
