@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # half a second to import: only where it is used
 # Bytes that are read or written at once, if not a sixteenth of all or the largest array are more: what Orbax copies and
 # compresses for all of them together would be another model in memory.
 AT_ONCE = 2**26
+MOST_SECONDS = 10.0  # to wait for each thread of a failed save
 DTYPES = ("float32", "bfloat16", "float16")  # of parameters
 
 
@@ -101,6 +103,9 @@ class Checkpoints(CheckpointIndex):
             raise self._fail(step, e) from None
 
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith("orbax."):  # when one of them has failed, the others still write
+                thread.join(MOST_SECONDS)
         shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
         last = max(self.steps(), default="none")
         return CheckpointSaveError(
@@ -129,8 +134,6 @@ class Checkpoints(CheckpointIndex):
                 self._pool.shutdown()
                 with contextlib.suppress(Exception):  # of a failed save, which `wait` has raised
                     self._writer.close()
-                if multihost.is_process_0():
-                    self.remove_partial()  # what threads of a failed save wrote after it had failed
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Read a state but for its frozen base, which is not saved; `like` gives shapes, dtypes and shardings."""
