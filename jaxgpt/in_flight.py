@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import TYPE_CHECKING
 
 from jaxgpt.callbacks import Callbacks, Log, Metrics
 from jaxgpt.errors import Diverged
+from jaxgpt.skip import why_skipped
 
 if TYPE_CHECKING:
     import jax
@@ -55,13 +55,3 @@ class StepsInFlight:
             if self.skipped_in_a_row >= self._max_skipped:
                 count = f"{self.skipped_in_a_row} steps in a row were skipped, up to step {step}"
                 raise Diverged(f"{count}: {why_skipped(metrics)}")
-
-
-def why_skipped(metrics: Metrics) -> str:
-    """Return why a step was skipped, in words. metrics: of that step."""
-    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-    if not math.isfinite(loss):
-        return f"loss is {loss}"
-    if not math.isfinite(norm):
-        return f"gradient norm is {norm}"
-    return f"gradient norm {norm:.3g} is {norm / float(metrics['median']):.1f} times its median"

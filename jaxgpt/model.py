@@ -14,9 +14,10 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Block, make_norm
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
-from jaxgpt.layers.kernels.plain import CUDNN_FORWARD, KEPT, AttentionFn, plain_attention
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Embedding
 from jaxgpt.layers.position import positions_from_segments, sinusoidal
+from jaxgpt.layers.stack import remat, scan
 
 if TYPE_CHECKING:
     from jaxgpt.layers.cache import CacheIndex, KVCache
@@ -81,14 +82,7 @@ class GPT(nn.Module):
             return [
                 block(c, self.dtype, self.attention_fn, self.sharding, c.window(layer)) for layer in range(c.n_layer)
             ]
-        scanned = nn.scan(
-            _scan_body(block),
-            variable_axes={"params": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
-            length=c.n_layer,
-        )
-        return scanned(c, self.dtype, self.attention_fn, self.sharding)
+        return scan(block, c)(c, self.dtype, self.attention_fn, self.sharding)
 
     def __call__(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
         """Return logits_BTV of each next token. T is at most block_size. Arguments: see `hidden_states`."""
@@ -170,42 +164,3 @@ class GPT(nn.Module):
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
         return logits_BTV
-
-
-def remat(block: type[nn.Module], config: GPTConfig) -> Any:
-    """Return `block`, recomputed in the backward pass as the configuration says."""
-    if config.remat == "none":
-        return block
-    policy = _kept_with_dots if config.remat == "dots" else None
-    return nn.remat(block, policy=policy, static_argnums=(3,), prevent_cse=not config.scan_layers)
-
-
-def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether remat="dots" keeps a result of the forward pass: of dense layers and of attention kernels.
-
-    The plain and the xla kernel then compute the scores anew, for the weights, which are not kept.
-    """
-    policies = jax.checkpoint_policies
-    return (
-        primitive.name.startswith(CUDNN_FORWARD)
-        or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
-        or policies.save_only_these_names(KEPT)(primitive, *avals, **params)
-    )
-
-
-def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
-    """Return `block` as nn.scan takes it: (carry, *broadcast) -> (carry, output per layer)."""
-
-    class Layer(nn.Module):
-        config: GPTConfig
-        dtype: DTypeLike
-        attention_fn: AttentionFn
-        sharding: ShardingHooks
-
-        @nn.compact
-        def __call__(self, x_BTD, positions_BT, train, segments_BT):
-            window = self.config.window(0)  # that of every layer
-            layer = block(self.config, self.dtype, self.attention_fn, self.sharding, window, name="block")
-            return layer(x_BTD, positions_BT, train, segments_BT), None
-
-    return Layer

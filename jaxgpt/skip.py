@@ -1,5 +1,6 @@
 """Skipping bad steps as a gradient transformation: what `optax.apply_if_finite` does, with spikes and a full record."""
 
+import math
 from typing import Any
 
 import jax
@@ -79,3 +80,13 @@ def skip_metrics(before: SkipState, after: SkipState, value: jax.Array, grad_nor
     skipped = jnp.where(after.in_a_row == 0, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics = {"skipped": skipped, "in_a_row": after.in_a_row}
     return metrics if before.spikes is None else metrics | {"median": jnp.nanmedian(before.norms)}
+
+
+def why_skipped(metrics: dict[str, Any]) -> str:
+    """Return why a step was skipped, in words. metrics: of that step."""
+    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+    if not math.isfinite(loss):
+        return f"loss is {loss}"
+    if not math.isfinite(norm):
+        return f"gradient norm is {norm}"
+    return f"gradient norm {norm:.3g} is {norm / float(metrics['median']):.1f} times its median"

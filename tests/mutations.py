@@ -507,7 +507,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scanned-layers-drop-alike",
-        "model.py",
+        "layers/stack.py",
         '"dropout": True}',
         '"dropout": False}',
         "test_model.py::test_every_dropout_draws_its_own",
@@ -820,7 +820,7 @@ MUTATIONS = (
     ),
     Mutation(
         "result-of-cudnn-attention-not-kept",
-        "model.py",
+        "layers/stack.py",
         "primitive.name.startswith(CUDNN_FORWARD)",
         "False",
         "test_model.py::test_remat_of_all_but_dots_keeps_what_cudnn_made",

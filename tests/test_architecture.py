@@ -41,6 +41,7 @@ ROWS = [
 
 # Inside layers, the same again.
 LAYER_ROWS = [
+    ["stack"],
     ["block"],
     ["attention", "mlp"],
     ["cache", "kernels"],
@@ -180,9 +181,37 @@ def test_only_the_command_line_prints():
     }  # and runs.progress, through rich
 
 
-def test_files_fit_on_a_few_screens():
-    long = {p.name: n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 350}
+def test_files_and_functions_fit_on_screens():
+    long = {p.name: n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 300}
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and (n := (node.end_lineno or 0) - node.lineno + 1) > 60:
+                long[f"{name}.{node.name}"] = n
     assert long == {}
+
+
+# What is read in an evening. Not read on the first: skip, lora, and of the layers the cache, quantize and other kernels.
+CORE = [
+    *(
+        f"{name}.py"
+        for name in ("batch", "callbacks", "errors", "in_flight", "loop", "loss", "model", "optim", "train")
+    ),
+    *(f"config/{name}.py" for name in ("__init__", "model", "experiment")),
+    *(f"layers/{name}.py" for name in ("__init__", "norm", "position", "linear", "mlp", "attention", "block", "hooks")),
+    "layers/kernels/plain.py",
+]
+CORE_LINES = 1_900
+
+
+def test_the_core_is_read_in_an_evening():
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) <= CORE_LINES
+
+
+def test_the_core_imports_jax_flax_optax_and_itself():
+    allowed = {"jax", "flax", "optax", "jaxgpt"} | sys.stdlib_module_names
+    for name in CORE:
+        packages = {target.split(".")[0] for target in imports(ast.parse((PACKAGE / name).read_text()))}
+        assert packages <= allowed, (name, packages - allowed)
 
 
 # Lines of jaxgpt that `import jaxgpt.X` brings in.

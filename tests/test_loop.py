@@ -9,8 +9,9 @@ import pytest
 from jaxgpt.callbacks import NO_CALLBACKS, NO_LOG, Callbacks, Log
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
-from jaxgpt.in_flight import StepsInFlight, why_skipped
+from jaxgpt.in_flight import StepsInFlight
 from jaxgpt.loop import SaveSchedule, train
+from jaxgpt.skip import why_skipped
 
 
 def metrics(in_row=0, loss=1.0, norm=1.0):

@@ -11,13 +11,13 @@ from jaxgpt.config.model import GPTConfig as GPTConfig
 
 if TYPE_CHECKING:
     from jaxgpt.config.experiment import MAX_NEW_TOKENS as MAX_NEW_TOKENS
-    from jaxgpt.config.experiment import NO_LORA as NO_LORA
     from jaxgpt.config.experiment import DataConfig as DataConfig
     from jaxgpt.config.experiment import Experiment as Experiment
-    from jaxgpt.config.experiment import LoraConfig as LoraConfig
     from jaxgpt.config.experiment import OptimConfig as OptimConfig
-    from jaxgpt.config.experiment import ParallelConfig as ParallelConfig
     from jaxgpt.config.experiment import TrainConfig as TrainConfig
+    from jaxgpt.config.lora import NO_LORA as NO_LORA
+    from jaxgpt.config.lora import LoraConfig as LoraConfig
+    from jaxgpt.config.parallel import ParallelConfig as ParallelConfig
     from jaxgpt.config.serialize import differences as differences
     from jaxgpt.config.serialize import from_dict as from_dict
     from jaxgpt.config.serialize import to_dict as to_dict
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 
 
+_HOME = {"differences": "serialize", "from_dict": "serialize", "to_dict": "serialize"}
+_HOME |= {"LoraConfig": "lora", "NO_LORA": "lora", "ParallelConfig": "parallel"}
+
+
 def __getattr__(name: str) -> Any:
-    home = "serialize" if name in ("differences", "from_dict", "to_dict") else "experiment"
-    return getattr(import_module(f"jaxgpt.config.{home}"), name)
+    return getattr(import_module(f"jaxgpt.config.{_HOME.get(name, 'experiment')}"), name)

@@ -18,7 +18,8 @@ from jaxgpt.layers.cache import CacheIndex, KVCache, LayerCache
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.model import GPT, remat
+from jaxgpt.layers.stack import remat
+from jaxgpt.model import GPT
 
 
 def build_model(

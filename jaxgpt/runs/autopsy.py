@@ -20,10 +20,10 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
-from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
+from jaxgpt.skip import why_skipped
 from jaxgpt.train import TrainState
 
 MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step

@@ -19,14 +19,13 @@ from jaxgpt.config import Experiment
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import CheckpointSaveError
-from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import Trainer, mean_loss
 from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.log import Log
-from jaxgpt.skip import NOT_FINITE
+from jaxgpt.skip import NOT_FINITE, why_skipped
 from jaxgpt.train import TrainState
 
 

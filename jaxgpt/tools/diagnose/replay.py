@@ -16,7 +16,6 @@ from jaxgpt.config.validate import check_whole
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
-from jaxgpt.in_flight import why_skipped
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.autopsy import state_before, training_batch
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -26,7 +25,7 @@ from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
 from jaxgpt.runs.pretrained import load_base, restore_or_init
 from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.skip import NOT_FINITE
+from jaxgpt.skip import NOT_FINITE, why_skipped
 from jaxgpt.train import TrainState, init_and_dropout_keys
 
 

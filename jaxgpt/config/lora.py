@@ -1,0 +1,27 @@
+"""Low-rank adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxgpt.config.validate import PositiveFloat, Size, check_fields
+from jaxgpt.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685): with a rank, they alone are trained, on top of the weights that
+    train.init_from names."""
+
+    rank: Size | None = None  # of what an adapter adds to its matrix; None: no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # what an adapter adds is multiplied by alpha / rank
+    # matrices of a block that have one: q, k, v, c_fc, c_gate, and c_proj, which attention and MLP both have
+    targets: tuple[str, ...] = ("q", "v")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.targets:
+            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
+
+
+NO_LORA = LoraConfig()

@@ -1,0 +1,59 @@
+"""The devices and processes of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+from jaxgpt.config.validate import (
+    LARGEST_SIZE,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Size,
+    check_fields,
+)
+from jaxgpt.errors import UserError
+
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The hardware and how the run fits on it: arguments of a run, never part of the experiment's identity."""
+
+    # auto: one device plainly, several by pmap; single: one device; pmap: a copy of the model on each device;
+    # mesh: data x fsdp x tensor devices, of which fsdp and tensor split the model
+    strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
+    data: AxisSize = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
+    fsdp: AxisSize = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
+    tensor: AxisSize = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # sequences at once on a device, at most; what is left of its share follows as accumulation. None: the whole share
+    micro_batch_size: PositiveInt | None = None
+    # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    loss_chunk: PositiveInt | None = None
+    coordinator: str | None = None  # HOST:PORT of process 0, where JAX cannot find it by itself
+    processes: Size | None = None  # with a coordinator: how many
+    process_id: NonNegativeInt | None = None  # with a coordinator: which one this is, from 0
+    connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
+    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and its process is ended;
+    # 0: never. In a single process it acts for commands only, never for a program that calls jaxgpt.fit
+    watchdog: NonNegativeFloat = 60.0
+    # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
+    check_replicas_every: PositiveInt | None = 100
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        sizes = (self.data, self.fsdp, self.tensor)
+        if 0 in sizes or sizes.count(-1) > 1:
+            raise UserError(
+                f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
+            )
+        given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
+        if any(given) and not all(given):
+            raise UserError(
+                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster tells them"
+            )
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
