@@ -17,15 +17,11 @@ TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
 class SkipState:
     """The wrapped optimizer's state, which skipped steps leave as it was, and the record of those steps."""
 
-    inner_state: optax.OptState
+    inner_state: Any
     skipped: jax.Array  # int32: steps skipped so far
     in_a_row: jax.Array  # int32: of them, those since the last one that was taken; 0 if the last step was taken
     norms: jax.Array  # float32 [NUM_NORMS]: gradient norms of the last steps taken, in a ring; NaN: none yet
     spikes: float | None = struct.field(pytree_node=False, default=None)  # see `skip_bad_steps`
-
-    def count_taken(self, step: jax.Array) -> jax.Array:
-        """Count the steps, of the first `step`, that the wrapped optimizer took: its schedules follow this count."""
-        return step - self.skipped
 
 
 def skip_bad_steps(
@@ -46,7 +42,7 @@ def skip_bad_steps(
         return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan), spikes)
 
     def update(updates, state: SkipState, params=None, *, value: jax.Array, grad_norm: jax.Array, step: jax.Array):
-        count, good = state.count_taken(step), jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        count, good = count_taken(state, step), jnp.isfinite(value) & jnp.isfinite(grad_norm)
         if spikes is not None:
             good &= ~((count >= MIN_NORMS) & (grad_norm > spikes * jnp.nanmedian(state.norms)))
         in_a_row = jnp.where(good, 0, state.in_a_row + 1)
@@ -61,21 +57,34 @@ def skip_bad_steps(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def apply_updates(params: Any, updates: optax.Updates, state: SkipState) -> Any:
+# What `train_step` asks of an optimizer's state. One that is not wrapped takes every step.
+
+
+def count_taken(state: Any, step: jax.Array) -> jax.Array:
+    """Count the steps, of the first `step`, that the optimizer took: its schedules follow this count."""
+    return step - state.skipped if isinstance(state, SkipState) else step
+
+
+def apply_updates(params: Any, updates: optax.Updates, state: Any) -> Any:
     """Return the parameters after an update: `optax.apply_updates`, whose sum is selected as well.
 
     The updates of a skipped step are zero. To select only them would part the last product of the optimizer from this
     sum, which the compiler makes one instruction with one rounding.
     """
+    new_params = optax.apply_updates(params, updates)
+    if not isinstance(state, SkipState):
+        return new_params
     taken = state.in_a_row == 0
-    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), optax.apply_updates(params, updates), params)
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new_params, params)
 
 
-def skip_metrics(before: SkipState, after: SkipState, value: jax.Array, grad_norm: jax.Array) -> dict[str, jax.Array]:
+def skip_metrics(before: Any, after: Any, value: jax.Array, grad_norm: jax.Array) -> dict[str, jax.Array]:
     """Return {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_a_row": steps skipped in a row} of the step between two states.
 
     With `spikes` also "median", of the norms before the step.
     """
+    if not isinstance(before, SkipState) or not isinstance(after, SkipState):
+        return {"skipped": jnp.asarray(TAKEN), "in_a_row": jnp.zeros((), jnp.int32)}
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
     skipped = jnp.where(after.in_a_row == 0, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics = {"skipped": skipped, "in_a_row": after.in_a_row}

@@ -12,7 +12,7 @@ from flax import struct
 from jaxgpt.batch import Batch
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
-from jaxgpt.skip import SkipState, apply_updates, skip_metrics
+from jaxgpt.skip import apply_updates, count_taken, skip_metrics
 
 Params = dict[str, Any]  # a tree of arrays
 MergeFn = Callable[[Params, Params | None], Params]  # (trained, frozen) -> what the model takes
@@ -22,9 +22,9 @@ MergeFn = Callable[[Params, Params | None], Params]  # (trained, frozen) -> what
 class TrainState:
     """All that changes from step to step; with the experiment and the data it is the whole run."""
 
-    step: jax.Array  # int32: batches seen, of which all but `opt_state.skipped` moved the parameters
+    step: jax.Array  # int32: batches seen
     params: Params  # float32: all those that are trained
-    opt_state: SkipState
+    opt_state: Any  # the optimizer's; a `SkipState` in runs
     frozen_params: Params | None = None  # the model's own, where `params` are adapters of them; they stay as they are
 
 
@@ -36,7 +36,7 @@ def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:
 
 def init_state(
     model: GPT,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformation,
     key: jax.Array,
     params: Params | None = None,
     *,
@@ -52,7 +52,7 @@ def init_state(
         params = cast(Params, model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
     if adapt is not None:
         frozen_params, params = params, adapt(jax.random.fold_in(key, 1), params)
-    return TrainState(jnp.zeros((), jnp.int32), params, cast(SkipState, optimizer.init(params)), frozen_params)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), frozen_params)
 
 
 def only_trained(params: Params, frozen_params: Params | None) -> Params:
@@ -66,7 +66,7 @@ def train_step(
     key: jax.Array,
     *,
     model: GPT,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     merge: MergeFn = only_trained,
     grad_accum_steps: int = 1,
@@ -79,7 +79,7 @@ def train_step(
     metrics: scalars. "loss" in nats per target, "grad_norm", "learning_rate" (which the optimizer used, or would have),
     and those of `skip_metrics`. After a skipped step, `step` has advanced all the same, and the data with it.
     key: the run's. Dropout in step t uses `fold_in(key, t)`, so a resumed run draws what an uninterrupted one would.
-    optimizer: wrapped in `skip_bad_steps`. schedule: its learning rate, by the count of steps taken.
+    optimizer: any, such as one wrapped in `skip_bad_steps`. schedule: its learning rate, by the count of steps taken.
     grad_accum_steps: micro-batches, in turn. Gradients are summed, then divided by the number of targets, so the result
         is that of one big batch. loss_chunk, label_smoothing: see `batch_loss`.
     mean: over the devices that hold the other parts of the batch, where each runs this function by itself.
@@ -104,9 +104,9 @@ def train_step(
     nats, count, grads = mean(sums)
     count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
     grads = jax.tree.map(lambda g: g / count, grads)
-    loss, norm, update = nats / count, optax.tree.norm(grads), cast(Any, optimizer.update)
+    loss, norm, update = nats / count, optax.tree.norm(grads), optax.with_extra_args_support(optimizer).update
     updates, opt_state = update(grads, state.opt_state, state.params, value=loss, grad_norm=norm, step=state.step)
-    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(state.opt_state.count_taken(state.step))}
+    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": schedule(count_taken(state.opt_state, state.step))}
     metrics |= skip_metrics(state.opt_state, opt_state, loss, norm)
     params = apply_updates(state.params, updates, opt_state)
     return TrainState(state.step + 1, params, opt_state, state.frozen_params), metrics

@@ -106,7 +106,7 @@ MUTATIONS = (
     Mutation(
         "rate-ignores-skipped-steps",
         "train.py",
-        "schedule(state.opt_state.count_taken(state.step))",
+        "schedule(count_taken(state.opt_state, state.step))",
         "schedule(state.step)",
         "test_train.py::test_a_step_that_is_not_finite_is_as_if_it_had_not_been[1]",
     ),
