@@ -41,15 +41,17 @@ def init_state(
     params: Params | None = None,
     *,
     adapt: Callable[[jax.Array, Params], Params] | None = None,
+    batch_size: int = 1,
 ) -> TrainState:
     """Return the state of step 0.
 
     params: of the model, to start from. None: random ones, which depend on the key alone.
     adapt: (key, params) -> the parameters to train; those of the model are frozen. None: all of the model's are trained.
+    batch_size: of the tokens that linen traces the model with, of which nothing depends; the model's devices divide it.
     """
     frozen_params = None
     if params is None:
-        params = cast(Params, model.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
+        params = cast(Params, model.init(key, jnp.zeros((batch_size, 1), jnp.int32))["params"])
     if adapt is not None:
         frozen_params, params = params, adapt(jax.random.fold_in(key, 1), params)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), frozen_params)

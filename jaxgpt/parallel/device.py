@@ -33,7 +33,7 @@ PACKED = "it cannot keep several conversations in a row apart"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
-    """How a model computes on this machine; `build_model(config, **options.for_model())`."""
+    """How a model computes on this machine."""
 
     dtype: DTypeLike
     attention: str  # the name of the kernel
@@ -43,10 +43,6 @@ class ComputeOptions:
     def attention_fn(self) -> AttentionFn:
         """Return the kernel."""
         return KERNELS[self.attention]
-
-    def for_model(self) -> dict:
-        """Return the fields of `GPT` that depend on the hardware alone."""
-        return {"dtype": self.dtype, "attention_fn": self.attention_fn}
 
 
 def all_devices() -> list[jax.Device]:

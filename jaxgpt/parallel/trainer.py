@@ -75,14 +75,14 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
-    plain = build_model(
-        experiment.model, **options.for_model()
-    )  # initialises: a batch of one token divides over no devices
-    model = plain.clone(attention_fn=strategy.shard_attention(options.attention_fn), sharding=strategy.sharding_hooks)
+    attention_fn = strategy.shard_attention(options.attention_fn)
+    model = build_model(
+        experiment.model, dtype=options.dtype, attention_fn=attention_fn, sharding=strategy.sharding_hooks
+    )
     adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
     merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)
     optimizer = skip_bad_steps(make_optimizer(experiment.optim, train.steps), spikes=experiment.optim.skip_spikes)
-    init = functools.partial(init_state, plain, optimizer, adapt=adapt)
+    init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
     state = strategy.abstract_state(init, experiment.model, optimizer)
     step = functools.partial(
         train_step,
