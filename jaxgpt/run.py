@@ -214,7 +214,7 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
 def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:
     """Load a run whose metadata are read: see `load`."""
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
-    options = compute_options(metadata.model, experiment.train, packed=experiment.data.is_packed, required=False)
+    options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = build_model(metadata.model, dtype=options.dtype, attention_fn=options.attention_fn)
     like = with_shardings(model.shapes(), whole_everywhere())
     params, step, val_loss = restore_mean(metadata, like, which, average)

@@ -22,8 +22,8 @@ LARGEST_CONFIG = 2**24  # bytes of a config.json
 # What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
 # where a chat looks for its template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-KEPT = "hf"
-IN_KEPT = ("config.json", "generation_config.json")
+HF_FOLDER = "hf"
+IN_HF_FOLDER = ("config.json", "generation_config.json")
 PADDING = 1024  # ids that a model may have beyond its tokenizer's without a word: vocabularies are rounded up
 
 
@@ -93,8 +93,8 @@ def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> To
 
 def end_tokens(run: Path) -> list[int]:
     """Return the end tokens that an imported model's files name; none for other runs."""
-    for name in reversed(IN_KEPT):  # generation_config.json counts before config.json
-        path = run / KEPT / name
+    for name in reversed(IN_HF_FOLDER):  # generation_config.json counts before config.json
+        path = run / HF_FOLDER / name
         values = read_json(path, LARGEST_CONFIG) if path.exists() else None
         ends = values.get("eos_token_id") if isinstance(values, dict) else None
         if ends is not None:
@@ -104,8 +104,8 @@ def end_tokens(run: Path) -> list[int]:
 
 def keep_companions(source: Path, run: Path) -> None:
     """Copy the files beside the weights into a run directory. source: a model's directory, or that of another run."""
-    kept = source / KEPT if (source / "experiment.json").exists() else source
-    for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / KEPT, IN_KEPT)):
+    kept = source / HF_FOLDER if (source / "experiment.json").exists() else source
+    for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / HF_FOLDER, IN_HF_FOLDER)):
         for name in names:
             if (here / name).is_file():
                 there.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
-from jaxgpt.layers.kernels.plain import CUDNN_FORWARD, KEPT, AttentionFn
+from jaxgpt.layers.kernels.plain import CUDNN_FORWARD, SAVED_NAME, AttentionFn
 
 
 def remat(block: type[nn.Module], config: GPTConfig) -> Any:
@@ -28,7 +28,7 @@ def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
     return (
         primitive.name.startswith(CUDNN_FORWARD)
         or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
-        or policies.save_only_these_names(KEPT)(primitive, *avals, **params)
+        or policies.save_only_these_names(SAVED_NAME)(primitive, *avals, **params)
     )
 
 

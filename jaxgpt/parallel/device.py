@@ -71,13 +71,13 @@ def compute_options(
     train: TrainConfig,
     device: jax.Device | None = None,
     *,
-    packed: bool = False,
+    is_packed: bool = False,
     required: bool = True,
 ) -> ComputeOptions:
     """Choose float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
-    device: None: the first one. packed: rows hold several documents, which are to be kept apart.
+    device: None: the first one. is_packed: rows hold several documents, which are to be kept apart.
     required: a named kernel that cannot do what is asked raises `UserError`; False: it was named for another device,
         and where this one cannot run it, the kernel is chosen as by auto.
     """
@@ -92,7 +92,7 @@ def compute_options(
     why_not = {
         "plain": None,
         "xla": CAPPED if model.attention_softcap is not None else None,
-        "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if packed else None),
+        "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if is_packed else None),
         "splash": why_not_splash(model.block_size, model.head_dim, dtype)
         if device.platform == "tpu"
         else f"the device is {device.device_kind}",

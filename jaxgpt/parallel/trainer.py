@@ -73,7 +73,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     train, lora, loss_chunk = experiment.train, experiment.lora, experiment.parallel.loss_chunk
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
-    options = compute_options(experiment.model, train, device, packed=experiment.data.is_packed, required=required)
+    options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = build_model(

@@ -25,14 +25,14 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
-    packed = params["wte"].get(DECODE_MATRIX)
-    if packed is not None:
-        held = packed.values_FD.dtype.name
+    table = params["wte"].get(DECODE_MATRIX)
+    if table is not None:
+        held = table.values_FD.dtype.name
         if weights not in (None, held):
-            raise UserError(f"weights={weights!r}: these are packed in {held} already; start from the trained ones")
+            raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
         return model, params
     model, params = unstack_layers(model, params)
-    return model, _pack(params, weights or jnp.dtype(model.dtype).name)
+    return model, _quantize(params, weights or jnp.dtype(model.dtype).name)
 
 
 def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
@@ -46,17 +46,17 @@ def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _pack(params: dict, dtype: str) -> dict:
-    def packed(name: str, value: Any) -> tuple[str, Any]:
+def _quantize(params: dict, dtype: str) -> dict:
+    def quantize(name: str, value: Any) -> tuple[str, Any]:
         if isinstance(value, dict):
             if "kernel" in value:
                 rest = {k: v for k, v in value.items() if k != "kernel"}
                 return name, rest | {DECODE_MATRIX: DecodeMatrix.quantize(value["kernel"].T, dtype)}
             if name == "wte" and "embedding" in value:
                 return name, {DECODE_MATRIX: DecodeMatrix.quantize(value["embedding"], dtype)}
-            return name, dict(packed(k, v) for k, v in value.items())
+            return name, dict(quantize(k, v) for k, v in value.items())
         if name == "lm_head":
             return f"lm_head_{DECODE_MATRIX}", DecodeMatrix.quantize(value.T, dtype)
         return name, value
 
-    return dict(packed(name, value) for name, value in params.items())
+    return dict(quantize(name, value) for name, value in params.items())

@@ -58,10 +58,10 @@ def test_capped_scores_equal_the_loops():
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])
-@pytest.mark.parametrize("long", [plain.LONG, 4], ids=["whole", "blocks"])
+@pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 4], ids=["whole", "blocks"])
 def test_what_it_makes_of_the_identity_are_its_weights(how, long, monkeypatch):
     """The values' own size is the result's: that of the identity is S."""
-    monkeypatch.setattr(plain, "LONG", long)
+    monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
     q_BTNH, k_BTKH, v_BTKH = (jnp.concatenate([x, x[:, :3]], axis=1) for x in qkv())  # 8 tokens: four blocks of two
     B, T, K, _ = k_BTKH.shape
     eye_BTKT = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
@@ -97,9 +97,9 @@ def test_blocks_of_queries_equal_the_whole_square(how, monkeypatch):
         return jax.jit(pulled)(q, k, v)
 
     whole = out_and_gradients()
-    monkeypatch.setattr(plain, "LONG", T)
+    monkeypatch.setattr(plain, "MIN_BLOCKED_T", T)
     text = jax.jit(functools.partial(plain_attention, **how)).lower(q, k, v).as_text()
-    assert text.count("dot_general") == 2 * plain.BLOCKS
+    assert text.count("dot_general") == 2 * plain.NUM_BLOCKS
     chex.assert_trees_all_close(out_and_gradients(), whole, **FLOAT32_REORDERED)
 
 
@@ -193,10 +193,10 @@ def test_dropout_drops_weights_and_output_in_training_only():
     assert 0.3 < zeros < 0.7  # the output's half
 
 
-@pytest.mark.parametrize("long", [plain.LONG, 1])
+@pytest.mark.parametrize("long", [plain.MIN_BLOCKED_T, 1])
 def test_dropped_weights_keep_their_expectation(long, monkeypatch):
-    monkeypatch.setattr(plain, "LONG", long)
-    monkeypatch.setattr(plain, "BLOCKS", SIZES["T"])
+    monkeypatch.setattr(plain, "MIN_BLOCKED_T", long)
+    monkeypatch.setattr(plain, "NUM_BLOCKS", SIZES["T"])
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(0), 2000)
     drawn = jax.vmap(lambda key: plain_attention(q, k, v, dropout=0.3, key=key))
@@ -205,10 +205,10 @@ def test_dropped_weights_keep_their_expectation(long, monkeypatch):
 
 
 def test_each_block_of_queries_drops_weights_of_its_own():
-    T = plain.LONG
+    T = plain.MIN_BLOCKED_T
     zeros, v = jnp.zeros((1, T, 1, T)), jnp.eye(T)[None, :, None]  # every score alike; the output is the weights
     weights = attend(zeros, zeros, v, dropout=0.5, key=jax.random.key(0))[0, :, 0]
-    starts = range(T // plain.BLOCKS, T, T // plain.BLOCKS)
+    starts = range(T // plain.NUM_BLOCKS, T, T // plain.NUM_BLOCKS)
     first, *others = (np.asarray(weights[start, : starts[0]] > 0) for start in starts)
     for other in others:
         assert 0.3 < np.mean(first == other) < 0.7  # as two draws are, where one draw for both would have 1

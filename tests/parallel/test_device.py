@@ -53,12 +53,12 @@ def test_kernels_without_dropout_say_so(monkeypatch):
 
 def test_packed_conversations_want_a_kernel_that_keeps_them_apart(monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu", device_kind="a gpu", compute_capability="9.0")
-    options = compute_options(GPTConfig(), TrainConfig(), gpu, packed=True)
+    options = compute_options(GPTConfig(), TrainConfig(), gpu, is_packed=True)
     assert options.reason.endswith("plain attention (cudnn: it cannot keep several conversations in a row apart)")
     with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: it cannot keep several"):
-        compute_options(GPTConfig(), TrainConfig(attention="cudnn"), gpu, packed=True)
+        compute_options(GPTConfig(), TrainConfig(attention="cudnn"), gpu, is_packed=True)
     tpu = types.SimpleNamespace(platform="tpu", device_kind="a tpu")
-    assert compute_options(GPTConfig(), TrainConfig(), tpu, packed=True).attention == "splash"
+    assert compute_options(GPTConfig(), TrainConfig(), tpu, is_packed=True).attention == "splash"
 
 
 def test_what_is_named_is_taken_or_refused(monkeypatch):

@@ -93,7 +93,7 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
     assert for_decoding(*packed)[1] is packed[1]
-    with pytest.raises(UserError, match="packed in float32 already"):
+    with pytest.raises(UserError, match="these are float32 already"):
         for_decoding(*packed, "int8")
 
 

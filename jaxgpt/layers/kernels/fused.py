@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxgpt.layers.kernels.plain import KEPT, plain_attention
+from jaxgpt.layers.kernels.plain import SAVED_NAME, plain_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FusedAttention:
             local_window_size=None if window is None else (window - 1, 0),
             implementation=self.implementation,
         )
-        return out_BTNH if self.implementation == "cudnn" else checkpoint_name(out_BTNH, KEPT)
+        return out_BTNH if self.implementation == "cudnn" else checkpoint_name(out_BTNH, SAVED_NAME)
 
 
 xla_attention, cudnn_attention = FusedAttention("xla"), FusedAttention("cudnn")

@@ -10,13 +10,13 @@ from jax.ad_checkpoint import checkpoint_name
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
 AttentionFn = Callable[..., jax.Array]
 
-KEPT = "attention"  # the name by which a remat policy may keep what the backward pass needs of the forward pass
+SAVED_NAME = "attention"  # the name by which a remat policy may keep what the backward pass needs of the forward pass
 # Begins the name of the primitive that cuDNN's forward pass is. A remat policy recognises it by that: JAX gives the
 # result no name, and what the backward pass reads cannot be named from outside.
 CUDNN_FORWARD = "dot_product_attention_fwd"
-# The queries of a context of at least LONG tokens are cut into so many blocks: more save less each, and cost
+# The queries of a context of at least MIN_BLOCKED_T tokens are cut into so many blocks: more save less each, and cost
 # compilation; in a shorter one, cutting costs what it saves.
-BLOCKS, LONG = 4, 256
+NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
 def plain_attention(
@@ -61,7 +61,7 @@ def plain_attention(
         visible_BTS = visible_BTS & (segments_BT[:, :, None] == key_segments_BS[:, None, :])
 
     # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
-    size = T // BLOCKS if causal and T >= LONG and T % BLOCKS == 0 else T
+    size = T // NUM_BLOCKS if causal and T >= MIN_BLOCKED_T and T % NUM_BLOCKS == 0 else T
     blocks = []
     for start in range(0, T, size):
         end = start + size
@@ -72,7 +72,7 @@ def plain_attention(
             _attend_block(q_[:, :, start:end], k_[:, read], v_[:, read], visible_BTS[:, start:end, read], **scores)
         )
     out = jnp.concatenate(blocks, axis=2)
-    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), KEPT)
+    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), SAVED_NAME)
 
 
 def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.kernels.plain import KEPT, plain_attention
+from jaxgpt.layers.kernels.plain import SAVED_NAME, plain_attention
 
 LANES = 128  # of a TPU's vector register: the kernel cuts T and S into multiples of this
 
@@ -63,7 +63,7 @@ def splash_attention(
         attn_logits_soft_cap=softcap,
         block_sizes=_block_sizes(T + padding, H),
         interpret=interpret,
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=SAVED_NAME,
     )
 
     def heads_first(x):

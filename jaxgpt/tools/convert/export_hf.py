@@ -18,7 +18,7 @@ from jaxgpt.hf.family import Family
 from jaxgpt.hf.lookup import find_family
 from jaxgpt.hf.params import to_tensors
 from jaxgpt.hf.safetensors_files import SHARD, write
-from jaxgpt.hf.source import BESIDE_TOKENIZER, KEPT, LARGEST_CONFIG
+from jaxgpt.hf.source import BESIDE_TOKENIZER, HF_FOLDER, LARGEST_CONFIG
 from jaxgpt.hf.tokenizers import tokenizer_config, tokenizer_json
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
@@ -39,7 +39,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     if is_there(out, "Name another place with --out.") and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there and not empty: name another place with --out")
     metadata = read_metadata(directory)
-    imported = _read_object(directory / KEPT / "config.json")  # of the model that the weights come from, if any
+    imported = _read_object(directory / HF_FOLDER / "config.json")  # of the model that the weights come from, if any
     family = find_family(metadata.model, imported.get("model_type"))
     loaded = load_run(metadata)
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
@@ -83,7 +83,7 @@ def _write_tokenizer(out: Path, directory: Path, run: Run, template: ChatTemplat
 
 
 def _write_generation(out: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
-    original = directory / KEPT / "generation_config.json"
+    original = directory / HF_FOLDER / "generation_config.json"
     if template is None and original.exists():
         write_whole(out / original.name, read_bytes(original, LARGEST_CONFIG))
         return
