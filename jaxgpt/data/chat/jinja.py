@@ -194,6 +194,9 @@ def serve(seconds: float, memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     # In seconds of a core, so that a busy machine does not count. Its signal ends the process. Not on Windows.
     timer = functools.partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, "setitimer") else lambda _: None
+    if hasattr(signal, "SIGPROF"):  # which the process that asks may ignore or block, as profilers do
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     render = None
     for line in sys.stdin.buffer:
         timer(seconds)

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import signal
 import sys
 
 import numpy as np
@@ -248,7 +249,19 @@ def test_templates_take_no_more_memory_than_they_may(monkeypatch):
     assert render(n=-1) == "none" and render._process is process
 
 
-def test_templates_take_no_more_time_than_they_may(monkeypatch):
+@pytest.fixture(params=["default", "ignored", "blocked"])
+def sigprof(request):
+    """What this process does with the signal that ends a template: libraries with a profiler ignore it."""
+    before = signal.getsignal(signal.SIGPROF)
+    if request.param == "ignored":
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF] if request.param == "blocked" else [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGPROF, before)
+
+
+def test_templates_take_no_more_time_than_they_may(monkeypatch, sigprof):
     monkeypatch.setattr("jaxgpt.data.chat.jinja.SECONDS", 1)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     render = Renderer(f"{{% if n %}}{loops}{{% else %}}none{{% endif %}}")
