@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_COUNT,
+    LARGEST_SIZE,
     Count,
     Fraction,
     Interval,
@@ -34,7 +35,7 @@ class GPTConfig:
     n_embd: Size = 768  # width of the residual stream
     head_dim: Size | None = None  # size of a head; None: n_embd / n_head
     # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
-    mlp_dim: Size | None = None
+    mlp_dim: Annotated[int, Interval(ge=1, le=4 * LARGEST_SIZE)] | None = None
     dropout: Fraction = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
     bias: bool = True  # biases in linear layers and LayerNorm
     qkv_bias: bool | None = None  # of the projections to queries, keys and values; None: as bias

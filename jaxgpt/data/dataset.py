@@ -79,8 +79,8 @@ def prepare_for(
 
 def _from_text(config: DataConfig) -> Dataset:
     name, source = config.tokenizer, config.path or config.corpus
-    tokenizer = open_tokenizer(name, "a text needs")
     text = _Text(find_user_files(config.path) if config.path else find_corpus_files(config.corpus), source)
+    tokenizer = open_tokenizer(name, "a text needs")
     alphabet = text.scan(alphabet=name == "char")
     if not text.characters:
         raise UserError(f"{source} is empty: there is nothing to learn from")

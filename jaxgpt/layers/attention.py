@@ -119,8 +119,7 @@ class Attention(nn.Module):
 
     def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
         """Return x_BTD, the heads' results projected and dropped."""
-        out_BTD = self.c_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
-        return self.drop(out_BTD, deterministic=not train)
+        return self.drop(self.c_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1)), deterministic=not train)
 
     def attend(
         self,

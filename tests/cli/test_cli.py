@@ -75,7 +75,7 @@ def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_
     """The quickstart's own prompt, on a text without a capital T."""
     small = SMALL.replace("--train.sample-prompt lance", "").split()
     done = jaxgpt("train", *small, text_file, cwd=tmp_path)
-    assert done.returncode == 0 and "sampling from nothing, not from 'The value" in done.stderr
+    assert done.returncode == 0 and "sampling from an empty prompt instead of 'The value" in done.stderr
     assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
 
 
