@@ -1,4 +1,4 @@
-"""What flows from the data to the training step."""
+"""Batches of tokens, which the data produce and the training step consumes."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the training loop calls. These do nothing, so that it can train in memory; `runs.callbacks` are those of a run."""
+"""Callbacks of the training loop that do nothing, to train in memory; `runs.callbacks` has those of a run directory."""
 
 from __future__ import annotations
 

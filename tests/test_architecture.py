@@ -190,7 +190,8 @@ def test_files_and_functions_fit_on_screens():
     assert long == {}
 
 
-# What is read in an evening. Not read on the first: skip, lora, and of the layers the cache, quantize and other kernels.
+# What is read in an evening. Left for a second one: skip, lora; config's lora, parallel, validate, serialize and presets;
+# the layers' stack, cache, quantize and other kernels.
 CORE = [
     *(
         f"{name}.py"

@@ -1,4 +1,4 @@
-"""How far each process of a run has come, as it tells the others once a second through the store of process 0."""
+"""Heartbeats: each process of a run publishes its progress once a second in the key-value store of process 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "heartbeats"  # of keys in the store
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """How far a process has come."""
+    """The progress of one process."""
 
     process: int
     host: str
@@ -103,7 +103,7 @@ class Peers:
         return self._heard[0][0] if 0 in self._heard else unknown
 
     def describe_gone(self, mine: Heartbeat, seconds: float) -> str | None:
-        """Say which process has ended without a word: one that has been silent for more than so many seconds."""
+        """Return a message about a process whose last heartbeat is older than `seconds`; None if there is none."""
         unanswered = time.monotonic() - self.answered
         if mine.process and unanswered > seconds:
             return f"{self.leader(mine)} is gone: it has not answered for {unanswered:.0f} s"

@@ -34,7 +34,7 @@ from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line, shell_lin
 T = TypeVar("T")
 
 STEPS = 20  # median steps without progress, after which a run is stuck
-SLOW = 10  # times as much patience with what is told to be slow: a save
+SLOW = 10  # the limit is multiplied by this during a slow operation, such as a save
 INTERVAL = 1.0  # seconds between two heartbeats of a process
 CROWD = 64  # processes from which on heartbeats grow rarer: each reads all of them, from process 0
 GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken

@@ -68,7 +68,7 @@ def validation_batches(
 
     stride: tokens that each window moves on. All targets but the first window's have more than block_size - stride
         tokens before them; a smaller one costs as many times the work. None: block_size, windows that touch.
-    max_tokens: about so many targets instead of all, in rows spread evenly; the same ones on every call.
+    max_tokens: read about this many targets, in rows spread evenly over the split, the same on every call. None: all.
     prefix_length: tokens at the beginning of a text that are not targets; the first token never is.
     rows: those of each batch to read, as for training.
     """

@@ -1,4 +1,4 @@
-"""What `config.json` says and what `GPTConfig` says, rule by rule, each read and written by the same few lines."""
+"""Rules that convert between `config.json` and `GPTConfig`; each rule converts in both directions."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def _identity(value: Any) -> Any:
 
 
 class ShardingHooks(NamedTuple):
-    """How a model's arrays are sharded over a mesh. The defaults do nothing."""
+    """Functions that shard a model's arrays over a mesh. The defaults do nothing."""
 
     constrain: Callable[[jax.Array], jax.Array] = _identity  # x_BTD -> x_BTD with the batch's sharding
     embed: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD

@@ -12,6 +12,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
+from jaxgpt.in_flight import IN_FLIGHT
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
@@ -130,7 +131,7 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
     pending: deque = deque()
     for batch in batches:
         pending.append(eval_step(params, batch))
-        if len(pending) > 2:  # at most two in flight, see loop.fit
+        if len(pending) > IN_FLIGHT:
             batch_nats, batch_count = pending.popleft()
             nats, count = nats + float(batch_nats), count + float(batch_count)
     for batch_nats, batch_count in pending:

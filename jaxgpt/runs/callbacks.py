@@ -1,4 +1,4 @@
-"""What the training loop calls in a run: validate, save, examine a step that is not finite, compare replicas."""
+"""Callbacks of the training loop in a run: validate, save, examine a step that is not finite, compare replicas."""
 
 from __future__ import annotations
 

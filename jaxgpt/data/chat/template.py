@@ -142,7 +142,7 @@ class Jinja:
         if not (after.startswith(before) and text.startswith(after[:end])):
             raise UserError(
                 f"its chat template writes message {number + 1} differently when it is asked for it, or when more follow, "
-                "so what the assistant is to write cannot be told: mark it with {% generation %} in chat_template.jinja, or "
+                "so the assistant's tokens cannot be identified: mark them with {% generation %} in chat_template.jinja, or "
                 "give conversations with one answer each"
             )
         return len(before), end

@@ -14,8 +14,8 @@ SAVED_NAME = "attention"  # the name by which a remat policy may keep what the b
 # Begins the name of the primitive that cuDNN's forward pass is. A remat policy recognises it by that: JAX gives the
 # result no name, and what the backward pass reads cannot be named from outside.
 CUDNN_FORWARD = "dot_product_attention_fwd"
-# The queries of a context of at least MIN_BLOCKED_T tokens are cut into so many blocks: more save less each, and cost
-# compilation; in a shorter one, cutting costs what it saves.
+# A context of at least MIN_BLOCKED_T tokens has its queries cut into NUM_BLOCKS blocks. More blocks save little more and
+# take longer to compile; below MIN_BLOCKED_T, cutting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
