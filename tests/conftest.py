@@ -1,6 +1,7 @@
 """Strict JAX, a private cache, and the small things that several tests share."""
 
 import os
+import signal
 from pathlib import Path
 
 # Tests compile thousands of tiny programs and run each once: compile fast, run slowly. Before jax is imported.
@@ -31,6 +32,9 @@ one of those gentlemen that keep a lance in the lance-rack, an old buckler, a le
 """
     * 8
 )
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what it starts in the background
 
 
 @pytest.fixture(scope="session", autouse=True)

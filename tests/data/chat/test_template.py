@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import signal
 import sys
 
 import numpy as np
@@ -16,6 +15,7 @@ from jaxgpt.data.chat.template import CHATML, ETX, PLAIN, Jinja, find_template
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.helpers import run_command
 
 GOLDEN = json.loads((REPOSITORY / "tests/golden/chat.json").read_text())
 TOKENIZERS = {name: BPETokenizer(json.dumps(held)) for name, held in GOLDEN["tokenizers"].items()}
@@ -249,27 +249,32 @@ def test_templates_take_no_more_memory_than_they_may(monkeypatch):
     assert render(n=-1) == "none" and render._process is process
 
 
-@pytest.fixture(params=["default", "ignored", "blocked"])
-def sigprof(request):
-    """What this process does with the signal that ends a template: libraries with a profiler ignore it."""
-    before = signal.getsignal(signal.SIGPROF)
-    if request.param == "ignored":
-        signal.signal(signal.SIGPROF, signal.SIG_IGN)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF] if request.param == "blocked" else [])
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    signal.signal(signal.SIGPROF, before)
+ENDLESS = "{% if n %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+# A process of its own: a library may have a timer that ends this one, were the signal to be restored to its default.
+IGNORED = """
+import signal
+from jaxgpt.data.chat import jinja
+signal.signal(signal.SIGPROF, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+jinja.SECONDS = 1
+jinja.Renderer({!r})(n=1)
+"""
 
 
-def test_templates_take_no_more_time_than_they_may(monkeypatch, sigprof):
+def test_templates_take_no_more_time_than_they_may(monkeypatch):
     monkeypatch.setattr("jaxgpt.data.chat.jinja.SECONDS", 1)
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    render = Renderer(f"{{% if n %}}{loops}{{% else %}}none{{% endif %}}")
+    render = Renderer(ENDLESS + "{% if not n %}none{% endif %}")
     with pytest.raises(
         UserError, match="the chat template takes more than 1 s for one conversation: it cannot be used"
     ):
         render(n=1)
     assert render(n=0) == "none"
+
+
+def test_their_time_ends_where_its_signal_is_ignored_and_blocked(tmp_path):
+    """As libraries with a profiler do."""
+    done = run_command("-c", IGNORED.format(ENDLESS), cwd=tmp_path)
+    assert done.returncode == 1 and "takes more than 1 s for one conversation" in done.stderr
 
 
 def test_an_answer_that_nobody_waited_for_is_not_the_next_one(monkeypatch):
