@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxgpt.model import GPT as GPT
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
+    from jaxgpt.sample.decoding import Decoding as Decoding
     from jaxgpt.sample.filters import Sampling as Sampling
     from jaxgpt.sample.generate import Generated as Generated
     from jaxgpt.sample.generate import generate as generate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "DataConfig": "config",
+    "Decoding": "sample.decoding",
     "Experiment": "config",
     "GPT": "model",
     "GPTConfig": "config",

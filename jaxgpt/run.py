@@ -27,10 +27,10 @@ from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.detokenize import iter_text, join_texts
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream_tokens
+from jaxgpt.sample.generate import stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
-from jaxgpt.sample.speculative import speculate_tokens
+from jaxgpt.sample.speculative import speculate
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
 
@@ -95,7 +95,7 @@ class Run:
             found = beam_search(*self.decode_params, ids, decoding, beams=beams, sources=sources)
             texts = [self.tokenizer.decode(best) for best, *_ in found.tokens]
         elif draft is None:
-            batches = stream_tokens(*self.decode_params, ids, decoding, key=key, sources=sources)
+            batches = stream(*self.decode_params, ids, decoding, key=key, sources=sources)
             texts = join_texts(self.tokenizer, batches, len(ids), stop)
         else:
             texts = []
@@ -133,7 +133,7 @@ class Run:
         decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, every)
         ids, sources = self.prompt_format.encode([prompt], chat)
         if draft is None:
-            batches = stream_tokens(*self.decode_params, ids, decoding, key=key, sources=sources)
+            batches = stream(*self.decode_params, ids, decoding, key=key, sources=sources)
             new_ids = (batch[0] for batch in batches)
         else:
             new_ids = self._speculate(draft, ids[0], decoding, key)
@@ -196,7 +196,7 @@ class Run:
             )
         if self.model.config.n_encoder_layer:
             raise UserError("a draft guesses for a model without an encoder: leave it out")
-        return speculate_tokens(*self.decode_params, *draft.decode_params, prompt, decoding, key=key)
+        return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key)
 
 
 def load(run: str | Path | None = None, *, which: str | int = "best", average: int | None = None) -> Run:

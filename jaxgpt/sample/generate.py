@@ -113,44 +113,16 @@ def stream(
     model: GPT,
     params: dict,
     prompts: Sequence[Sequence[int]],
-    *,
-    key: jax.Array,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
-    vocab_size: int | None = None,
-    cache_dtype: Precision | None = None,
-    bucket: int = BUCKET,
-    every: int = 8,
-    sources: Sequence[Sequence[int]] | None = None,
-) -> Iterator[list[list[int]]]:
-    """Continue prompts like `generate`, but yield new ids as they are drawn: the first at once, then every `every`.
-
-    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns, by the same program.
-    Arguments are checked at the first `next`.
-    """
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        stop_tokens=stop_tokens,
-        vocab_size=vocab_size,
-        cache_dtype=cache_dtype,
-        bucket=bucket,
-        every=every,
-    )
-    yield from stream_tokens(model, params, prompts, decoding, key=key, sources=sources)
-
-
-def stream_tokens(
-    model: GPT,
-    params: dict,
-    prompts: Sequence[Sequence[int]],
     decoding: Decoding,
     *,
     key: jax.Array,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[list[int]]]:
-    """Yield the new ids of each prompt as `stream` does, with its options as one value."""
+    """Continue prompts like `generate`, but yield new ids as they are drawn: the first at once, then every `every`.
+
+    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns, by the same program.
+    Prompts are checked at the first `next`.
+    """
     shown_B = np.zeros(len(prompts), int)
     for start, state in _decode(model, params, prompts, decoding, key=key, sources=sources):
         length_B, tokens_BX = np.asarray(state.length_B), np.asarray(state.tokens_BX)

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config import Precision
 from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import BUCKET, Decoding, is_stop, pad_stop_tokens
+from jaxgpt.sample.decoding import Decoding, is_stop, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import (
@@ -31,49 +30,8 @@ from jaxgpt.sample.state import (
     recompute_window,
 )
 
-NUM_DRAFT_TOKENS = 4  # that the draft proposes between two passes of the model
-
 
 def speculate(
-    model: GPT,
-    params: dict,
-    draft: GPT,
-    draft_params: dict,
-    prompt: Sequence[int],
-    *,
-    key: jax.Array,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
-    vocab_size: int | None = None,
-    cache_dtype: Precision | None = None,
-    bucket: int = BUCKET,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
-    every: int = 8,
-) -> Iterator[list[int]]:
-    """Yield the completion of one prompt as lists of new ids, about `every` at a time.
-
-    draft is a model of the same tokenizer. One prompt, since the rows of a batch would accept different numbers of
-    tokens. The same key gives the same completion on every call, but another than `generate` gives, unless greedy.
-    num_draft_tokens: tokens that the draft proposes between two passes of the model, at most half of either's
-        block_size. The other options are those of `stream`.
-    Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
-    """
-    decoding = Decoding(
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        stop_tokens=stop_tokens,
-        vocab_size=vocab_size,
-        cache_dtype=cache_dtype,
-        bucket=bucket,
-        every=every,
-    )
-    yield from speculate_tokens(
-        model, params, draft, draft_params, prompt, decoding, key=key, num_draft_tokens=num_draft_tokens
-    )
-
-
-def speculate_tokens(
     model: GPT,
     params: dict,
     draft: GPT,
@@ -82,9 +40,16 @@ def speculate_tokens(
     decoding: Decoding,
     *,
     key: jax.Array,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
+    num_draft_tokens: int = 4,
 ) -> Iterator[list[int]]:
-    """Yield new ids as `speculate` does, with its options as one value."""
+    """Yield the completion of one prompt as lists of new ids, about `every` at a time.
+
+    draft is a model of the same tokenizer. One prompt, since the rows of a batch would accept different numbers of
+    tokens. The same key gives the same completion on every call, but another than `generate` gives, unless greedy.
+    num_draft_tokens: tokens that the draft proposes between two passes of the model, at most half of either's
+        block_size.
+    Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
+    """
     vocab_size, every = decoding.known_ids(model), decoding.every or decoding.max_new_tokens
     assert draft.config.vocab_size is not None
     if draft.config.vocab_size < vocab_size:

@@ -452,7 +452,8 @@ def _stream() -> Any:
 
     run = trained("gpt2")
     decoder = jaxgpt.for_decoding(run.model, run.params)
-    return list(jaxgpt.stream(*decoder, _ids(run), key=jax.random.key(2), max_new_tokens=40, every=7))
+    decoding = jaxgpt.Decoding(max_new_tokens=40, every=7)
+    return list(jaxgpt.stream(*decoder, _ids(run), decoding, key=jax.random.key(2)))
 
 
 @case("sample.speculate")
@@ -468,9 +469,8 @@ def _speculate() -> Any:
             *jaxgpt.for_decoding(run.model, run.params),
             *jaxgpt.for_decoding(draft.model, draft.params),
             _ids(run)[2],
+            jaxgpt.Decoding(max_new_tokens=32, sampling=jaxgpt.Sampling(**how), every=8),
             key=jax.random.key(4),
-            max_new_tokens=32,
-            sampling=jaxgpt.Sampling(**how),
         )
         found[name] = list(news)
     return found | {"text": run.sample(["The ", "The "], draft=draft, max_new_tokens=20, seed=1)}

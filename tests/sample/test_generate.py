@@ -8,11 +8,12 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import CacheIndex, KVCache
-from jaxgpt.sample import for_decoding, generate, score, stream
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import advance
+from jaxgpt.sample.generate import advance, generate, stream
 from jaxgpt.sample.prompts import prompt_keys
+from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.sample.score import score
 from jaxgpt.sample.state import init_state
 from tests.helpers import TINY, apply, make_model, run_command
 
@@ -30,6 +31,10 @@ def lively(position):
 
 def run(model, params, prompts, new=12, seed=0, **kwargs):
     return generate(model, params, prompts, key=jax.random.key(seed), max_new_tokens=new, **kwargs)
+
+
+def run_stream(model, params, prompts, **options):
+    return list(stream(model, params, prompts, Decoding(**options), key=jax.random.key(0)))
 
 
 def restarting(model, params, prompt, new):
@@ -103,7 +108,7 @@ def test_rows_end_before_a_stop_token_and_the_program_when_all_have():
         at = next((i for i, token in enumerate(row) if token in (3, 7)), len(row))
         assert before == row[:at]
     assert len({len(row) for row in out}) > 1
-    started = list(stream(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=50, stop_tokens=range(11)))
+    started = run_stream(model, params, PROMPTS, max_new_tokens=50, stop_tokens=range(11), every=8)
     assert started == [[[], [], [], []]]  # every token is a stop: one is drawn and the program is done
 
 
@@ -111,7 +116,7 @@ def test_streaming_is_the_same_text_by_the_same_program():
     model, params = make_model(TINY)
     expected = run(model, params, PROMPTS, new=21, stop_tokens=[3]).tokens
     compiled = advance._cache_size()
-    pieces = list(stream(model, params, PROMPTS, key=jax.random.key(0), max_new_tokens=21, stop_tokens=[3], every=5))
+    pieces = run_stream(model, params, PROMPTS, max_new_tokens=21, stop_tokens=[3], every=5)
     assert advance._cache_size() == compiled
     assert len(pieces[0][0]) <= 1
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
@@ -171,7 +176,7 @@ def test_committed_parameters_share_one_compilation_too():
     model, params = make_model(TINY)
     params = jax.device_put(params, jax.devices()[0])
     advance.clear_cache()
-    list(stream(model, params, [[1]], key=jax.random.key(0), max_new_tokens=9, every=2))
+    run_stream(model, params, [[1]], max_new_tokens=9, every=2)
     assert advance._cache_size() == 1
 
 
@@ -227,9 +232,8 @@ def test_misuse_is_told(prompts, kwargs, said):
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_what_no_stream_takes(every):
-    model, params = make_model(TINY)
     with pytest.raises(UserError, match=f"every={every}: needs"):
-        next(stream(model, params, [[1]], key=jax.random.key(0), max_new_tokens=3, every=every))
+        Decoding(max_new_tokens=3, every=every)
 
 
 def test_options_of_decoding_are_a_value():
@@ -268,7 +272,7 @@ def test_parameters_sharded_over_a_mesh_write_the_same(tmp_path):
     code = """
 import jax, dataclasses
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxgpt.sample import Sampling, for_decoding, generate
+from jaxgpt import Sampling, for_decoding, generate
 from tests.helpers import TINY, make_model
 model, params = make_model(dataclasses.replace(TINY, position="rope"))
 mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))

@@ -8,8 +8,7 @@ import pytest
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample import score
-from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids
+from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids, score
 from tests.conftest import TEXT
 from tests.helpers import TINY, apply, make_model
 

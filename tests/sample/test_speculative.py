@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import itertools
 
 import jax
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample import Sampling, generate, speculate
 from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import generate
+from jaxgpt.sample.speculative import _advance, speculate
 from jaxgpt.sample.state import init_state
 from tests.helpers import TINY, apply, make_model
 
-speculative = importlib.import_module("jaxgpt.sample.speculative")
 C = TINY.block_size
 
 
@@ -26,8 +26,9 @@ def lively(position, seed=0, **kwargs):
     return model, jax.tree.map(lambda x: 5.0 * x, params)
 
 
-def run(big, small, prompt, new=4 * C, seed=0, **kwargs):
-    pieces = speculate(*big, *small, prompt, key=jax.random.key(seed), max_new_tokens=new, num_draft_tokens=3, **kwargs)
+def run(big, small, prompt, new=4 * C, num_draft_tokens=3, every=8, **kwargs):
+    decoding = Decoding(max_new_tokens=new, every=every, **kwargs)
+    pieces = speculate(*big, *small, prompt, decoding, key=jax.random.key(0), num_draft_tokens=num_draft_tokens)
     return [token for piece in pieces for token in piece]
 
 
@@ -82,9 +83,7 @@ def test_the_distribution_is_exact():
     @jax.vmap
     def five(key):
         keyed = (state.replace(keys_B=key[None]) for state in (t, d))
-        done, _ = speculative._advance(
-            model, draft, params, draft_params, *keyed, sampling, pad_stop_tokens([]), first + new, V, 2
-        )
+        done, _ = _advance(model, draft, params, draft_params, *keyed, sampling, pad_stop_tokens([]), first + new, V, 2)
         return jax.lax.dynamic_slice(done.tokens_BX, (0, first), (1, new))[0]
 
     got = np.asarray(five(jax.random.split(jax.random.key(1), draws))) @ V ** np.arange(new)[::-1]
@@ -124,7 +123,7 @@ def test_misuse_is_told():
     with pytest.raises(UserError, match="the draft knows 7 tokens, the model writes 11"):
         run(big, lively("rope", vocab_size=7), [1])
     with pytest.raises(UserError, match="num_draft_tokens=5: needs 1 to 4"):
-        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, num_draft_tokens=5))
+        run(big, big, [1], num_draft_tokens=5)
     for how, said in (
         ({"new": 0}, "max_new_tokens=0: needs at least 1"),
         ({"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
@@ -136,4 +135,4 @@ def test_misuse_is_told():
         with pytest.raises(UserError, match=said):
             run(big, big, [1], **how)
     with pytest.raises(UserError, match="num_draft_tokens=2.5: needs a whole number"):
-        list(speculate(*big, *big, [1], key=jax.random.key(0), max_new_tokens=3, num_draft_tokens=2.5))
+        run(big, big, [1], num_draft_tokens=2.5)
