@@ -87,14 +87,13 @@ def _make_environment() -> Any:
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
-    functions: dict[str, Any] = {
+    environment.globals = {
         "dict": lambda **items: items,
         "namespace": Namespace,
         "raise_exception": raise_exception,
+        "range": environment.globals["range"],
+        "strftime_now": TODAY.strftime,
     }
-    functions |= {"range": environment.globals["range"], "strftime_now": TODAY.strftime}
-    environment.globals.clear()
-    environment.globals.update(functions)
     return environment
 
 
@@ -128,61 +127,54 @@ class Renderer:
     def __init__(self, source: str):
         self._source = source
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = self._start()
+        self._process: subprocess.Popen | None = None
+        self._start()
 
     def __call__(self, **variables: Any) -> str:
         with self._lock:
-            process = self._process or self._start()
-            self._process = None  # until it has answered: what comes late would be taken for the next answer
-            answer = _ask(process, variables)
-            self._process = process
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["text"]
+            if self._process is None:
+                self._start()
+            return self._ask(variables)
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> None:
         # By this file alone: to import its package takes three times as long.
         code = f"import runpy; runpy.run_path({__file__!r})['serve']({SECONDS}, {MEMORY})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},
         )
-        weakref.finalize(self, _end, process)
-        answer = _ask(process, self._source)
-        if "error" in answer:
+        weakref.finalize(self, _end, self._process)
+        self._ask(self._source)
+
+    def _ask(self, value: Any) -> str:
+        """Return the answer of the process. Ends the process if none comes: a late one would be taken for the next."""
+        process, self._process = self._process, None
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(value).encode() + b"\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                late = process.wait() == -getattr(signal, "SIGPROF", 0)
+                why = f"takes more than {SECONDS} s" if late else f"ended its process with status {process.returncode}"
+                raise UserError(f"the chat template {why} for one conversation: it cannot be used")
+            answer = json.loads(line)
+        except BaseException:
             _end(process)
+            raise
+        self._process = process
+        if "error" in answer:
             raise UserError(answer["error"])
-        return process
-
-
-def _ask(process: subprocess.Popen, value: Any) -> dict[str, str]:
-    """Return the answer of a process. Ends the process if none comes."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(value).encode() + b"\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            late = process.wait() == -getattr(signal, "SIGPROF", 0)
-            why = f"takes more than {SECONDS} s" if late else f"ended its process with status {process.returncode}"
-            raise UserError(f"the chat template {why} for one conversation: it cannot be used")
-        return json.loads(line)
-    except BaseException:
-        _end(process)
-        raise
+        return answer["text"]
 
 
 def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes and waits
+        process.kill()
 
 
 def serve(seconds: float, memory: int) -> None:
