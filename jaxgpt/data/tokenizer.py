@@ -25,9 +25,11 @@ LARGEST_FILE = 2**26  # bytes of a tokenizer.json; Gemma 3's, of 262,144 tokens,
 
 class Tokenizer(Protocol):
     vocab_size: int  # ids are 0 <= id < vocab_size
-    end_of_text: int | None  # the id that separates documents, if there is one
-    prefix: tuple[int, ...]  # ids that a text begins with, if the models of this tokenizer want any
-    specials: Mapping[str, int]  # ids that no text of a user's has, by how they are written
+    end_of_text: int | None = None  # the id that separates documents, if there is one
+    prefix: tuple[int, ...] = ()  # ids that a text begins with, if the models of this tokenizer want any
+    specials: Mapping[str, int] = types.MappingProxyType(
+        {}
+    )  # ids that no text of a user's has, by how they are written
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int32. Special tokens written out in the text are text."""
@@ -46,15 +48,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class _WithoutSpecials:
-    """A tokenizer whose ids all are of text."""
-
-    end_of_text = None
-    prefix: tuple[int, ...] = ()
-    specials: Mapping[str, int] = types.MappingProxyType({})
-
-
-class CharTokenizer(_WithoutSpecials):
+class CharTokenizer(Tokenizer):
     """One id per Unicode character, in code point order, as in nanoGPT and sancho-mini."""
 
     def __init__(self, characters: Iterable[str]):
@@ -90,7 +84,7 @@ class CharTokenizer(_WithoutSpecials):
         return json.dumps({"jaxgpt": "char", "characters": self.characters}, ensure_ascii=False)
 
 
-class ByteTokenizer(_WithoutSpecials):
+class ByteTokenizer(Tokenizer):
     """One id per byte of UTF-8: any text, no training, 256 ids."""
 
     vocab_size = 256
@@ -99,8 +93,8 @@ class ByteTokenizer(_WithoutSpecials):
         return np.frombuffer(encode_utf8(text), dtype=np.uint8).astype(np.int32)
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        starts = np.repeat(np.arange(len(text)), 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right"))
+        lengths = 1 + np.searchsorted([0x80, 0x800, 0x10000], to_code_points(text), side="right")
+        starts = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -110,7 +104,7 @@ class ByteTokenizer(_WithoutSpecials):
         return json.dumps({"jaxgpt": "byte"})
 
 
-class IdTokenizer(_WithoutSpecials):
+class IdTokenizer(Tokenizer):
     """Token files without a tokenizer: the text is the numbers, separated by spaces."""
 
     def __init__(self, vocab_size: int):
