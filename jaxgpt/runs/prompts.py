@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxgpt.data.chat.encode import encode_prompt, find_end_of_turn
+from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
 from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token

@@ -7,7 +7,7 @@ import pytest
 
 import jaxgpt
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.encode import find_end_of_turn, tokenise
+from jaxgpt.data.chat.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.chat.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf

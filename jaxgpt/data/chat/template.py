@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxgpt.data.chat.jinja import CLOSE, OPEN, renderer
 from jaxgpt.data.tokenizer import Tokenizer
@@ -46,16 +46,6 @@ class Written:
     contents: tuple[Span, ...]  # what the messages said, in which special tokens written out are text
 
 
-class ChatTemplate(Protocol):
-    def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        """Write messages as text. prompt: up to the beginning of an answer. Raises `UserError` if it cannot."""
-        ...
-
-    def config(self) -> dict[str, Any]:
-        """Return the entries of a tokenizer_config.json."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
     """A template in which all turns are alike: before, content, end, a newline."""
@@ -66,6 +56,7 @@ class Turns:
     begin: str = ""  # the tokens that the tokenizer begins texts with, written out
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+        """Write messages as text. prompt: up to the beginning of an answer. Raises `UserError` if it cannot."""
         text, answers, contents = self.begin, [], []
         for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
@@ -84,7 +75,8 @@ class Turns:
         return self.before.format(role=role, Role=role.capitalize())
 
     def config(self) -> dict[str, Any]:
-        return {}  # it follows from the tokenizer
+        """Return the entries of a tokenizer_config.json: none, as it follows from the tokenizer."""
+        return {}
 
     def jinja(self) -> str:
         """Return the same template in Jinja, for other programs. It accepts contents with `end` in them."""
@@ -127,6 +119,7 @@ class Jinja:
         return text, spans
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
+        """Write messages as `Turns` does."""
         text, answers = self._text(messages, prompt=prompt)
         if not answers and not prompt:
             answers = [self._answer(messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
@@ -172,7 +165,11 @@ class Jinja:
         return ()
 
     def config(self) -> dict[str, Any]:
+        """Return the entries of a tokenizer_config.json."""
         return {"chat_template": self.source, **self.tokens}
+
+
+ChatTemplate = Turns | Jinja
 
 
 def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: bool = True) -> ChatTemplate:
@@ -244,9 +241,8 @@ def write_template(directory: Path, config: dict[str, Any]) -> None:
 
 def fingerprint(template: ChatTemplate) -> str:
     """Return the SHA-256 of a template's fields."""
-    held = dataclasses.asdict(template)  # type: ignore[bad-argument-type]
-    if not held.get("begin"):  # as before there was such a field
-        held.pop("begin", None)
+    # Without an empty `begin`: as before there was such a field.
+    held = {name: value for name, value in dataclasses.asdict(template).items() if name != "begin" or value}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt.data.chat.encode import find_end_of_turn
+from jaxgpt.data.chat.conversations import find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.encode import encode_prompt, find_end_of_turn, tokenise
+from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn, tokenise
 from jaxgpt.data.chat.jinja import LONGEST_TEXT, Renderer, compile_template
 from jaxgpt.data.chat.template import CHATML, ETX, PLAIN, Jinja, find_template
 from jaxgpt.data.tokenizer import ByteTokenizer
