@@ -81,13 +81,17 @@ def _from_text(config: DataConfig) -> Dataset:
     name, source = config.tokenizer, config.path or config.corpus
     text = _Text(find_user_files(config.path) if config.path else find_corpus_files(config.corpus), source)
     tokenizer = open_tokenizer(name, "a text needs")
-    alphabet = text.scan(alphabet=name == "char")
-    if not text.characters:
+    characters, alphabet = 0, set[str]()
+    for piece in text:
+        read = "\n" if piece is None else piece
+        characters += len(read)
+        if name == "char":
+            alphabet.update(read)
+    if not characters:
         raise UserError(f"{source} is empty: there is nothing to learn from")
     if name == "char":
         tokenizer = CharTokenizer(alphabet)
-    train_characters = int(text.characters * (1.0 - config.val_fraction))
-    val_characters = text.characters - train_characters
+    train_characters = int(characters * (1.0 - config.val_fraction))
     spec = {
         "format": TEXT_FORMAT,
         "text": text.digest,
@@ -102,56 +106,39 @@ def _from_text(config: DataConfig) -> Dataset:
         if tokenizer is None:
             train_text = (piece for split, piece in _split(text, train_characters) if split == "train" and piece)
             tokenizer = train_bpe(train_text, config.bpe_vocab_size)
-        counts = {"val_bytes": 0, "val_characters": val_characters}
-        workers = count_cores() if text.characters >= FOR_ALL_CORES else 1
+        counts = {"val_bytes": 0, "val_characters": characters - train_characters}
+        workers = count_cores() if characters >= FOR_ALL_CORES else 1
         pieces = _to_encode(text, train_characters, tokenizer.end_of_text, counts)
         cached = write_tokens(directory, tokenizer, encode_in_order(pieces, tokenizer, workers), counts=counts)
-    return _from_cache(cached, val_characters)
+    return _from_cache(cached)
 
 
-def _from_cache(cached: CachedTokens, val_characters: int | None = None) -> Dataset:
+def _from_cache(cached: CachedTokens) -> Dataset:
     return Dataset(
         train=Tokens([cached.arrays["train"]]),
         val=Tokens([cached.arrays["val"]]),
         tokenizer=cached.tokenizer,
-        val_characters=val_characters or cached.counts.get("val_characters"),
+        val_characters=cached.counts.get("val_characters"),
         val_bytes=cached.counts.get("val_bytes"),
         fingerprint=cached.fingerprint,
     )
 
 
 class _Text:
-    """The text of files in pieces, None between two files: scanned once, then read again, and the same each time."""
+    """The text of files in pieces, None between two files, and its SHA-256, which has to be the same at each reading."""
 
     def __init__(self, files: list[Path], source: str):
-        self._files, self._source = files, source
-        self.characters, self.digest = 0, ""
-
-    def scan(self, *, alphabet: bool) -> set[str]:
-        """Count the characters and hash them. Returns the different ones, or none unless `alphabet`."""
-        digest, found = hashlib.sha256(), set[str]()
-        for piece in read_text(self._files):
-            text = "\n" if piece is None else piece
-            self.characters += len(text)
-            digest.update(_to_hash(piece))
-            if alphabet:
-                found.update(text)
-        self.digest = digest.hexdigest()
-        return found
+        self._files, self._source, self.digest = files, source, ""
 
     def __iter__(self) -> Iterator[str | None]:
-        """Read the text again. Raises `UserError` at its end if it is not what was scanned."""
         digest = hashlib.sha256()
         for piece in read_text(self._files):
-            digest.update(_to_hash(piece))
+            # The end of a document is a byte that UTF-8 does not have.
+            digest.update(b"\xff" if piece is None else piece.encode())
             yield piece
-        if digest.hexdigest() != self.digest:
+        if self.digest not in ("", digest.hexdigest()):
             raise change_error(self._source)
-
-
-def _to_hash(piece: str | None) -> bytes:
-    """Return what a piece of text adds to the digest. The end of a document is a byte that UTF-8 does not have."""
-    return b"\xff" if piece is None else piece.encode()
+        self.digest = digest.hexdigest()
 
 
 def _to_encode(
@@ -222,8 +209,4 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
 def find_vocab_size(experiment: Experiment) -> int:
     """Return the vocabulary size that an experiment would train with; reads its text only if it must."""
     model = experiment.model
-    if model.vocab_size is not None:
-        return model.vocab_size
-    vocab_size = resolve_vocab(model, prepare_for(model, experiment.data).tokenizer).vocab_size
-    assert vocab_size is not None
-    return vocab_size
+    return model.vocab_size or prepare_for(model, experiment.data).tokenizer.vocab_size
