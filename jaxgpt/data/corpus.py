@@ -31,8 +31,6 @@ class Corpus:
     name: str
     url: str
     sha256: str  # of the text that `clean` returns, in UTF-8
-    licence: str
-    about: str
     clean: Callable[[str], str] = str  # from what is downloaded to the text itself
 
 
@@ -51,23 +49,20 @@ CORPORA = {
             name="shakespeare",
             url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
             sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-            licence="public domain",
-            about="Tiny Shakespeare: 1,115,394 characters of the plays",
         ),
+        # Tiny Shakespeare: 1,115,394 characters of the plays. Public domain.
         Corpus(
             name="sancho",
             url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
             "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
             sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
-            licence="public domain text, MIT repository",
-            about="Cervantes' verse between <|inicio|> and <|fin|>: 147,758 characters, sancho-mini's corpus",
         ),
+        # Cervantes' verse between <|inicio|> and <|fin|>: 147,758 characters, sancho-mini's corpus. Public domain text, MIT repository.
+        # Don Quixote, both parts, in Spanish: 2,097,952 characters, Project Gutenberg 2000 without its header. Public domain.
         Corpus(
             name="quijote",
             url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
             sha256="467f4714581d95fcf18b1f852ad8cdc6da184170cd3e7d6bdd548d93655f306d",
-            licence="public domain",
-            about="Don Quixote, both parts, in Spanish: 2,097,952 characters, Project Gutenberg 2000 without its header",
             clean=strip_gutenberg,
         ),
     )
@@ -76,7 +71,7 @@ CORPORA = {
 # The corpora that are always there: the second is made of the first, as conversations; the third is pairs of texts.
 BUILT_IN: dict[str, Callable[[], str]] = {
     "python-docs": lambda: _python_docs(),
-    "python-docs.jsonl": lambda: "".join(json.dumps({"messages": m}) + "\n" for m in make_python_questions()),
+    "python-docs.jsonl": lambda: _python_questions(),
     "spanish-numbers.tsv": numbers.make_number_pairs,
 }
 
@@ -144,17 +139,17 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
 
 
-def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
+def download(corpus: Corpus, path: Path) -> None:
     """Download, clean and check a corpus, then write it. Raises `UserError`; a wrong file is never written.
 
-    A download that fails or stops is tried again from its beginning. timeout: seconds without data.
+    A download that fails or stops is tried again from its beginning.
     """
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
     problem = ""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            text = corpus.clean(_fetch(corpus.url, timeout).decode("utf-8"))
+            text = corpus.clean(_fetch(corpus.url).decode("utf-8"))
             found = hashlib.sha256(text.encode()).hexdigest()
             if found == corpus.sha256:
                 return write_whole(path, text)
@@ -173,12 +168,11 @@ def download(corpus: Corpus, path: Path, timeout: float = 60.0) -> None:
     raise UserError(f"{problem}, {ATTEMPTS} times. {by_hand}")
 
 
-def _fetch(url: str, timeout: float) -> bytes:
-    with urllib.request.urlopen(url, timeout=timeout) as response:
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=60.0) as response:  # seconds without data
         raw = response.read(LARGEST)
-        promised = response.headers.get("Content-Length")
-        if promised is not None and promised.isdigit() and int(promised) != len(raw):
-            raise http.client.IncompleteRead(raw, int(promised) - len(raw))
+        if response.length:  # still to come
+            raise http.client.IncompleteRead(raw, response.length)
     return raw
 
 
@@ -189,8 +183,8 @@ def _python_docs() -> str:
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
 
 
-def make_python_questions() -> list[list[dict[str, str]]]:
-    """Make conversations of one turn: what something is, by the first sentence of its section in Python's reference.
+def _python_questions() -> str:
+    """Return conversations of one turn: what something is, by the first sentence of its section in Python's reference.
 
     Some 215, in an order that is mixed and always the same, so that the held-out ones are of every kind.
     """
@@ -203,10 +197,10 @@ def make_python_questions() -> list[list[dict[str, str]]]:
         if sentence is not None:
             found.setdefault(name, sentence[0])
     pairs = sorted(found.items(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-    return [
-        [{"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": answer}]
-        for name, answer in pairs
-    ]
+    turns = (
+        ({"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": x}) for name, x in pairs
+    )
+    return "".join(json.dumps({"messages": messages}) + "\n" for messages in turns)
 
 
 def _write_to_cache(name: str, text: str) -> Path:

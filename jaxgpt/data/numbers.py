@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 COUNT = 200_000  # numbers, each both ways
-LARGEST = 999_999_999
 
 _SMALL = (
     "cero uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
@@ -23,18 +24,15 @@ def spell_number(n: int) -> str:
 
     As the Academy writes it: Ortografía de la lengua española, 2010, chapter VIII.
     """
-    if not 0 <= n <= LARGEST:
-        raise ValueError(f"n={n}: needs 0 to {LARGEST:,}")
-    if n == 0:
-        return _SMALL[0]
-    millions, thousands, rest = n // 1_000_000, n // 1000 % 1000, n % 1000
     words = []
-    if millions:
-        words.append("un millón" if millions == 1 else f"{_before_noun(millions)} millones")
-    if thousands:
-        words.append("mil" if thousands == 1 else f"{_before_noun(thousands)} mil")
-    if rest:
-        words.append(_below_1000(rest))
+    for unit, one, many in ((1_000_000, "un millón", "millones"), (1000, "mil", "mil")):
+        count, n = divmod(n, unit)
+        if count:
+            # Before a noun "uno" is "un": veintiún mil, treinta y un millones.
+            counted = re.sub("uno$", "un", re.sub("veintiuno$", "veintiún", _below_1000(count)))
+            words.append(one if count == 1 else f"{counted} {many}")
+    if n or not words:
+        words.append(_below_1000(n))
     return " ".join(words)
 
 
@@ -45,17 +43,9 @@ def _below_1000(n: int) -> str:
     n %= 100
     if n >= 30:
         words.append(_TENS[n // 10 - 3] + (f" y {_SMALL[n % 10]}" if n % 10 else ""))
-    elif n:
+    elif n or not words:
         words.append(_SMALL[n])
     return " ".join(words)
-
-
-def _before_noun(n: int) -> str:
-    """Drop the o of "uno": veintiún mil, treinta y un millones."""
-    words = _below_1000(n)
-    if words.endswith("veintiuno"):
-        return words.removesuffix("uno") + "ún"
-    return words.removesuffix("o") if words.endswith("uno") else words
 
 
 def make_number_pairs() -> str:

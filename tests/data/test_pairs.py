@@ -142,8 +142,6 @@ def test_spanish(n, words):
 def test_no_two_numbers_sound_alike():
     some = [*range(3000), *range(0, 1_000_000_000, 999_983)]
     assert len({spell_number(n) for n in some}) == len(set(some))
-    with pytest.raises(ValueError, match="n=1000000000: needs 0 to 999,999,999"):
-        spell_number(10**9)
 
 
 def test_the_corpus_of_numbers():
