@@ -89,7 +89,7 @@ def baselines(text: str) -> dict[str, float]:
 
 def of_run(directory: str) -> float:
     from jaxgpt import load
-    from jaxgpt.tools.evaluate.text import evaluate_run
+    from jaxgpt.tools.evaluate.evaluate import evaluate_run
 
     bits = evaluate_run(load(directory))["bits_per_character"]
     if bits is None:

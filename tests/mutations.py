@@ -656,9 +656,9 @@ MUTATIONS = (
     ),
     Mutation(
         "answers-have-the-room-of-the-longest-prompt",
-        "tools/evaluate/pairs.py",
-        "max_new_tokens=max(map(len, targets)),",
-        "max_new_tokens=run.model.config.block_size - max(map(len, prompts)),",
+        "tools/evaluate/evaluate.py",
+        "max(map(len, targets)) if beams is None else run.model.config.block_size",
+        "run.model.config.block_size - (max(map(len, prompts)) if beams is None else 0)",
         "tools/evaluate/test_pairs.py::test_all_pairs_of_a_run_that_is_always_right_are_exact[None-False-256]",
     ),
     Mutation(
@@ -695,7 +695,7 @@ MUTATIONS = (
         "data/tokens.py",
         "prefix_length - 1 - start",
         "prefix_length - 2 - start",
-        "tools/evaluate/test_text.py::test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with[prefix1]",
+        "tools/evaluate/test_evaluate.py::test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with[prefix1]",
     ),
     Mutation(
         "held-out-document-trained-on",
@@ -728,10 +728,10 @@ MUTATIONS = (
     # Evaluation and accounts
     Mutation(
         "bits-by-scored-tokens",
-        "tools/evaluate/text.py",
+        "tools/evaluate/evaluate.py",
         "math.log(2) * (len(split) - held_out.prefix)",
         "math.log(2) * count",
-        "tools/evaluate/test_text.py::test_bits_are_counted_by_bytes_and_by_characters",
+        "tools/evaluate/test_evaluate.py::test_bits_are_counted_by_bytes_and_by_characters",
     ),
     Mutation(
         "scores-with-less-context",
@@ -742,7 +742,7 @@ MUTATIONS = (
     ),
     Mutation(
         "error-of-a-share-without-its-root",
-        "tools/evaluate/pairs.py",
+        "tools/evaluate/evaluate.py",
         "(share * (1 - share) / len(order)) ** 0.5",
         "share * (1 - share) / len(order)",
         "encdec/test_encoder.py::test_a_text_that_a_run_writes_is_exact",

@@ -30,7 +30,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.session import fit
 from jaxgpt.skip import skip_bad_steps
 from jaxgpt.tools.diagnose.replay import replay
-from jaxgpt.tools.evaluate.text import evaluate_run
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.train import TrainState
 from tests.helpers import chat_file, tiny_experiment
 

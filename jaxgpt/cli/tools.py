@@ -44,7 +44,7 @@ def evaluate(
     find_run(run)
     configure_jax()
     from jaxgpt.run import load
-    from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
+    from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 
     model = load(run, average=average)
     model = model if weights is None else model.for_decoding(weights)

@@ -55,7 +55,7 @@ def import_model(model: Path, run: Path) -> None:
 
 
 def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str, Any]:
-    from jaxgpt.tools.evaluate.text import evaluate_run
+    from jaxgpt.tools.evaluate.evaluate import evaluate_run
 
     return evaluate_run(run, path, **options)
 

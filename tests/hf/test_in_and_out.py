@@ -27,7 +27,7 @@ from jaxgpt.hf.source import open_source
 from jaxgpt.hf.tokenizers import tokenizer_json
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
-from jaxgpt.tools.evaluate.text import evaluate_run
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
 from tests.hf.test_parity import PARITY, live

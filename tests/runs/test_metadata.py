@@ -20,7 +20,7 @@ from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
-from jaxgpt.tools.evaluate.text import evaluate_run
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
 

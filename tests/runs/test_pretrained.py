@@ -26,7 +26,7 @@ from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
 from jaxgpt.tools.diagnose.replay import replay
-from jaxgpt.tools.evaluate.text import evaluate_run
+from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.helpers import (
     FLOAT32_REORDERED,
     TINY,

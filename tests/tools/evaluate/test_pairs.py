@@ -6,10 +6,9 @@ import pytest
 
 from jaxgpt.data.pairs import collect_documents, encode_pairs
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.errors import UserError
 from jaxgpt.sample.beam import BeamResult
-from jaxgpt.sample.generate import Generated
-from jaxgpt.tools.evaluate.pairs import count_exact_matches
+from jaxgpt.tools.evaluate import evaluate
+from jaxgpt.tools.evaluate.evaluate import count_exact_matches
 
 BLOCK = 32
 # Short sources with long targets and the other way round; the last two fill the context to the last token.
@@ -34,16 +33,16 @@ def always_right(monkeypatch, *, ends=True):
             ids = tokenizer.encode(known[read])[: most(len(prompt))].tolist()
             yield ids[: ids.index(10)] if 10 in ids else ids
 
-    def generate(model, params, prompts, *, max_new_tokens, sources, **how):
-        return Generated(tokens=list(texts(prompts, sources, lambda length: max_new_tokens)))
+    def stream_tokens(model, params, prompts, decoding, *, key, sources):
+        yield list(texts(prompts, sources, lambda length: decoding.max_new_tokens))
 
     def beam_search(model, params, prompts, decoding, *, beams, sources):
         room = BLOCK + 1  # a search stays within the context; its last token is not read
         found = texts(prompts, sources, lambda length: min(decoding.max_new_tokens, room - length))
         return BeamResult([[text] for text in found], [[0.0] for _ in prompts])
 
-    monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.generate", generate)
-    monkeypatch.setattr("jaxgpt.tools.evaluate.pairs.beam_search", beam_search)
+    monkeypatch.setattr(evaluate, "stream_tokens", stream_tokens)
+    monkeypatch.setattr(evaluate, "beam_search", beam_search)
     model = types.SimpleNamespace(config=types.SimpleNamespace(block_size=BLOCK))
     return types.SimpleNamespace(tokenizer=tokenizer, model=model, decode_params=(model, {}))
 
@@ -55,16 +54,9 @@ def test_all_pairs_of_a_run_that_is_always_right_are_exact(monkeypatch, path, be
     run = always_right(monkeypatch)
     pairs = collect_documents(encode_pairs(path, run.tokenizer), BLOCK, encoder=encoder)
     assert len(pairs.lengths) == len(TEXTS)
-    found = count_exact_matches(run, pairs, beams=beams, batch_size=batch_size)
+    monkeypatch.setattr(evaluate, "PAIRS_AT_ONCE", batch_size)
+    found = count_exact_matches(run, pairs, beams=beams)
     assert found["exact"] == 1.0 and found["missed"] == [] and found["pairs"] == len(TEXTS)
-
-
-def test_batches_of_none_are_refused(monkeypatch, path):
-    run = always_right(monkeypatch)
-    pairs = collect_documents(encode_pairs(path, run.tokenizer), BLOCK)
-    for batch_size in (0, -1, 2.5, True):
-        with pytest.raises(UserError, match=f"batch_size={batch_size}: needs"):
-            count_exact_matches(run, pairs, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("beams", [None, 2])

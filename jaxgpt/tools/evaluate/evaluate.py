@@ -1,9 +1,10 @@
-"""Evaluate a run: its loss on held-out text, in windows."""
+"""Evaluate a run: its loss on held-out text, in windows, and the pairs that it translates exactly."""
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -15,15 +16,21 @@ from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.chat.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
-from jaxgpt.data.pairs import collect_documents, encode_pairs
+from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.tools.evaluate.pairs import count_exact_matches
+from jaxgpt.sample.beam import beam_search
+from jaxgpt.sample.decoding import Decoding
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import stream_tokens
 from jaxgpt.train import eval_step
+
+PAIRS_AT_ONCE = 256  # pairs that are decoded together
+LARGEST_EXPONENT = math.log(sys.float_info.max)  # of a perplexity that a float holds
 
 _eval_step = jax.jit(eval_step, static_argnames="model")
 
@@ -78,23 +85,20 @@ def evaluate_run(
     loss, count = mean_loss(functools.partial(_eval_step, model=run.model), run.params, windows)
     if not math.isfinite(loss):
         warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
-    of_documents: dict[str, Any] = {}
-    if isinstance(split, Conversations):
-        of_documents = {"left_out": split.left_out}
-        of_documents |= (
-            count_exact_matches(run, split, beams=beams) if held_out.is_pairs else {"shortened": split.shortened}
-        )
     # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
     bits = loss / math.log(2) * (len(split) - held_out.prefix)
-    return {
+    found = {
         "loss": loss,
-        "perplexity": _exp(loss),
+        "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss),
         "tokens": count,
         "stride": stride,
         "bits_per_byte": None if held_out.utf8 is None else bits / held_out.utf8,
         "bits_per_character": None if held_out.characters is None else bits / held_out.characters,
-        **of_documents,
     }
+    if isinstance(split, Conversations):
+        found["left_out"] = split.left_out
+        found |= count_exact_matches(run, split, beams=beams) if held_out.is_pairs else {"shortened": split.shortened}
+    return found
 
 
 def _held_out(run: Run, path: str | None) -> HeldOut:
@@ -128,11 +132,53 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
     return HeldOut(split, False, len(text), len(text.encode()), len(prefix))
 
 
-def _exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
+def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = None) -> dict[str, Any]:
+    """Count the sources whose most probable completion by the run is their target, token for token.
+
+    beams: the width of a beam search; None means greedy decoding. Returns exact (the fraction), its standard error,
+    pairs (how many), and missed: up to five of the others, as (source, target, completion).
+    """
+    tokenizer, right, missed = run.tokenizer, 0, []
+    order = np.argsort(pairs.lengths, kind="stable")  # by length, so that the pairs of a batch end together
+    for first in range(0, len(order), PAIRS_AT_ONCE):
+        parts = [_split_pair(pairs, int(n)) for n in order[first : first + PAIRS_AT_ONCE]]
+        sources, prompts, targets = zip(*parts, strict=True)
+        # Greedily as many as the longest target has with its end, which has to be generated too; else as many as fit,
+        # since what a search finds may depend on where it ends.
+        decoding = Decoding(
+            max_new_tokens=max(map(len, targets)) if beams is None else run.model.config.block_size,
+            sampling=Sampling(greedy=True),
+            stop_tokens=[int(targets[0][-1])],
+            vocab_size=tokenizer.vocab_size,
+        )
+        inputs = sources if isinstance(pairs, Pairs) else None
+        if beams is None:
+            key = jax.random.key(0)
+            (completions,) = stream_tokens(*run.decode_params, prompts, decoding, key=key, sources=inputs)
+        else:
+            found = beam_search(*run.decode_params, prompts, decoding, beams=beams, sources=inputs)
+            completions = [best for best, *_ in found.tokens]
+        for source, target, completion in zip(sources, targets, completions, strict=True):
+            is_exact = completion == target[:-1]
+            right += is_exact
+            if not is_exact and len(missed) < 5:
+                source, *others = (tokenizer.decode(ids) for ids in (source, target[:-1], completion))
+                missed.append([source.removeprefix(tokenizer.decode(tokenizer.prefix)), *others])
+    share = right / len(order)
+    return {
+        "exact": share,
+        "exact_error": (share * (1 - share) / len(order)) ** 0.5,
+        "pairs": len(order),
+        "missed": missed,
+    }
+
+
+def _split_pair(pairs: Conversations, number: int) -> tuple[list[int], list[int], list[int]]:
+    """Return (source, prompt, target with its end)."""
+    ids, answers = pairs.read(number)
+    start = int(np.argmax(answers))
+    prompt = ids[start - 1 if isinstance(pairs, Pairs) else 0 : start]
+    return ids[: start - 1].tolist(), prompt.tolist(), ids[start:].tolist()
 
 
 def format_evaluation(found: dict[str, Any]) -> str:

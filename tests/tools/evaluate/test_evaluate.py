@@ -19,7 +19,7 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.tools.evaluate.text import evaluate_run, format_evaluation
+from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
 from jaxgpt.train import eval_step
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, chat_file, make_model, recorded_run
@@ -140,10 +140,11 @@ def unread(tmp_path, monkeypatch):
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer="byte")
     run = recorded_run(tmp_path / "run", config, prepare(config, block_size=33), block_size=33)
-    monkeypatch.setattr("jaxgpt.tools.evaluate.text.mean_loss", lambda *args: (1.0, 7))
+    monkeypatch.setattr("jaxgpt.tools.evaluate.evaluate.mean_loss", lambda *args: (1.0, 7))
     half = {"exact": 0.5, "exact_error": 0.1, "missed": []}
     monkeypatch.setattr(
-        "jaxgpt.tools.evaluate.text.count_exact_matches", lambda run, held, beams: half | {"pairs": len(held.lengths)}
+        "jaxgpt.tools.evaluate.evaluate.count_exact_matches",
+        lambda run, held, beams: half | {"pairs": len(held.lengths)},
     )
     return run
 
