@@ -15,7 +15,7 @@ from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.encdec import build_model
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.session import fit
-from jaxgpt.tools.report.reference_band import differing_fields, parse_band
+from jaxgpt.tools.report.reference_band import ReferenceBand, differing_fields
 from jaxgpt.tools.study.study import check_comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
@@ -57,7 +57,10 @@ def test_a_band_is_shipped_for_every_one_that_runs_on_a_cpu():
     assert shipped.keys() == ours.keys() - elsewhere
     for name, held in shipped.items():
         assert differing_fields(ours[name], from_dict(Experiment, held["experiment"], "")) == [], name
-        assert parse_band(held["band"]).seeds >= 5 and held["band"]["steps"][-1] == ours[name].train.steps, name
+        band = ReferenceBand(**held["band"])
+        assert band.seeds >= 5 and band.steps[-1] == ours[name].train.steps, name
+        assert band.steps == sorted(set(band.steps)), name
+        assert {len(band.steps)} == {len(x) for x in (band.mean, band.low, band.high)}, name
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from scipy import stats
 
 from jaxgpt.errors import UserError
 from jaxgpt.tools.report.curve_check import check_curve
-from jaxgpt.tools.report.reference_band import ReferenceBand, fit_band, parse_band
+from jaxgpt.tools.report.reference_band import ReferenceBand, fit_band
 
 STEPS = list(range(100, 1100, 100))
 
@@ -125,6 +125,3 @@ def test_what_is_no_band():
         fit_band([curve(falling())])
     with pytest.raises(UserError, match="validations at the same steps"):
         fit_band([curve(falling()), curve(falling())[:-1]])
-    for values in ([], {"steps": []}, {"steps": [2, 1], "mean": [1, 1], "low": [1, 1], "high": [1, 1], "seeds": 2}):
-        with pytest.raises(UserError, match="a band needs"):
-            parse_band(values)
