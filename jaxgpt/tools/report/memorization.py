@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,44 +13,29 @@ LENGTHS = (5, 10, 20, 50)  # characters of the n-grams that are looked for
 SHOWN = 5  # longest overlaps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """A maximal substring of a text that is also in the corpus."""
-
-    text: str
-    at: int  # character of the corpus at which it begins; one of them, if there are several
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Novelty:
-    """How much of some texts the corpus has, and how much it has not."""
-
-    characters: int  # of all texts together
-    overlaps: list[Overlap]  # the longest, none inside another
-    novel: dict[int, float | None]  # by n: share of the texts' n-grams that the corpus has not; None: they have none
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"novel": {str(n): share for n, share in self.novel.items()}}
-
-
 class SuffixArray:
     """A corpus that can be searched for substrings (Manber and Myers 1993; libdivsufsort)."""
 
     def __init__(self, text: str):
-        self._bytes = text.encode()
-        self._suffixes = _divsufsort().divsufsort(self._bytes) if text else np.zeros(0, np.int32)
+        try:
+            import pydivsufsort
+        except ImportError:
+            raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
+        self._search, self._bytes = pydivsufsort.sa_search, text.encode()
+        self._suffixes = pydivsufsort.divsufsort(self._bytes) if text else np.zeros(0, np.int32)
 
     def match_lengths(self, text: str) -> np.ndarray:
         """Return the length of the longest match that begins at each character, int64 [len(text)].
 
         A match at the next character is at most one shorter, so it is extended from there and never searched again.
         """
-        raw, starts = text.encode(), _starts(text)
-        ends = np.append(starts, len(raw))
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right")  # bytes of each character in UTF-8
+        raw, at = text.encode(), np.concatenate([[0], np.cumsum(sizes)])
         lengths, grown = np.zeros(len(text), np.int64), 0
         for i in range(len(text)):
             grown = max(grown - 1, 0)
-            while i + grown < len(text) and self._find(raw[starts[i] : ends[i + grown + 1]]) is not None:
+            while i + grown < len(text) and self._find(raw[at[i] : at[i + grown + 1]]) is not None:
                 grown += 1
             lengths[i] = grown
         return lengths
@@ -60,7 +44,7 @@ class SuffixArray:
         """Return a byte at which the corpus has this piece, or None."""
         if not self._bytes:
             return None
-        count, at = _divsufsort().sa_search(self._bytes, self._suffixes, piece)
+        count, at = self._search(self._bytes, self._suffixes, piece)
         return int(self._suffixes[at]) if count > 0 else None
 
     def position(self, piece: str) -> int:
@@ -70,36 +54,25 @@ class SuffixArray:
         return len(self._bytes[:at].decode())
 
 
-def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> Novelty:
-    """Compare texts, each by itself, with a corpus."""
-    overlaps: list[tuple[int, str]] = []
+def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
+    """Compare texts, each by itself, with a corpus.
+
+    Returns characters, of all texts together; overlaps, the longest substrings that the corpus has too, none inside
+    another, each with the character of the corpus `at` which it begins, or one of them; novel, by n: the share of the
+    texts' n-grams that the corpus has not, or None if they have none.
+    """
+    overlaps: set[tuple[int, str]] = set()
     seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}
     for text in texts:
         lengths = corpus.match_lengths(text)
         for n in LENGTHS:
             seen[n] += (lengths[: max(len(text) - n + 1, 0)] >= n).tolist()
         # A match that ends where the one before it ends is inside that one.
-        before = np.concatenate([[0], lengths[:-1] - 1]) if len(lengths) else lengths
+        before = np.concatenate([[0], lengths - 1])[:-1]
         for i in np.flatnonzero((lengths > before) & (lengths > 0)):
-            overlaps.append((int(lengths[i]), text[i : i + lengths[i]]))
-    longest = sorted(set(overlaps), key=lambda found: (-found[0], found[1]))[:SHOWN]
-    return Novelty(
-        characters=sum(map(len, texts)),
-        overlaps=[Overlap(text=text, at=corpus.position(text)) for _, text in longest],
-        novel={n: 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
-    )
-
-
-def _starts(text: str) -> np.ndarray:
-    """Return the byte at which each character begins in UTF-8."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right")
-    return np.cumsum(sizes) - sizes
-
-
-def _divsufsort() -> Any:
-    try:
-        import pydivsufsort
-    except ImportError:
-        raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
-    return pydivsufsort
+            overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))
+    return {
+        "characters": sum(map(len, texts)),
+        "overlaps": [{"text": text, "at": corpus.position(text)} for _, text in sorted(overlaps)[:SHOWN]],
+        "novel": {str(n): 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
+    }

@@ -118,7 +118,7 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
     starts = np.linspace(0, max(len(val) - tokens, 0), samples).astype(int)
     held_out = [decode(val.read(int(start), min(tokens, len(val)))) for start in starts]
     parts = {"written": generated, "held_out": held_out}
-    return {"samples": samples} | {name: measure_novelty(corpus, texts).to_json() for name, texts in parts.items()}, ""
+    return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}, ""
 
 
 def _render_page(summary: dict[str, Any], lines: Sequence[dict[str, Any]], changed: Sequence[str]) -> str:

@@ -26,20 +26,23 @@ def test_novel_n_grams_and_the_longest_overlaps():
     corpus = "".join(rng.choice(list("abcdé"), 3000))
     texts = [corpus[100:160] + "zzzz" + corpus[1000:1030], "".join(rng.choice(list("abcdé"), 80))]
     found = measure_novelty(SuffixArray(corpus), texts)
-    assert found.characters == 94 + 80
+    assert found["characters"] == 94 + 80
     for n in LENGTHS:
         grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
-        assert found.novel[n] == pytest.approx(np.mean([gram not in corpus for gram in grams]))
-    first, second, *_ = found.overlaps
-    assert first.text == corpus[100:160] and corpus[first.at : first.at + 60] == first.text
-    assert second.text == corpus[1000:1030]
-    assert len(found.overlaps) == SHOWN and [len(o.text) for o in found.overlaps] == sorted(
-        (len(o.text) for o in found.overlaps), reverse=True
+        assert found["novel"][str(n)] == pytest.approx(np.mean([gram not in corpus for gram in grams]))
+    first, second, *_ = found["overlaps"]
+    assert first["text"] == corpus[100:160] and corpus[first["at"] : first["at"] + 60] == first["text"]
+    assert second["text"] == corpus[1000:1030]
+    assert len(found["overlaps"]) == SHOWN and [len(o["text"]) for o in found["overlaps"]] == sorted(
+        (len(o["text"]) for o in found["overlaps"]), reverse=True
     )
 
 
 def test_the_shortest_texts():
     corpus = SuffixArray("abcabc")
-    assert measure_novelty(corpus, [""]).overlaps == [] and measure_novelty(corpus, ["", "ab"]).novel[5] is None
-    assert measure_novelty(corpus, ["abcabc"]).novel[5] == 0.0 and measure_novelty(corpus, ["xyzxyz"]).novel[5] == 1.0
+    assert measure_novelty(corpus, [""])["overlaps"] == [] and measure_novelty(corpus, ["", "ab"])["novel"]["5"] is None
+    assert (
+        measure_novelty(corpus, ["abcabc"])["novel"]["5"] == 0.0
+        and measure_novelty(corpus, ["xyzxyz"])["novel"]["5"] == 1.0
+    )
     assert SuffixArray("").match_lengths("ab").tolist() == [0, 0]
