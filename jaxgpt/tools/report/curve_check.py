@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -56,21 +57,16 @@ def check_curve(
 
 def _position(validation: Sequence[tuple[int, float]], band: ReferenceBand | None) -> tuple[str | None, int | None]:
     """Return where the curve ends relative to the band, and since which step it has been there."""
-    if band is None:
-        return None, None
     positions: list[tuple[int, str]] = []
     for step, loss in validation:
-        if (edges := band.at(step)) is not None:
+        if band is not None and (edges := band.at(step)) is not None:
             low, high = edges
             positions.append((step, "below" if loss < low else "inside" if loss <= high else "above"))
     if not positions:
         return None, None
-    since, last = positions[-1]
-    for step, position in reversed(positions):
-        if position != last:
-            break
-        since = step
-    return last, None if last == "inside" else since
+    last = positions[-1][1]
+    stretch = list(itertools.takewhile(lambda there: there[1] == last, reversed(positions)))
+    return last, None if last == "inside" else stretch[-1][0]
 
 
 def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]) -> tuple[str, int | None]:

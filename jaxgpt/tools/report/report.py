@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
-from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.metrics import read_metrics, validations
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.report.curve_check import check_curve
@@ -33,12 +33,10 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     """
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    training = [(line["step"], _to_float(line.get("loss"))) for line in lines if "loss" in line]
-    validation = [(line["step"], _to_float(line.get("val_loss"))) for line in lines if "val_loss" in line]
+    training, finite = _curve(lines, "loss"), validations(lines)
     band, why_no_band = find_band(run.metadata)
-    check = check_curve(validation, training, band)
-    finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
-    best = min(finite, default=(None, None))
+    check = check_curve(_curve(lines, "val_loss"), training, band)
+    best = min(((loss, step) for step, loss in finite), default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     memorization, why_no_memorization = _measure_memorization(run, samples, tokens)
     summary: dict[str, Any] = {
@@ -47,7 +45,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "verdict": check.words,
         "judged": dataclasses.asdict(check),
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
-        "validation_loss": {"best": best[0], "at": best[1], "last": finite[-1][0] if finite else None},
+        "validation_loss": {"best": best[0], "at": best[1], "last": finite[-1][1] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
         "band": None if band is None else dataclasses.asdict(band),
@@ -66,13 +64,12 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "why_no_memorisation": why_no_memorization,
         "configuration": to_dict(run.experiment),
     }
-    changed = list(differences(run.experiment, Experiment(name=run.experiment.name)))
-    return summary, _render_page(summary, lines, changed=changed)
+    return summary, _render_page(run.experiment, summary, lines)
 
 
-def _to_float(value: float | None) -> float:
-    """Return a value of metrics.jsonl, where null stands for what is not finite."""
-    return math.nan if value is None else float(value)
+def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the lines of metrics.jsonl with this value; nan for null, which is not finite."""
+    return [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
 
 
 def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
@@ -103,8 +100,7 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
     except UserError as e:  # a run that was copied to another machine
         return None, f"Its training text could not be read: {e}"
     train, val, decode = dataset.train, dataset.val, run.tokenizer.decode
-    if not isinstance(train, Tokens) or not isinstance(val, Tokens):
-        return None, "There is no text to compare with."
+    assert isinstance(train, Tokens) and isinstance(val, Tokens), "the data are a text"
     try:
         corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
     except UserError as e:  # the package for it is missing
@@ -121,8 +117,9 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
     return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}, ""
 
 
-def _render_page(summary: dict[str, Any], lines: Sequence[dict[str, Any]], changed: Sequence[str]) -> str:
-    """Return one self-contained HTML file. lines: of metrics.jsonl. changed: fields that are not at their default."""
+def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    """Return one self-contained HTML file. lines: of metrics.jsonl."""
+    changed = list(differences(experiment, Experiment(name=experiment.name)))
 
     def points(name: str) -> list[list[Any]]:
         return [[line["step"], round_numbers(line[name], 6)] for line in lines if line.get(name) is not None]
