@@ -26,7 +26,7 @@ from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream_tokens
+from jaxgpt.sample.generate import stream
 from jaxgpt.train import eval_step
 
 PAIRS_AT_ONCE = 256  # pairs that are decoded together
@@ -154,7 +154,7 @@ def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = N
         inputs = sources if isinstance(pairs, Pairs) else None
         if beams is None:
             key = jax.random.key(0)
-            (completions,) = stream_tokens(*run.decode_params, prompts, decoding, key=key, sources=inputs)
+            (completions,) = stream(*run.decode_params, prompts, decoding, key=key, sources=inputs)
         else:
             found = beam_search(*run.decode_params, prompts, decoding, beams=beams, sources=inputs)
             completions = [best for best, *_ in found.tokens]

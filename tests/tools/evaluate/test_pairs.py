@@ -33,7 +33,7 @@ def always_right(monkeypatch, *, ends=True):
             ids = tokenizer.encode(known[read])[: most(len(prompt))].tolist()
             yield ids[: ids.index(10)] if 10 in ids else ids
 
-    def stream_tokens(model, params, prompts, decoding, *, key, sources):
+    def stream(model, params, prompts, decoding, *, key, sources):
         yield list(texts(prompts, sources, lambda length: decoding.max_new_tokens))
 
     def beam_search(model, params, prompts, decoding, *, beams, sources):
@@ -41,7 +41,7 @@ def always_right(monkeypatch, *, ends=True):
         found = texts(prompts, sources, lambda length: min(decoding.max_new_tokens, room - length))
         return BeamResult([[text] for text in found], [[0.0] for _ in prompts])
 
-    monkeypatch.setattr(evaluate, "stream_tokens", stream_tokens)
+    monkeypatch.setattr(evaluate, "stream", stream)
     monkeypatch.setattr(evaluate, "beam_search", beam_search)
     model = types.SimpleNamespace(config=types.SimpleNamespace(block_size=BLOCK))
     return types.SimpleNamespace(tokenizer=tokenizer, model=model, decode_params=(model, {}))
