@@ -13,10 +13,9 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import gpt2
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.parallel import mesh
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
-from jaxgpt.parallel.sharding import make_mesh
+from jaxgpt.parallel.mesh import MeshStrategy
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
 ARCHITECTURES = {
@@ -168,8 +167,8 @@ def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
     attention_fn, hardware = KERNELS[attention], {}
     if meshed:
-        grid = make_mesh(jax.devices()[:1], {"data": 1, "fsdp": 1, "tensor": 1})
-        attention_fn, hardware = mesh.shard_attention(attention_fn, grid), {"sharding": mesh._sharding_hooks(grid)}
+        strategy = MeshStrategy(jax.devices()[:1])
+        attention_fn, hardware = strategy.shard_attention(attention_fn), {"sharding": strategy.sharding_hooks}
 
     def batched(eqn) -> bool:
         return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])

@@ -20,7 +20,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, make_mesh, mesh_shape, state_shardings
-from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
+from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings
 from jaxgpt.train import TrainState
 
 
@@ -43,17 +43,33 @@ class MeshStrategy(Strategy):
         self._replicated = NamedSharding(self.mesh, P())
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        return shard_attention(attention_fn, self.mesh)
+        """Return the kernel run by each device for its own rows and heads: no communication, and jit cannot shard kernels."""
+        rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
-    def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:
-        shapes = eval_shape(init)
+        def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
+            def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
+                if key is not None:
+                    key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
+                return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **scores)
+
+            attend_locally = jax.shard_map(
+                attend,
+                mesh=self.mesh,
+                in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH_SPEC),
+                out_specs=rows_heads,
+                check_vma=False,  # Pallas kernels do not say how their results vary
+            )
+            return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
+
+        return sharded_attention
+
+    def abstract_state(
+        self, shapes: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
+    ) -> TrainState:
         return with_shardings(shapes, state_shardings(shapes, config, optimizer, self.mesh))
 
-    def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
-        return jax.jit(init, out_shardings=_shardings(state))
-
     def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
-        return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(state), self._replicated))
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(state), self._replicated))
 
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
         return jax.jit(step, out_shardings=self._replicated)
@@ -61,7 +77,7 @@ class MeshStrategy(Strategy):
     def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
         if self.mesh.shape["data"] == 1:
             return None
-        specs = jax.tree.map(lambda sharding: sharding.spec, _shardings(state))
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings_of(state))
 
         def gather_checksums(state: TrainState) -> jax.Array:
             part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
@@ -71,53 +87,12 @@ class MeshStrategy(Strategy):
             jax.shard_map(gather_checksums, mesh=self.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
         )
 
-    def abstract_batch(self, B: int, T: int) -> Batch:
-        return token_batch((B, T), self._batch)
-
     def local_rows(self, B: int) -> np.ndarray:
         parts = self._batch.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
     def shard_batch(self, batch: Batch) -> Batch:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
-
-
-def _shardings(state: TrainState) -> TrainState:
-    return jax.tree.map(lambda x: x.sharding, state)
-
-
-def shard_attention(attention_fn: AttentionFn, grid: jax.sharding.Mesh) -> AttentionFn:
-    """Return the kernel run by each device for its own rows and heads: no communication, and jit cannot shard kernels."""
-    rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
-
-    def sharded_attention(
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        *,
-        segments_BT: jax.Array | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        key: jax.Array | None = None,
-    ) -> jax.Array:
-        def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
-            if key is not None:
-                key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
-            scores = {"scale": scale, "window": window, "softcap": softcap}
-            return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, dropout=dropout, key=key, **scores)
-
-        attend_locally = jax.shard_map(
-            attend,
-            mesh=grid,
-            in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH_SPEC),
-            out_specs=rows_heads,
-            check_vma=False,  # Pallas kernels do not say how their results vary
-        )
-        return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
-
-    return sharded_attention
 
 
 def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:

@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
 from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.cluster.replicas import checksum
-from jaxgpt.config import GPTConfig
-from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, eval_shape, token_batch, with_shardings
+from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy
 from jaxgpt.train import TrainState
 
 AXIS = "devices"
@@ -34,12 +32,9 @@ class PmapStrategy(Strategy):
         self._copies = NamedSharding(Mesh(np.asarray(self._local), AXIS), PartitionSpec())
         # A replicated array is never saved: the first copy stands for all. With several processes, each of which holds
         # copies that the others cannot see, they save an array over all devices, and Orbax writes its first copy.
-        self._saved_as = SingleDeviceSharding(self._local[0]) if self._processes == 1 else whole_everywhere()
+        self._checkpoint = SingleDeviceSharding(self._local[0]) if self._processes == 1 else whole_everywhere()
         self.data_parallel_size = self.num_replicas = len(self.devices)
         self.name = f"pmap over {len(self.devices)} devices"
-
-    def abstract_state(self, init: InitFn, config: GPTConfig, optimizer: optax.GradientTransformation) -> TrainState:
-        return with_shardings(eval_shape(init), self._saved_as)
 
     def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
         return jax.jit(init, out_shardings=self._copies)
@@ -66,8 +61,8 @@ class PmapStrategy(Strategy):
     def _pmap(self, function: Callable, **options: Any) -> Any:
         return jax.pmap(function, AXIS, out_axes=None, devices=self._given, **options)
 
-    def abstract_batch(self, B: int, T: int) -> Batch:
-        return token_batch((len(self._local), B // len(self.devices), T))
+    def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(self._local), B // len(self.devices), T), np.int32)
 
     def local_rows(self, B: int) -> np.ndarray:
         part = B // self._processes
@@ -79,7 +74,7 @@ class PmapStrategy(Strategy):
     def to_checkpoint(self, state: Any) -> Any:
         if self._processes == 1:
             return one_copy(state)
-        return jax.tree.map(lambda x: _same_copies(x, self._saved_as), state)
+        return jax.tree.map(lambda x: _same_copies(x, self._checkpoint), state)
 
     def from_checkpoint(self, state: Any) -> Any:
         if self._processes == 1:

@@ -21,7 +21,7 @@ from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.parallel.mesh import MeshStrategy
 from jaxgpt.parallel.pmap import PmapStrategy
 from jaxgpt.parallel.sharding import check_divisible
-from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
+from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, StepFn, Strategy, split_batch
 from jaxgpt.skip import skip_bad_steps
 from jaxgpt.train import MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
 
@@ -84,7 +84,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)
     optimizer = skip_bad_steps(make_optimizer(experiment.optim, train.steps), spikes=experiment.optim.skip_spikes)
     init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
-    state = strategy.abstract_state(init, experiment.model, optimizer)
+    state = strategy.abstract_state(jax.eval_shape(init, jax.random.key(0)), experiment.model, optimizer)
     step = functools.partial(
         train_step,
         model=model,
@@ -112,8 +112,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
 
 
 def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:
-    batch = strategy.abstract_batch(experiment.train.batch_size, experiment.model.block_size)
-    tokens = batch.inputs_BT
+    tokens = strategy.abstract_tokens(experiment.train.batch_size, experiment.model.block_size)
+    batch = Batch(inputs_BT=tokens, targets_BT=tokens)
     if experiment.data.is_packed:
         counted = jax.ShapeDtypeStruct(tokens.shape, bool, sharding=tokens.sharding)
         batch = batch._replace(mask_BT=counted, segments_BT=tokens)
@@ -180,7 +180,7 @@ def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices =
     if name == "single":
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return SingleDevice(devices)
+        return Strategy(devices)
     if name == "pmap":
         return PmapStrategy(devices)
     strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor)

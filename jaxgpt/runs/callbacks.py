@@ -85,7 +85,8 @@ class RunCallbacks(Callbacks):
 
     def _windows(self) -> Iterator[Batch]:
         """Yield the validation batches until a signal comes."""
-        strategy, rows = self.trainer.strategy, self.trainer.split.sequences_at_once
+        strategy = self.trainer.strategy
+        rows = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # at once, on all devices together
         windows = validation_batches(
             self.dataset.val,
             block_size=self.experiment.model.block_size,
@@ -152,9 +153,9 @@ def introduction(
         yield trainer.fallback
     if train.init_from is not None and not start:
         yield f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens"
-    if split.data_parallel_size * split.grad_accum_steps > 1:
+    if strategy.data_parallel_size * split.grad_accum_steps > 1:
         yield (
-            f"{strategy.name}: {train.batch_size} sequences per step are {split.data_parallel_size} parts of "
+            f"{strategy.name}: {train.batch_size} sequences per step are {strategy.data_parallel_size} parts of "
             f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
         )
     yield (

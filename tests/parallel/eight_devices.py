@@ -104,7 +104,7 @@ class Run:
         return float(nats)
 
     def compiled(self) -> str:
-        key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.strategy.abstract_batch(BATCH, T)
+        key, batch = jax.eval_shape(lambda: jax.random.key(1)), self.trainer.abstract_batch
         counted = jax.ShapeDtypeStruct(batch.inputs_BT.shape, bool, sharding=batch.inputs_BT.sharding)
         return self.step.lower(self.abstract_state, batch._replace(mask_BT=counted), key).compile().as_text()
 

@@ -313,7 +313,7 @@ def test_auto_takes_one_device_plainly():
 def test_accumulation_follows_from_the_batch_and_the_devices(batch, shards, micro, expected):
     found = split_batch(batch, shards, ParallelConfig(micro_batch_size=micro))
     assert (found.micro_batch_size, found.grad_accum_steps) == expected
-    assert found.sequences_at_once * found.grad_accum_steps == batch
+    assert found.micro_batch_size * shards * found.grad_accum_steps == batch
 
 
 def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():

@@ -98,14 +98,15 @@ def _iter_variants(experiment: Experiment, devices: int) -> Iterator[Experiment]
 
 def _iter_micro_batches(experiment: Experiment, devices: list[jax.Device]) -> Iterator[Experiment]:
     """Yield the experiment with the micro-batches of its configuration, then with halves, down to one sequence."""
-    split = make_trainer(experiment, devices).split
+    trainer = make_trainer(experiment, devices)
+    split = trainer.split
     while True:
         parallel = dataclasses.replace(experiment.parallel, micro_batch_size=split.micro_batch_size)
         yield dataclasses.replace(experiment, parallel=parallel)
         if split.micro_batch_size == 1:
             return
         half = dataclasses.replace(parallel, micro_batch_size=split.micro_batch_size // 2)
-        split = split_batch(experiment.train.batch_size, split.data_parallel_size, half)
+        split = split_batch(experiment.train.batch_size, trainer.strategy.data_parallel_size, half)
 
 
 def _describe_layout(experiment: Experiment) -> str:
