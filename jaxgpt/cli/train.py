@@ -43,7 +43,9 @@ def train(
         metadata: `RunMetadata` of the run to continue, if it has been read
     """
     configure_jax()
-    from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_initialized, is_process_0, status_of
+    import jax
+
+    from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_process_0
     from jaxgpt.cluster.replicas import ReplicasDiffer
     from jaxgpt.cluster.signals import second_leaves_at_once
     from jaxgpt.session import fit_as_command
@@ -62,13 +64,13 @@ def train(
         say(str(e))
         exit_now(1)  # a usual exit would print pages of TensorStore's
     except BaseException as e:
-        if not is_initialized():
+        if not jax.distributed.is_initialized():
             raise
         if isinstance(e, UserError | ProcessLost):
             say(f"jaxgpt: {e}")
         elif not isinstance(e, KeyboardInterrupt):
             traceback.print_exc()
-        exit_now(status_of(e))
+        exit_now(e.status if isinstance(e, ProcessLost) else 2 if isinstance(e, UserError) else 1)
     if not is_process_0():
         return
     t = experiment.train

@@ -36,10 +36,6 @@ class Heartbeat:
             return "this process"
         return f"process {self.process} of {self.processes} (host {self.host}, pid {self.pid})"
 
-    @property
-    def is_stuck(self) -> bool:
-        return self.ended is None and self.limit is not None and self.idle > self.limit
-
     def publish(self) -> None:
         """Tell the other processes. Raises `JaxRuntimeError` if process 0 does not answer."""
         multihost.publish(f"{FOLDER}/{self.process}", json.dumps(dataclasses.asdict(self)))
@@ -57,7 +53,7 @@ def find_stuck(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
     """
     running = [beat for beat in heartbeats if beat.ended is None]
     behind = [beat for beat in running if beat.turn == min(b.turn for b in running)]
-    return behind if all(beat.is_stuck for beat in behind) else []
+    return behind if all(beat.limit is not None and beat.idle > beat.limit for beat in behind) else []
 
 
 class Peers:
@@ -93,9 +89,9 @@ class Peers:
         """Return the last heartbeats. One that has been silent since has been idle all that time."""
         return [dataclasses.replace(beat, idle=beat.idle + self.answered - at) for beat, at in self._heard.values()]
 
-    def find_ended(self) -> Heartbeat | None:
-        """Return one that has ended otherwise than it should."""
-        return next((beat for beat, _ in self._heard.values() if beat.ended), None)
+    def find_ended(self) -> tuple[str, int] | None:
+        """Return why one of them has ended otherwise than it should, and the status to end with."""
+        return next(((beat.ended, beat.status) for beat, _ in self._heard.values() if beat.ended), None)
 
     def leader(self, mine: Heartbeat) -> Heartbeat:
         """Return the last heartbeat of process 0."""

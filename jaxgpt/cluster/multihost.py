@@ -22,7 +22,6 @@ from jaxgpt.errors import UserError, first_line
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
-
 LINGER = 3  # seconds that process 0 outlives its last words, for the others to read them in its store
 
 
@@ -73,7 +72,6 @@ def _give_up(where: str, seconds: float) -> None:
         f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
         "is each of them started, with the same --parallel.processes, and can each reach that address?\n"
     )
-    sys.stderr.flush()
     os._exit(2)
 
 
@@ -117,11 +115,6 @@ def _wait_for(address: str, seconds: float) -> None:
                     "is process 0 running there, and is the port open?"
                 ) from None
             time.sleep(0.2)
-
-
-def is_initialized() -> bool:
-    """Return whether `initialize` has joined other processes; starts no device."""
-    return jax.distributed.is_initialized()
 
 
 def is_multiprocess() -> bool:
@@ -177,28 +170,15 @@ def on_process_0(function: Callable[[], int]) -> int:
             words = str(found)
         except UserError as e:
             words = f"no: {e}"
-    words = _from_leader(words)
+    if is_multiprocess():
+        key = f"leader/{next(_asked)}"
+        if is_process_0():
+            publish(key, words)
+        else:  # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
+            words = _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
     if words.startswith("no: "):
         raise UserError(words.removeprefix("no: "))
     return int(words)
-
-
-def _from_leader(words: str) -> str:
-    if not is_multiprocess():
-        return words
-    key = f"leader/{next(_asked)}"
-    if is_process_0():
-        publish(key, words)
-        return words
-    # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
-    return _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
-
-
-def status_of(error: BaseException | None) -> int:
-    """Return the exit status of a process that ends by this error."""
-    if isinstance(error, ProcessLost):
-        return error.status
-    return 2 if isinstance(error, UserError) else 1
 
 
 def exit_now(status: int) -> NoReturn:
@@ -209,11 +189,6 @@ def exit_now(status: int) -> NoReturn:
     if is_multiprocess() and is_process_0():
         time.sleep(LINGER)
     os._exit(status)
-
-
-def stop_requested(step: int) -> bool:
-    """Return whether SIGTERM has reached one of several processes: all learn it at the same step."""
-    return is_multiprocess() and multihost_utils.reached_preemption_sync_point(step)
 
 
 def whole_everywhere() -> jax.sharding.Sharding:

@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+from jax.experimental import multihost_utils
+
 from jaxgpt.cluster import multihost
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,7 +25,8 @@ class Stop:
         """Return the name of the signal, None without one. step: all processes are asked; None: this one alone."""
         if self.caught is not None:
             return self.caught.name
-        return "SIGTERM" if step is not None and multihost.stop_requested(step) else None
+        asked = step is not None and multihost.is_multiprocess()
+        return "SIGTERM" if asked and multihost_utils.reached_preemption_sync_point(step) else None
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -30,8 +30,6 @@ from jaxgpt.cluster.heartbeat import Heartbeat, Peers, find_stuck
 from jaxgpt.cluster.main_thread import MainThread
 from jaxgpt.cluster.multihost import ProcessLost
 from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line, shell_line
-
-T = TypeVar("T")
 
 STEPS = 20  # median steps without progress, after which a run is stuck
 SLOW = 10  # the limit is multiplied by this during a slow operation, such as a save
@@ -73,12 +71,6 @@ class Watchdog:
         self._since, self._step = now, step
         self._turn += 1
 
-    def each(self, items: Iterable[T], step: int) -> Iterator[T]:
-        """Yield the items, with a beat before each."""
-        for item in items:
-            self.beat(step)
-            yield item
-
     def _limit(self) -> float | None:
         """Return None until the first step is done: it holds compilation, and the devices' first meeting."""
         if not self._least or not self._durations:
@@ -98,8 +90,8 @@ class Watchdog:
             if self._me.processes > 1:
                 self._peers.exchange(self._heartbeat())
             self._looked = time.monotonic()
-            if (ended := self._peers.find_ended()) is not None:
-                self._end(ended.ended or "", ended.status)
+            if ended := self._peers.find_ended():
+                self._end(*ended)
             elif held_up := find_stuck([self._heartbeat(), *self._peers.heartbeats()]):
                 self._end(self._say_stuck(held_up), 1, stacks=True)
 
@@ -115,8 +107,8 @@ class Watchdog:
 
     def _cause(self, intervals: float) -> tuple[str, int] | None:
         """Return the loss of another process that explains a broken exchange, in words, and the status to end with."""
-        if (ended := self._peers.find_ended()) is not None:
-            return ended.ended or "", ended.status
+        if ended := self._peers.find_ended():
+            return ended
         gone, slept = self._peers.describe_gone(self._me, intervals * self._interval), self._recent_sleep()
         if gone is not None and slept:
             gone = self._say_slept(slept)
@@ -219,14 +211,12 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
         except RaisedOnAllProcesses:
             dog.stop()
             raise
-        except Exception as e:  # what a broken exchange raises depends on who carried it
-            alone = isinstance(e, UserError) or not multihost.is_multiprocess()
-            if cause := None if alone else dog.explain():
+        except BaseException as e:
+            # What a broken exchange raises depends on who carried it.
+            is_broken = isinstance(e, Exception) and not isinstance(e, UserError) and multihost.is_multiprocess()
+            if is_broken and (cause := dog.explain()):
                 dog.stop(*cause)
                 raise ProcessLost(dog.words(cause[0]), cause[1]) from None
-            dog.stop_by(e)
-            raise
-        except BaseException as e:
             dog.stop_by(e)
             raise
         dog.stop()

@@ -70,8 +70,7 @@ class RunCallbacks(Callbacks):
     def validate(self, step: int, state: TrainState) -> float | None:
         """Return the validation loss. None: a signal came between, and saving goes first."""
         with self.log.clock.paused():
-            windows = self.watchdog.each(self._windows(), step)
-            val_loss, _ = mean_loss(self.trainer.eval_step, self.trainer.merged_params(state), windows)
+            val_loss, _ = mean_loss(self.trainer.eval_step, self.trainer.merged_params(state), self._windows(step))
         return val_loss if self.stop(None) is None else None
 
     def validate_start(self, step: int, state: TrainState) -> float | None:
@@ -83,7 +82,7 @@ class RunCallbacks(Callbacks):
             self.checkpoints.set_val_loss(step, val_loss)
         return loop.log_validation(self.log, step, val_loss, self.experiment.train)
 
-    def _windows(self) -> Iterator[Batch]:
+    def _windows(self, step: int) -> Iterator[Batch]:
         """Yield the validation batches until a signal comes."""
         strategy = self.trainer.strategy
         rows = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # at once, on all devices together
@@ -95,6 +94,7 @@ class RunCallbacks(Callbacks):
             rows=strategy.local_rows(rows),
         )
         for window in windows:
+            self.watchdog.beat(step)
             yield strategy.shard_batch(window)
             if self.stop(None) is not None:
                 return
