@@ -1,6 +1,7 @@
 """Files that need not be trusted: nothing unpickles, nothing crashes, nothing is allocated that is not there."""
 
 import ast
+import dataclasses
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.config import Experiment, from_dict
 from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
@@ -141,7 +142,7 @@ JSON = st.recursive(
 )
 LEAVES = [
     (part, field)
-    for part, fields in to_dict(tiny_experiment("t.txt")).items()
+    for part, fields in dataclasses.asdict(tiny_experiment("t.txt")).items()
     if isinstance(fields, dict)
     for field in fields
 ]
@@ -150,14 +151,14 @@ LEAVES = [
 @given(st.sampled_from(LEAVES), JSON)
 @settings(derandomize=True, max_examples=200, deadline=None, database=None)
 def test_any_json_in_any_field(leaf, value):
-    values = to_dict(tiny_experiment("t.txt"))
+    values = dataclasses.asdict(tiny_experiment("t.txt"))
     values[leaf[0]][leaf[1]] = value
     try:
         experiment = from_dict(Experiment, values)
     except UserError as e:
         assert len(str(e)) < 600
     else:
-        assert to_dict(experiment) == values
+        assert dataclasses.asdict(experiment) == values
 
 
 @given(JSON)

@@ -15,18 +15,15 @@ if TYPE_CHECKING:
     from jaxgpt.config.experiment import Experiment as Experiment
     from jaxgpt.config.experiment import OptimConfig as OptimConfig
     from jaxgpt.config.experiment import TrainConfig as TrainConfig
-    from jaxgpt.config.lora import NO_LORA as NO_LORA
     from jaxgpt.config.lora import LoraConfig as LoraConfig
     from jaxgpt.config.parallel import ParallelConfig as ParallelConfig
     from jaxgpt.config.serialize import differences as differences
     from jaxgpt.config.serialize import from_dict as from_dict
-    from jaxgpt.config.serialize import to_dict as to_dict
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
 
 
-_HOME = {"differences": "serialize", "from_dict": "serialize", "to_dict": "serialize"}
-_HOME |= {"LoraConfig": "lora", "NO_LORA": "lora", "ParallelConfig": "parallel"}
+_HOME = {"differences": "serialize", "from_dict": "serialize", "LoraConfig": "lora", "ParallelConfig": "parallel"}
 
 
 def __getattr__(name: str) -> Any:

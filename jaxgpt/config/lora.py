@@ -22,6 +22,3 @@ class LoraConfig:
         check_fields(self)
         if not self.targets:
             raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
-
-
-NO_LORA = LoraConfig()

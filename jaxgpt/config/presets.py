@@ -54,22 +54,4 @@ def gpt2(size: str = "124M") -> GPTConfig:
     return GPTConfig(vocab_size=50257, block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=0.1)
 
 
-def llama(size: str = "7B") -> GPTConfig:
-    """Llama 2 of Touvron et al. 2023, arXiv:2307.09288, table 1: "7B" or "13B"."""
-    n_layer, n_head, n_embd, mlp_dim = {"7B": (32, 32, 4096, 11008), "13B": (40, 40, 5120, 13824)}[size]
-    return GPTConfig(
-        vocab_size=32_000,
-        block_size=4096,
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        mlp_dim=mlp_dim,
-        bias=False,
-        norm="rmsnorm",
-        activation="swiglu",
-        position="rope",
-        tie_embeddings=False,
-    )
-
-
 EXPERIMENTS = {"quickstart": quickstart}  # what `jaxgpt train NAME` knows

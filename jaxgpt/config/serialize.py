@@ -11,13 +11,8 @@ from jaxgpt.errors import UserError
 T = TypeVar("T")
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested dicts of JSON values."""
-    return dataclasses.asdict(config)
-
-
 def from_dict(cls: type[T], values: Any, where: str = "") -> T:
-    """The inverse of `to_dict`. Unknown keys, missing fields and wrong types raise `UserError`.
+    """The inverse of `dataclasses.asdict`. Unknown keys, missing fields and wrong types raise `UserError`.
 
     values: anything that `json.load` returns; it need not be trusted.
     """

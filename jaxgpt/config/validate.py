@@ -72,8 +72,7 @@ def check_whole(name: str, value: Any) -> int:
 def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
     """Return the value of an argument as an int. Raise `UserError` unless it is a whole number from low to high."""
     value = check_whole(name, value)
-    if not low <= value <= high:
-        raise UserError(f"{name}={short(value)}: needs at {f'least {low}' if value < low else f'most {high:,}'}")
+    _check_bounds(name, value, Interval(ge=low, le=high))
     return value
 
 

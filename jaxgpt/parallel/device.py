@@ -18,7 +18,7 @@ from jaxgpt.files import cache_directory
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
-from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.peaks import PEAKS
 
 KERNELS: dict[str, AttentionFn] = {
     "plain": plain_attention,
@@ -135,7 +135,7 @@ def memory_of(device: jax.Device) -> int | None:
     """Return the bytes that programs on this device may use. Of the machine's memory, a CPU device has its share."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    limits = peaks(device.device_kind)
+    limits = PEAKS.get(device.device_kind)
     stated = None if limits is None else limits.memory
     try:
         return (device.memory_stats() or {}).get("bytes_limit", stated)

@@ -55,11 +55,6 @@ PEAKS = {
 }
 
 
-def peaks(device_kind: str) -> Peaks | None:
-    """Return a device's limits, or None if they are not known."""
-    return PEAKS.get(device_kind)
-
-
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
     """Return the bytes/s that one device of a group can send to the others, all of them sending; None: unknown.
 
@@ -69,7 +64,7 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
     On GPUs it is NVLink's, within one host.
     """
     members = [devices[i] for i in group]
-    limits = peaks(members[0].device_kind)
+    limits = PEAKS.get(members[0].device_kind)
     if limits is None:
         return None
     if limits.torus == 0:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxgpt import callbacks
 from jaxgpt.config import TrainConfig
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.peaks import PEAKS
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.runs.progress import Display
 
@@ -34,7 +34,7 @@ class Log(callbacks.Log):
         """metrics: metrics.jsonl; None: another process writes it. lines: those that it has, to which losses are added."""
         self._config, self._start, self._tokens_per_step = config, start, tokens_per_step
         self.lines = lines
-        limits = peaks(device_kind())  # None: unknown, and so is the MFU
+        limits = PEAKS.get(device_kind())  # None: unknown, and so is the MFU
         self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * devices)
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in lines), default=0.0))
         self._logged_at = (start, self.clock.working())

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
+from jaxgpt.config import Experiment, GPTConfig, from_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
 from jaxgpt.data.chat.template import write_template
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
@@ -85,11 +85,11 @@ def write_metadata(
     experiment = dataclasses.replace(experiment, parallel=here)
     record = {
         "format": FORMAT,
-        "experiment": to_dict(experiment),
+        "experiment": dataclasses.asdict(experiment),
         "vocab_size": vocab_size,
         "data": data,
         "imported": imported,
-        "origin": None if origin is None else to_dict(origin),
+        "origin": None if origin is None else dataclasses.asdict(origin),
         "versions": {
             "python": platform.python_version(),
             **{

@@ -21,7 +21,6 @@ from jaxgpt.config import (
     TrainConfig,
     differences,
     from_dict,
-    to_dict,
 )
 from jaxgpt.config.presets import EXPERIMENTS, gpt2
 from jaxgpt.errors import UserError
@@ -93,9 +92,9 @@ def test_scalars_of_numpy_and_jax_become_pythons():
         (LoraConfig(alpha=2), LoraConfig(alpha=np.int64(2))),
     ):
         assert plain == other and hash(plain) == hash(other) and differences(plain, other) == {}
-        assert json.dumps(to_dict(plain)) == json.dumps(to_dict(other))
-        assert {name: type(value) for name, value in to_dict(other).items()} == {
-            name: type(value) for name, value in to_dict(plain).items()
+        assert json.dumps(dataclasses.asdict(plain)) == json.dumps(dataclasses.asdict(other))
+        assert {name: type(value) for name, value in dataclasses.asdict(other).items()} == {
+            name: type(value) for name, value in dataclasses.asdict(plain).items()
         }
 
 
@@ -141,7 +140,7 @@ def test_derived_sizes():
 
 @pytest.mark.parametrize("experiment", [make() for make in EXPERIMENTS.values()] + [Experiment(name="g", model=gpt2())])
 def test_json_and_back_is_the_identity(experiment):
-    assert from_dict(Experiment, json.loads(json.dumps(to_dict(experiment)))) == experiment
+    assert from_dict(Experiment, json.loads(json.dumps(dataclasses.asdict(experiment)))) == experiment
 
 
 def test_unknown_and_missing_fields_are_errors():

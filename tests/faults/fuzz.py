@@ -6,6 +6,7 @@ swapped) and generated JSON, and prints how many inputs it tried. tests/test_unt
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import random
 import resource
@@ -19,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxgpt.config import Experiment, from_dict, to_dict
+from jaxgpt.config import Experiment, from_dict
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.chat.conversations import read_messages
 from jaxgpt.data.chat.jinja import compile_template
@@ -121,7 +122,7 @@ def _read_shard(path: Path) -> None:
 
 def _read_config(path: Path) -> None:
     config = from_dict(Experiment, read_json(path, 2**24))
-    assert from_dict(Experiment, json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(Experiment, json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 def _read_tokenizer(path: Path) -> None:
@@ -234,7 +235,12 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
 
 
 def _record() -> dict:
-    return {"format": FORMAT, "experiment": to_dict(tiny_experiment(Path("t.txt"))), "vocab_size": 30, "data": {}}
+    return {
+        "format": FORMAT,
+        "experiment": dataclasses.asdict(tiny_experiment(Path("t.txt"))),
+        "vocab_size": 30,
+        "data": {},
+    }
 
 
 def attempt(name: str, target: tuple, raw: bytes) -> bool:

@@ -15,7 +15,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxgpt.batch import Batch
 from jaxgpt.cluster.replicas import ReplicasDiffer, check_replicas
 from jaxgpt.config import (
-    NO_LORA,
     DataConfig,
     Experiment,
     GPTConfig,
@@ -53,6 +52,8 @@ STRATEGIES = {
 
 # Muon's own step is on whole matrices and on cut ones; what else differs between strategies, AdamW shows.
 CURVES = [(name, "adamw") for name in STRATEGIES] + [(name, "muon") for name in ("single", "all, in pieces")]
+
+NO_LORA = LoraConfig()
 
 
 def tokens(step: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxgpt.runs.log
+from jaxgpt.parallel.peaks import PEAKS
 from jaxgpt.runs.log import Clock, Log
 from jaxgpt.runs.metrics import read_metrics
 from tests.helpers import tiny_experiment
@@ -14,7 +15,7 @@ from tests.helpers import tiny_experiment
 def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
     """Tokens since the last line over its seconds; of what 8 devices of 1 TFLOP/s could do."""
     monkeypatch.setattr(jaxgpt.runs.log, "device_kind", lambda: "a device")
-    monkeypatch.setattr(jaxgpt.runs.log, "peaks", lambda kind: SimpleNamespace(flops=1e12))
+    monkeypatch.setitem(PEAKS, "a device", SimpleNamespace(flops=1e12))
     log = Log(
         tiny_experiment(text_file, batch_size=16, log_every=2).train,
         tmp_path / "metrics.jsonl",

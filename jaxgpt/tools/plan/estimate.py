@@ -14,7 +14,7 @@ from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
-from jaxgpt.parallel.peaks import collective_seconds, peaks, ring_bandwidth
+from jaxgpt.parallel.peaks import PEAKS, collective_seconds, ring_bandwidth
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.tools.plan.program import Collective, Program
 
@@ -84,7 +84,7 @@ def estimate(
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
     flops = program.flops + program.custom_flops + _kernel_flops(trainer, config, tokens / len(used), program)
-    limits = peaks(used[0].device_kind)
+    limits = PEAKS.get(used[0].device_kind)
     collectives = _total_collectives(program.collectives, used)
     compute = memory_traffic = interconnect = bottleneck = step = None
     if limits is not None:
@@ -152,7 +152,7 @@ def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
 
 def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
     """Add up the collectives of each kind and group size."""
-    limits = peaks(devices[0].device_kind)
+    limits = PEAKS.get(devices[0].device_kind)
     switched = limits is not None and limits.torus == 0
     groups: dict[tuple[str, int], list[Collective]] = defaultdict(list)
     for c in collectives:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences, from_dict, to_dict
+from jaxgpt.config import Experiment, differences, from_dict
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.runs.metadata import RunMetadata
@@ -81,7 +81,7 @@ def find_band(metadata: RunMetadata) -> tuple[ReferenceBand | None, str]:
 
 def render_band(metadata: RunMetadata, band: ReferenceBand, made: dict[str, Any]) -> str:
     """Return the text of `bands/NAME.json`. made: how and when the band was made."""
-    parts = {"experiment": to_dict(metadata.experiment), "data": metadata.data, "made": made}
+    parts = {"experiment": dataclasses.asdict(metadata.experiment), "data": metadata.data, "made": made}
     return render_json(parts | {"band": dataclasses.asdict(band)}, indent=1) + "\n"
 
 

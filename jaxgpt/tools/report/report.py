@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences, to_dict
+from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
@@ -62,7 +62,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "samples": _sample_checkpoints(run, tokens=min(tokens, 200)),
         "memorisation": memorization,
         "why_no_memorisation": why_no_memorization,
-        "configuration": to_dict(run.experiment),
+        "configuration": dataclasses.asdict(run.experiment),
     }
     return summary, _render_page(run.experiment, summary, lines)
 

@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import train_flops_per_token
-from jaxgpt.parallel.peaks import peaks
+from jaxgpt.parallel.peaks import PEAKS
 from jaxgpt.tools.plan import estimate as estimates
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.estimate import format_plan
@@ -41,7 +41,7 @@ def test_this_machine(here):
 
 def test_what_is_unknown_is_unknown(here):
     """There is no table of CPUs: neither a time nor a rate is guessed."""
-    assert peaks("cpu") is None
+    assert "cpu" not in PEAKS
     unknown = (
         "compute_seconds",
         "memory_seconds",
@@ -58,10 +58,9 @@ def test_what_is_unknown_is_unknown(here):
 def test_the_roofline(monkeypatch):
     """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
     limits = dataclasses.replace(
-        peaks("NVIDIA H100 80GB HBM3"), flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
+        PEAKS["NVIDIA H100 80GB HBM3"], flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40
     )
-    monkeypatch.setattr(estimates, "peaks", lambda kind: limits)
-    monkeypatch.setattr("jaxgpt.parallel.peaks.peaks", lambda kind: limits)
+    monkeypatch.setitem(PEAKS, "cpu", limits)
     found = make_plan(EXPERIMENT, 11)
     tokens = 8 * TINY.block_size
     assert found.compute_seconds == pytest.approx(found.executed_flops_per_token * tokens / 1e12)
@@ -103,7 +102,6 @@ def test_an_mfu_above_one_says_why(here):
 
 def test_exchanges_add_up(monkeypatch):
     monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
-    monkeypatch.setattr(estimates, "peaks", lambda kind: peaks("TPU v4"))
     one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
     other = dataclasses.replace(one, bytes=500, times=2)
     gather = dataclasses.replace(one, kind="all-gather", times=1)

@@ -16,8 +16,8 @@ pytestmark = [
 # What takes the place of a file of its own: sizes that have no experiment.
 LARGE = """
 import dataclasses
-from jaxgpt import Experiment, ParallelConfig, TrainConfig
-from jaxgpt.config.presets import gpt2, llama
+from jaxgpt import Experiment, GPTConfig, ParallelConfig, TrainConfig
+from jaxgpt.config.presets import gpt2
 
 def whole(model):
     return dataclasses.replace(model, scan_layers=True, remat="full", dropout=0.0, bias=False)
@@ -30,7 +30,20 @@ xl = Experiment(
 )
 llama_7b = Experiment(
     name="llama-7b",
-    model=whole(llama("7B")),
+    model=whole(
+        GPTConfig(
+            vocab_size=32_000,
+            block_size=4096,
+            n_layer=32,
+            n_head=32,
+            n_embd=4096,
+            mlp_dim=11008,
+            norm="rmsnorm",
+            activation="swiglu",
+            position="rope",
+            tie_embeddings=False,
+        )
+    ),
     train=TrainConfig(batch_size=1024),
     parallel=ParallelConfig(strategy="mesh", fsdp=128, tensor=4, loss_chunk=512),
 )
