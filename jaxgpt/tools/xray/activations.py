@@ -18,6 +18,7 @@ from jaxgpt.sample.quantize import unstack_layers
 
 PREDICTIONS = 5  # most likely tokens that are kept for each position
 LENS_PREDICTIONS = 3  # and for each position and layer
+EXAMPLES = 4  # positions of a corpus that are kept for each unit of an MLP
 WINDOWS_AT_ONCE = 8  # of a corpus
 
 
@@ -108,17 +109,19 @@ def capture_activations(
     )
 
 
-def top_activating_examples(
-    model: GPT, params: dict, windows_NT: np.ndarray, most: int = 4
-) -> tuple[list[Any], list[Any]]:
-    """Return the positions of a corpus at which each hidden unit of the MLPs is most active.
+class TopExamples(NamedTuple):
+    """The positions of a corpus at which each hidden unit of the MLPs is most active, at most one of each window."""
 
-    windows_NT: token ids, each window read by itself. Returns (values, positions), for each layer [F, most]. A position
-    is an index into windows_NT.ravel(), or -1 where there are fewer windows; each window gives a unit at most one.
-    """
+    windows_NT: np.ndarray  # token ids, each window read by itself
+    values: list[Any]  # activations, for each layer [F, EXAMPLES]
+    positions: list[Any]  # their indices into windows_NT.ravel(); -1 where there are fewer windows
+
+
+def top_activating_examples(model: GPT, params: dict, windows_NT: np.ndarray) -> TopExamples:
+    """Return the positions at which each hidden unit of the MLPs is most active."""
     model, params = _unroll(model, params)
     T = windows_NT.shape[1]
-    shape = (model.config.explicit().mlp_dim, most)
+    shape = (model.config.explicit().mlp_dim, EXAMPLES)
     best: Any = [(jnp.full(shape, -jnp.inf), jnp.full(shape, -1)) for _ in range(model.config.n_layer)]
     for first in range(0, len(windows_NT), WINDOWS_AT_ONCE):
         count = min(WINDOWS_AT_ONCE, len(windows_NT) - first)
@@ -126,7 +129,7 @@ def top_activating_examples(
         windows_BT[:count] = windows_NT[first : first + count]
         best = _update_best(model, params, best, jnp.asarray(windows_BT), first, count)
     best = jax.device_get(best)
-    return [values for values, _ in best], [positions for _, positions in best]
+    return TopExamples(windows_NT, [values for values, _ in best], [positions for _, positions in best])
 
 
 @functools.partial(jax.jit, static_argnums=0)

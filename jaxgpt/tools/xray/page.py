@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.layers.linear import DECODE_MATRIX
+from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.run import Run
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
-from jaxgpt.tools.xray.activations import Activations, Guess, Norm
+from jaxgpt.tools.xray.activations import Activations, Guess, Norm, TopExamples
 
 UNITS = 8  # most active units that are listed of each token
 NUMBERS = 8  # of a token's vector that are shown on their way through a norm
@@ -18,51 +21,27 @@ NAMED = 200  # most likely next tokens that are named
 NEIGHBOURS = 5
 
 
-class AttentionMap(NamedTuple):
-    """The weights of one layer's attention."""
+def render_page(
+    run: Run,
+    texts: dict[str, list[int]],
+    activations: Activations,
+    examples: TopExamples | None,
+    *,
+    why_no_corpus: str,
+) -> str:
+    """Return one self-contained HTML file.
 
-    name: str
-    queries: str  # "text" or "source": which of them the rows are tokens of
-    keys: str
-    weights_NTS: np.ndarray
-
-
-class TopExamples(NamedTuple):
-    """The result of `top_activating_examples`, and the windows in which they were looked for."""
-
-    windows_NT: np.ndarray  # token ids
-    values: list[np.ndarray]
-    positions: list[np.ndarray]
-
-
-class Subject(NamedTuple):
-    """What an X-ray page shows."""
-
-    title: str
-    facts: list[tuple[str, str]]
-    texts: dict[str, list[int]]  # token ids by name; "text" is the one that the model writes on
-    spell: Callable[[int], str]  # a token as it is shown
-    activations: Activations
-    maps: list[AttentionMap]
-    activation: str
-    embedding_VD: np.ndarray
-    examples: TopExamples | None
-    why_no_corpus: str  # if examples is None
-    temperature: float
-
-
-def render_page(subject: Subject) -> str:
-    """Return one self-contained HTML file."""
-    arrays, words = Arrays(), Vocabulary(subject.spell)
-    activations = subject.activations
+    texts: token ids by name; "text" is the one that the model writes on. why_no_corpus: why there are no examples.
+    """
+    arrays, words = Arrays(), Vocabulary()
     data: dict[str, Any] = {
-        "title": subject.title,
-        "facts": subject.facts,
-        "texts": {name: arrays.put(words.ids(ids)) for name, ids in subject.texts.items()},
+        "title": f"X-ray of {run.experiment.name}",
+        "facts": _facts(run),
+        "texts": {name: arrays.put(words.ids(ids)) for name, ids in texts.items()},
         "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
         "guess": _guess(activations.guess, arrays, words),
         "lens": [_guess(guess, arrays, words) for guess in activations.lens],
-        "attention": [_map(m, arrays) for m in subject.maps],
+        "attention": _attention_maps(activations, arrays),
         "start": round_numbers(activations.start_T),
         "branches": [
             {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
@@ -70,39 +49,63 @@ def render_page(subject: Subject) -> str:
         ],
         "norms": [_norm(norm) for norm in activations.norms],
         "mlp": [
-            _units(i, hidden_TF, subject.activation, subject.examples, arrays)
+            _units(i, hidden_TF, run.model.config.activation, examples, arrays)
             for i, hidden_TF in enumerate(activations.hidden_LTF)
         ],
         "corpus": None
-        if subject.examples is None
-        else {
-            "ids": arrays.put(words.ids(subject.examples.windows_NT.ravel())),
-            "window": subject.examples.windows_NT.shape[1],
-        },
-        "why_no_corpus": subject.why_no_corpus,
-        "embedding": _embedding(subject, arrays, words),
-        "sampling": _last(activations.logits_V, arrays, words) | {"temperature": subject.temperature},
+        if examples is None
+        else {"ids": arrays.put(words.ids(examples.windows_NT.ravel())), "window": examples.windows_NT.shape[1]},
+        "why_no_corpus": why_no_corpus,
+        "embedding": _embedding(run, texts, examples, arrays, words),
+        "sampling": _last(activations.logits_V, arrays, words)
+        | {"temperature": run.experiment.train.sample_temperature},
     }
-    data["words"] = words.spelt
-    return render_html("xray/xray", subject.title, data, arrays)
+    data["words"] = [spell(run.tokenizer, token) for token in words.indices]
+    return render_html("xray/xray", data["title"], data, arrays)
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    config = run.model.config
+    layers = f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
+    return [
+        ("run", str(run.directory)),
+        ("step", f"{run.step:,}"),
+        ("validation loss", "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"),
+        ("parameters", f"{count_parameters(run.model.shapes()):,}"),
+        ("layers, heads, width", f"{layers}, {config.n_head}, {config.n_embd}"),
+        ("norm", f"{config.norm}, {config.norm_position}"),
+        ("MLP", f"{config.explicit().mlp_dim} units, {config.activation}"),
+        ("positions", config.position),
+    ]
+
+
+def spell(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as it is shown: its text, or bytes in hexadecimal or U+FFFD for part of a character."""
+    if token >= tokenizer.vocab_size:  # padding of the vocabulary
+        return f"<{token}>"
+    if isinstance(tokenizer, ByteTokenizer) and token >= 0x80:
+        return f"\\x{token:02x}"
+    return tokenizer.decode([token]) + " " * isinstance(tokenizer, IdTokenizer)
+
+
+def read_embedding(params: dict) -> np.ndarray:
+    """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
+    quantized = params["wte"].get(DECODE_MATRIX)
+    rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.values_FD)))
+    return np.asarray(rows_VD, np.float32)
 
 
 class Vocabulary:
     """The tokens that a page names, each once."""
 
-    def __init__(self, spell: Callable[[int], str]):
-        self._spell = spell
-        self._indices: dict[int, int] = {}  # by token id, in the order of `spelt`
-
-    @property
-    def spelt(self) -> list[str]:
-        return [self._spell(token) for token in self._indices]
+    def __init__(self) -> None:
+        self.indices: dict[int, int] = {}  # by token id, in order
 
     def ids(self, tokens: Any) -> np.ndarray:
-        """Return token ids as indices into `spelt`."""
+        """Return the indices of token ids."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
-        indices = [self._indices.setdefault(int(token), len(self._indices)) for token in known]
+        indices = [self.indices.setdefault(int(token), len(self.indices)) for token in known]
         return np.array(indices, np.int32)[inverse].reshape(tokens.shape)
 
 
@@ -138,16 +141,27 @@ def _guess(guess: Guess, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _map(m: AttentionMap, arrays: Arrays) -> dict[str, Any]:
-    same = m.queries == m.keys
-    return {
-        "name": m.name,
-        "queries": m.queries,
-        "keys": m.keys,
-        # Square roots, which the page shades, in 256 levels: most weights are small.
-        "roots": arrays.put(np.round(255 * np.sqrt(np.clip(m.weights_NTS, 0, 1))).astype(np.uint8)),
-        "shares": round_numbers(attention_shares(m.weights_NTS), 3) if same and m.weights_NTS.shape[1] > 2 else None,
-    }
+def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, Any]]:
+    """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
+
+    def draw(name: str, queries: str, keys: str, weights_NTS: np.ndarray) -> dict[str, Any]:
+        has_shares = queries == keys and weights_NTS.shape[1] > 2
+        return {
+            "name": name,
+            "queries": queries,  # the text of which the rows are tokens
+            "keys": keys,
+            # Square roots, which the page shades, in 256 levels: most weights are small.
+            "roots": arrays.put(np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)),
+            "shares": round_numbers(attention_shares(weights_NTS), 3) if has_shares else None,
+        }
+
+    maps = []
+    for i, weights_NTS in enumerate(activations.weights_LNTS):
+        maps.append(draw(f"layer {i + 1}", "text", "text", weights_NTS))
+        if activations.cross_LNTS:
+            maps.append(draw(f"layer {i + 1}, to the source", "text", "source", activations.cross_LNTS[i]))
+    encoder = enumerate(activations.encoder_LNSS)
+    return maps + [draw(f"encoder, layer {i + 1}", "source", "source", weights_NSS) for i, weights_NSS in encoder]
 
 
 def _norm(norm: Norm) -> dict[str, Any]:
@@ -190,17 +204,17 @@ def _units(
         "zeros": round_numbers(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
         "places": None if examples is None else arrays.put(examples.positions[layer].astype(np.int32)),
-        "excited": None if examples is None else arrays.put(_zero_non_finite(examples.values[layer])),
+        "excited": None
+        if examples is None
+        else arrays.put(np.nan_to_num(examples.values[layer], nan=0, posinf=0, neginf=0).astype(np.float32)),
     }
 
 
-def _zero_non_finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, 0).astype(np.float32)
-
-
-def _embedding(subject: Subject, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
-    vectors_VD = np.asarray(subject.embedding_VD, np.float32)
-    shown = _most_used(subject, len(vectors_VD))
+def _embedding(
+    run: Run, texts: dict[str, list[int]], examples: TopExamples | None, arrays: Arrays, words: Vocabulary
+) -> dict[str, Any]:
+    vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
+    shown = _most_used(texts, examples, len(vectors_VD))
     vectors_ND = vectors_VD[shown]
     xy_N2, share = project_to_plane(vectors_ND)
     unit_ND = vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-30)
@@ -217,15 +231,14 @@ def _embedding(subject: Subject, arrays: Arrays, words: Vocabulary) -> dict[str,
     }
 
 
-def _most_used(subject: Subject, V: int) -> np.ndarray:
+def _most_used(texts: dict[str, list[int]], examples: TopExamples | None, V: int) -> np.ndarray:
     """Return the tokens to show: all, or those of the texts and the most frequent of the corpus."""
     if V <= LABELS:
         return np.arange(V)
-    texts: list[Sequence[int]] = list(subject.texts.values())
-    own = np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in texts]))
+    own = np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in texts.values()]))
     rest = np.arange(V)
-    if subject.examples is not None:
-        rest = np.argsort(-np.bincount(subject.examples.windows_NT.ravel(), minlength=V), kind="stable")
+    if examples is not None:
+        rest = np.argsort(-np.bincount(examples.windows_NT.ravel(), minlength=V), kind="stable")
     return np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]
 
 

@@ -7,22 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import TARGET_END, TARGET_START
-from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
-from jaxgpt.layers.linear import DECODE_MATRIX
-from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.reopen import reopen_dataset
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
-from jaxgpt.tools.xray.activations import Activations, capture_activations, top_activating_examples
-from jaxgpt.tools.xray.page import AttentionMap, Subject, TopExamples, render_page
+from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
+from jaxgpt.tools.xray.page import render_page
 
 CORPUS_TOKENS = 2**15  # of the corpus that are searched for top activating examples: seconds for a small model
 MOST_WEIGHTS = 2**25  # attention weights on a page: a byte each, before compression
@@ -39,7 +35,6 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
     Raises `UserError` for a prompt that is empty, or longer than block_size.
     """
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
-    source: list[int] | None = None
     ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
     if not prompt or not ids:
         raise UserError("the prompt is empty: give a text to look at with --prompt TEXT")
@@ -47,88 +42,22 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
         raise UserError(
             f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
         )
-    if config.n_encoder_layer:
-        source, ids = ids, _generate_target(run, ids)
-    _check_size(config, max(len(ids), len(source or ())))
-    activations = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size, source)
-    if np.isnan(activations.logits_V).any():
-        raise UserError(
-            f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
-        )
-    windows_NT, why = _windows(run, data, corpus_tokens)
-    return render_page(
-        Subject(
-            title=f"X-ray of {run.experiment.name}",
-            facts=_facts(run),
-            texts={"text": ids} | ({} if source is None else {"source": source}),
-            spell=speller(run.tokenizer),
-            activations=activations,
-            maps=_attention_maps(activations),
-            activation=config.activation,
-            embedding_VD=read_embedding(run.params)[: run.tokenizer.vocab_size],
-            examples=None
-            if windows_NT is None
-            else TopExamples(windows_NT, *top_activating_examples(run.model, run.params, windows_NT)),
-            why_no_corpus=why,
-            temperature=run.experiment.train.sample_temperature,
-        )
-    )
-
-
-def _check_size(config: GPTConfig, tokens: int) -> None:
-    """Raise `UserError` if the attention weights of so many tokens are too many for a page."""
-    layers = config.n_layer + config.n_encoder_layer
+    texts = {"text": _generate_target(run, ids), "source": ids} if config.n_encoder_layer else {"text": ids}
+    tokens, layers = max(map(len, texts.values())), config.n_layer + config.n_encoder_layer
     if (weights := layers * config.n_head * tokens**2) > MOST_WEIGHTS:
         fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
         raise UserError(
             f"{tokens} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
         )
-
-
-def _facts(run: Run) -> list[tuple[str, str]]:
-    config = run.model.config
-    layers = f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
-    return [
-        ("run", str(run.directory)),
-        ("step", f"{run.step:,}"),
-        ("validation loss", "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"),
-        ("parameters", f"{count_parameters(run.model.shapes()):,}"),
-        ("layers, heads, width", f"{layers}, {config.n_head}, {config.n_embd}"),
-        ("norm", f"{config.norm}, {config.norm_position}"),
-        ("MLP", f"{config.explicit().mlp_dim} units, {config.activation}"),
-        ("positions", config.position),
-    ]
-
-
-def _attention_maps(activations: Activations) -> list[AttentionMap]:
-    """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
-    maps = []
-    for i, weights_NTS in enumerate(activations.weights_LNTS):
-        maps.append(AttentionMap(f"layer {i + 1}", "text", "text", weights_NTS))
-        if activations.cross_LNTS:
-            maps.append(AttentionMap(f"layer {i + 1}, to the source", "text", "source", activations.cross_LNTS[i]))
-    encoder = enumerate(activations.encoder_LNSS)
-    return maps + [AttentionMap(f"encoder, layer {i + 1}", "source", "source", w) for i, w in encoder]
-
-
-def read_embedding(params: dict) -> np.ndarray:
-    """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
-    quantized = params["wte"].get(DECODE_MATRIX)
-    rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.values_FD)))
-    return np.asarray(rows_VD, np.float32)
-
-
-def speller(tokenizer: Tokenizer) -> Any:
-    """Return a function that spells a token: its text, or bytes in hexadecimal or U+FFFD for part of a character."""
-
-    def spell(token: int) -> str:
-        if token >= tokenizer.vocab_size:  # padding of the vocabulary
-            return f"<{token}>"
-        if isinstance(tokenizer, ByteTokenizer) and token >= 0x80:
-            return f"\\x{token:02x}"
-        return tokenizer.decode([token]) + " " * isinstance(tokenizer, IdTokenizer)
-
-    return spell
+    vocab_size, source = run.tokenizer.vocab_size, texts.get("source")
+    activations = capture_activations(run.model, run.params, texts["text"], vocab_size, source)
+    if np.isnan(activations.logits_V).any():
+        raise UserError(
+            f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
+        )
+    windows_NT, why = _windows(run, data, corpus_tokens)
+    examples = None if windows_NT is None else top_activating_examples(run.model, run.params, windows_NT)
+    return render_page(run, texts, activations, examples, why_no_corpus=why)
 
 
 def _generate_target(run: Run, source: list[int]) -> list[int]:

@@ -144,7 +144,7 @@ def test_attention_weights_are_computed_for_who_asks():
 def test_places_are_those_of_the_largest_activations(count):
     model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
     windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
-    values, places = top_activating_examples(model, params, windows_NT, most=4)
+    _, values, places = top_activating_examples(model, params, windows_NT)
     hidden = [capture_activations(model, params, row.tolist()).hidden_LTF for row in windows_NT]
     for layer in range(TINY.n_layer):
         hidden_NTF = np.stack([of_window[layer] for of_window in hidden])

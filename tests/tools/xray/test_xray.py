@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.session import fit
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.page import AttentionMap, Subject, attention_shares, project_to_plane, render_page
-from jaxgpt.tools.xray.xray import read_embedding, xray
+from jaxgpt.tools.xray.page import attention_shares, project_to_plane, read_embedding, render_page
+from jaxgpt.tools.xray.xray import xray
 from tests.helpers import TINY, make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
@@ -131,7 +132,7 @@ def test_the_plane_of_large_vectors_is_that_of_small_ones():
 
 
 @pytest.mark.slow
-def test_size_of_six_layers_and_256_tokens():
+def test_size_of_six_layers_and_256_tokens(run):
     """Attention that nothing compresses well, units that all differ: below 5 MB all the same."""
     rng = np.random.default_rng(0)
     T, N, F, D, V = 256, 6, 1536, 384, 96
@@ -141,16 +142,16 @@ def test_size_of_six_layers_and_256_tokens():
     ids = rng.integers(0, V, T).tolist()
     found = capture_activations(model, params, ids)
     assert found.hidden_LTF[0].shape == (T, F)
+    scores = [np.where(np.tri(T, dtype=bool), rng.normal(size=(N, T, T)), -np.inf) for _ in range(6)]
     found = found._replace(
         lens=found.lens[:1] + found.lens[1:] * 6,
         hidden_LTF=[rng.permuted(found.hidden_LTF[0], axis=0) for _ in range(6)],
         branches=found.branches * 6,
         norms=found.norms[:2] * 6,
+        weights_LNTS=[np.exp(s) / np.exp(s).sum(-1, keepdims=True) for s in scores],
     )
-    scores = [np.where(np.tri(T, dtype=bool), rng.normal(size=(N, T, T)), -np.inf) for _ in range(6)]
-    maps = [AttentionMap("layer", "text", "text", np.exp(s) / np.exp(s).sum(-1, keepdims=True)) for s in scores]
-    subject = Subject("t", [], {"text": ids}, chr, found, maps, "gelu", rng.normal(size=(V, D)), None, "", 1.0)
-    assert 1e6 < len(render_page(subject)) < 5e6
+    large = dataclasses.replace(run, model=model, params=params, tokenizer=ByteTokenizer())
+    assert 1e6 < len(render_page(large, {"text": ids}, found, None, why_no_corpus="")) < 5e6
 
 
 # In the browser -------------------------------------------------------------------------------------------------------
