@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from jaxgpt.config import GPTConfig
@@ -70,10 +70,10 @@ class Family:
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
         return sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
 
-    def expand_rules(self, config: GPTConfig, shapes: dict[str, tuple[int, ...]]) -> Iterator[WeightRule]:
-        """Yield the rules of this model's parameters, layer by layer. shapes: of our parameters, by path."""
+    def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
+        """Yield the rules of this model's parameters, layer by layer. paths: of our parameters."""
         for rule in self.weight_rules:
             for layer in range(config.n_layer) if "{}" in rule.theirs else (0,):
                 ours = tuple(path.format(layer) for path in rule.ours)
-                if ours[0] in shapes:
+                if ours[0] in paths:
                     yield WeightRule(ours, rule.theirs.format(layer), rule.layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_equal, is_finite, read, summarize_names
+from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_finite, read, summarize_names
 from jaxgpt.hf.weight_rules import join, split, their_shape
 from jaxgpt.model import GPT
 
@@ -30,16 +31,19 @@ def _flat(params: dict) -> dict[str, Any]:
     return traverse_util.flatten_dict(params, sep="/")  # type: ignore[return-value]
 
 
-def _name_in_file(name: str, tensors: dict[str, Tensor], family: Family) -> str:
-    """Return a tensor's name in the file: a checkpoint of the bare body, as GPT-2's, has no prefix."""
-    return name if any(n.startswith(family.prefix) for n in tensors) else name.removeprefix(family.prefix)
+def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
+    """Return the family with the names of these tensors: a checkpoint of the bare body, as GPT-2's, has no prefix."""
+    if any(name.startswith(family.prefix) for name in tensors):
+        return family
+    rules = (rule._replace(theirs=rule.theirs.removeprefix(family.prefix)) for rule in family.weight_rules)
+    return dataclasses.replace(family, weight_rules=tuple(rules))
 
 
 def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
     """Raise `UserError` with all tensors that are missing, unknown or misshapen."""
-    shapes = shapes_of(config)
+    family, shapes = _as_in_files(family, tensors), shapes_of(config)
     wanted = {
-        _name_in_file(rule.theirs, tensors, family): their_shape([shapes[path] for path in rule.ours], rule.layout)
+        rule.theirs: their_shape([shapes[path] for path in rule.ours], rule.layout)
         for rule in family.expand_rules(config, shapes)
     }
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.buffers)}
@@ -66,25 +70,24 @@ def read_params(
 ) -> dict:
     """Read the parameters one tensor at a time: in memory are the model and that tensor.
 
-    Raises `UserError` as `check` does, and for an output matrix that differs from the embedding it is tied to.
+    Raises `UserError` for an output matrix that differs from the embedding it is tied to.
 
     Args:
+        tensors: those that `check` accepts.
         dtype: of the parameters. None means as stored.
         places: sharding of each parameter, by path. None means the first device.
     """
-    shapes = shapes_of(config)
-    check(tensors, family, config)
+    family = _as_in_files(family, tensors)
     _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
     broken = []
     head_dim = config.explicit().head_dim
     assert head_dim
-    for rule in family.expand_rules(config, shapes):
-        name = _name_in_file(rule.theirs, tensors, family)
-        tensor = read(name, tensors[name])
+    for rule in family.expand_rules(config, shapes_of(config)):
+        tensor = read(rule.theirs, tensors[rule.theirs])
         if not is_finite(tensor):
-            broken.append(name)
+            broken.append(rule.theirs)
         for path, part in zip(rule.ours, split(tensor, rule.layout, head_dim), strict=True):
             params[path] = _place(part, dtype, here if places is None else places[path])
     if broken:
@@ -98,15 +101,18 @@ def read_params(
 
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
     """Raise `UserError` for two matrices if config.json has one: transformers 5 uses both, others one of them."""
-    names = {rule.ours: _name_in_file(rule.theirs, tensors, family) for rule in family.weight_rules}
+    names = {rule.ours: rule.theirs for rule in family.weight_rules}
     embedding, head = names["wte/embedding",], names["lm_head",]
     if not config.tie_embeddings or head not in tensors:
         return
-    if not is_equal((embedding, tensors[embedding]), (head, tensors[head])):
-        raise UserError(
-            f"{head} differs from {embedding}, and config.json makes them one (tie_word_embeddings is true, or is left "
-            f"out): set it to false to use both, or take {head} out of {tensors[head].file}"
-        )
+    if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
+        x, y = read(embedding, tensors[embedding]), read(head, tensors[head])
+        if ((x == y) | (np.isnan(x) & np.isnan(y))).all():
+            return
+    raise UserError(
+        f"{head} differs from {embedding}, and config.json makes them one (tie_word_embeddings is true, or is left "
+        f"out): set it to false to use both, or take {head} out of {tensors[head].file}"
+    )
 
 
 def _place(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
@@ -122,18 +128,16 @@ def to_tensors(
 ) -> dict[str, LazyTensor]:
     """Return their tensors, each to be made when it is written. dtype: None means that of the parameters."""
     flat = _flat(params)
-    shapes = {path: tuple(x.shape) for path, x in flat.items()}
     made = {}
     head_dim = config.explicit().head_dim
     assert head_dim
-    for rule in family.expand_rules(config, shapes):
-        ours = [flat[path] for path in rule.ours]
+    for rule in family.expand_rules(config, flat):
+        ours = [flat.pop(path) for path in rule.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
 
         def make(ours=ours, rule=rule, kind=kind) -> np.ndarray:
             return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
 
         made[rule.theirs] = LazyTensor(shape=their_shape([x.shape for x in ours], rule.layout), dtype=kind, make=make)
-    left = flat.keys() - {path for rule in family.expand_rules(config, shapes) for path in rule.ours}
-    assert not left, f"{family.model_type} has no tensors for {sorted(left)}"
+    assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"
     return made
