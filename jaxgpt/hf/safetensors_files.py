@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,7 @@ from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 2**26  # bytes: a million tensors
 SHARD = 5 * 10**9  # bytes of a file, as on the Hub
-BLOCK = 2**22  # elements of two tensors that are compared at a time
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 
 
@@ -39,10 +35,6 @@ class Tensor:
     shape: tuple[int, ...]
     kind: str  # dtype, as the format names it: F32
 
-    @property
-    def dtype(self) -> np.dtype:
-        return DTYPES[self.kind]
-
 
 def list_tensors(directory: Path) -> dict[str, Tensor]:
     """Return the tensors of a directory by name, from its one file or from those that its index names. Reads headers only.
@@ -50,53 +42,50 @@ def list_tensors(directory: Path) -> dict[str, Tensor]:
     If several files have a tensor, the index chooses one, with a warning: other programs may read the other.
     Raises `UserError` for files that are missing, truncated, damaged or pickled.
     """
+    index = directory / INDEX
     found: dict[str, Tensor] = {}
-    files = _files(directory)
-    chosen = {name: file for file, names in files.items() for name in names}
-    for file, expected in files.items():
-        inside = dict(_read_header(file))
-        for name in expected - inside.keys():
-            raise UserError(f"{directory / INDEX} says that {name} is in {file.name}, which has no such tensor")
-        if more := [name for name in inside if chosen.get(name, file) != file]:
+    chosen = _read_index(index) if index.exists() else {}
+    for file in dict.fromkeys(chosen.values()) if index.exists() else [_find_file(directory)]:
+        inside = _read_header(file)
+        wanted = {name: tensor for name, tensor in inside.items() if chosen.get(name, file) == file}
+        if more := inside.keys() - wanted.keys():
             warnings.warn(
                 f"{file} has {summarize_names(more)} as well, which {INDEX} takes from elsewhere: what is here is not read",
                 UserWarning,
                 stacklevel=2,
             )
-        for name, tensor in inside.items():
-            if name in found and name not in chosen:
-                raise UserError(
-                    f"{name} is in {found[name].file.name} and in {file.name}, and {directory / INDEX} does not say which "
-                    "to read: download it again"
-                )
-            if name not in more:
-                found[name] = tensor
+        for name in wanted.keys() & found.keys():
+            raise UserError(
+                f"{name} is in {found[name].file.name} and in {file.name}, and {index} does not say which "
+                "to read: download it again"
+            )
+        found |= wanted
+    for name in chosen.keys() - found.keys():
+        raise UserError(f"{index} says that {name} is in {chosen[name].name}, which has no such tensor")
     return found
 
 
-def _files(directory: Path) -> dict[Path, set[str]]:
-    """Return the files, each with the tensors that it must have."""
-    if (directory / INDEX).exists():
-        index = read_json(directory / INDEX, LARGEST_INDEX)
-        names = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
-            raise UserError(f"{directory / INDEX} needs a weight_map of tensors to files: download it again")
-        files: dict[Path, set[str]] = {}
-        for name, file in names.items():
-            if file != os.path.basename(file) or not file.endswith(".safetensors"):
-                raise UserError(
-                    f"{directory / INDEX} names {short(file)}: needs the name of a .safetensors file beside it"
-                )
-            files.setdefault(directory / file, set()).add(name)
-        for file in files:
-            if not is_there(file, f"{INDEX} names it: download it again."):
-                raise UserError(f"{file} is missing, which {INDEX} names: download it again")
-        return files
+def _read_index(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    values = read_json(index, LARGEST_INDEX)
+    names = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise UserError(f"{index} needs a weight_map of tensors to files: download it again")
+    for file in dict.fromkeys(names.values()):
+        if file != os.path.basename(file) or not file.endswith(".safetensors"):
+            raise UserError(f"{index} names {short(file)}: needs the name of a .safetensors file beside it")
+        if not is_there(index.with_name(file), f"{INDEX} names it: download it again."):
+            raise UserError(f"{index.with_name(file)} is missing, which {INDEX} names: download it again")
+    return {name: index.with_name(file) for name, file in names.items()}
+
+
+def _find_file(directory: Path) -> Path:
+    """Return the one file of a directory without an index."""
     found = sorted(directory.glob("*.safetensors"))
     if (directory / ONE) in found:
-        return {directory / ONE: set()}
+        return directory / ONE
     if len(found) == 1:
-        return {found[0]: set()}
+        return found[0]
     if found:
         raise UserError(
             f"{directory} has {len(found)} .safetensors files and no {INDEX} that says which to read: download it, or leave one"
@@ -110,11 +99,13 @@ def _files(directory: Path) -> dict[Path, set[str]]:
     raise UserError(f"{directory} has no .safetensors files: there are no weights to import")
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_header(file: Path) -> dict[str, Tensor]:
     with _open(file) as f:
-        for name in list(f.keys()):
-            part = f.get_slice(name)
-            yield name, Tensor(file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
+        parts = {name: f.get_slice(name) for name in list(f.keys())}
+        return {
+            name: Tensor(file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
+            for name, part in parts.items()
+        }
 
 
 def read(name: str, tensor: Tensor) -> np.ndarray:
@@ -130,35 +121,16 @@ def is_finite(tensor: np.ndarray) -> bool:
     return bool(np.isfinite(tensor).all())
 
 
-def is_equal(one: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
-    """Return whether two tensors have the same elements, with a part of them in memory at a time."""
-    (a, first), (b, second) = one, other
-    if first.shape != second.shape or not {first.kind, second.kind} <= DTYPES.keys():
-        return False
-    N, rows = first.shape[0], max(1, BLOCK // max(1, math.prod(first.shape[1:])))
-    with _open(first.file) as f, _open(second.file) as g:
-        x, y = f.get_slice(a), g.get_slice(b)
-        parts = (slice(i, min(i + rows, N)) for i in range(0, N, rows))
-        return all(
-            np.array_equal(x[part].astype(np.float32), y[part].astype(np.float32), equal_nan=True) for part in parts
-        )
-
-
 def _open(file: Path) -> Any:
-    open_file(file).close()  # regular and readable: else the library waits for a pipe
-    safetensors = _import_safetensors()
-    try:
-        return safetensors.safe_open(str(file), framework="numpy")
-    except (safetensors.SafetensorError, OSError, ValueError) as e:
-        raise UserError(f"{file} is not a whole safetensors file ({e}): download it again") from None
-
-
-def _import_safetensors() -> Any:
     try:
         import safetensors
     except ImportError:
         raise UserError("weights need the safetensors package: python -m pip install 'jaxgpt[hf]'") from None
-    return safetensors
+    open_file(file).close()  # regular and readable: else the library waits for a pipe
+    try:
+        return safetensors.safe_open(str(file), framework="numpy")
+    except (safetensors.SafetensorError, OSError, ValueError) as e:
+        raise UserError(f"{file} is not a whole safetensors file ({e}): download it again") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,11 +174,8 @@ def _write_one(file: Path, tensors: dict[str, LazyTensor]) -> None:
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers does not take the file
     at = 0
     for name, tensor in tensors.items():
-        head[name] = {
-            "dtype": spelled[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.bytes],
-        }
+        offsets = [at, at + tensor.bytes]
+        head[name] = {"dtype": spelled[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         at += tensor.bytes
     raw = json.dumps(head).encode()
     raw += b" " * (-len(raw) % 8)
@@ -229,10 +198,5 @@ def summarize_names(names: Iterable[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
