@@ -59,7 +59,7 @@ HOMES = {
     "matplotlib": ["runs.curves"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
-    "huggingface_hub": ["hf.hub"],
+    "huggingface_hub": ["hf.source"],
     "tyro": ["cli.options", "cli.sample", "cli.tools", "cli.train"],
     "rich": ["runs.progress"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],

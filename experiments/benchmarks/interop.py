@@ -49,9 +49,9 @@ def make(directory: Path, size: str) -> int:
 
     from jaxgpt.config.presets import gpt2
     from jaxgpt.hf.families import GPT2
+    from jaxgpt.hf.family import their_shape
     from jaxgpt.hf.params import shapes_of
     from jaxgpt.hf.safetensors_files import LazyTensor, write
-    from jaxgpt.hf.weight_rules import their_shape
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)

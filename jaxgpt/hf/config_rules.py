@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import LARGEST_COUNT, short
+from jaxgpt.config.validate import LARGEST_COUNT, check_count, short
 from jaxgpt.errors import UserError
 
 Json = dict[str, Any]
@@ -120,27 +120,11 @@ def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> Conf
 
 def attention_bias(default: bool = False) -> ConfigRule:
     """Return the rule for biases of all of attention's projections, or of none."""
-    key = "attention_bias"
     return ConfigRule(
-        (key,),
-        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), hf.get(key, default)),
-        lambda config: {key: bool(config.qkv_bias)},
+        ("attention_bias",),
+        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), hf.get("attention_bias", default)),
+        lambda config: {"attention_bias": bool(config.qkv_bias)},
     )
-
-
-def gpt2_dropout() -> ConfigRule:
-    """Return the rule for GPT-2's three dropouts. Ours is one number, and matters for training alone."""
-    first, *others = "resid_pdrop", "embd_pdrop", "attn_pdrop"
-    return ConfigRule(
-        (first,),
-        lambda hf: {"dropout": hf.get(first, 0.1)},
-        lambda config: dict.fromkeys((first, *others), config.dropout),
-    )
-
-
-def neox_head_dim() -> ConfigRule:
-    """Return GPT-NeoX's rule: heads share the width whatever `head_dim` says, so tensors of other heads are refused."""
-    return ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")})
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -148,10 +132,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def read_count(hf: Json, key: str, default: int) -> int:
     """Return a number of layers."""
-    value = hf.get(key, default)
-    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-        raise UserError(f"{key}={short(value)}: needs a whole number from 0 to {LARGEST_COUNT}")
-    return value
+    return check_count(key, hf.get(key, default), 0, LARGEST_COUNT)
 
 
 def _layer_types(hf: Json) -> list[str]:

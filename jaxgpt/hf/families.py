@@ -1,8 +1,4 @@
-"""The families of models on the Hugging Face Hub that are configurations of our GPT.
-
-A family is two tables, one for config.json and one for the tensors, each applied in both directions, so that what is
-exported is what would be imported. No family needs a layer of its own.
-"""
+"""The families of models on the Hugging Face Hub that are configurations of our GPT: none needs a layer of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from jaxgpt.hf.config_rules import (
     always,
     attention_bias,
     choice,
-    gpt2_dropout,
-    neox_head_dim,
     never,
     no_window,
     optional,
@@ -25,9 +19,8 @@ from jaxgpt.hf.config_rules import (
     window_everywhere,
     windows,
 )
-from jaxgpt.hf.family import Family
+from jaxgpt.hf.family import OUTPUT, PRE, SANDWICH, Family, WeightRule, linear, llama_weights, norm, qkv
 from jaxgpt.hf.rotations import rope, rope_by_layer
-from jaxgpt.hf.weight_rules import OUTPUT, PRE, SANDWICH, WeightRule, conv1d, linear, llama_weights, norm, qkv
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = {
@@ -38,7 +31,7 @@ PLAIN = {
     "relu": "relu",
 }
 # Gemma 1's first config.json files say "gelu" and mean the tanh form: transformers issue 29402.
-GEMMA = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "gelu_new": "geglu_tanh"}
+GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 
 INV_FREQ = ".rotary_emb.inv_freq"  # a buffer
 
@@ -61,14 +54,17 @@ def _llama_like(
     )
 
 
+_SIZES = required(
+    vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads"
+)
+
+
 def _body(
     *, tied: bool = False, eps: float = 1e-6, context: int = 2048, head_dim: int | None = None
 ) -> tuple[ConfigRule, ...]:
     """Return the rules of all families since Llama; the arguments are their values where a config.json has none."""
     return (
-        required(
-            vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads"
-        ),
+        _SIZES,
         optional("n_kv_head", "num_key_value_heads", None),
         optional("head_dim", "head_dim", head_dim),
         required(mlp_dim="intermediate_size"),
@@ -93,7 +89,12 @@ GPT2 = Family(
         optional("norm_eps", "layer_norm_epsilon", 1e-5),
         optional("tie_embeddings", "tie_word_embeddings", True),
         choice("activation", "activation_function", PLAIN, "gelu_new"),
-        gpt2_dropout(),
+        # Three dropouts: ours is one number, and matters for training alone.
+        ConfigRule(
+            ("resid_pdrop",),
+            lambda hf: {"dropout": hf.get("resid_pdrop", 0.1)},
+            lambda config: dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        ),
         never(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
         # transformers lets these win.
         alias("hidden_size", "n_embd"),
@@ -111,9 +112,9 @@ GPT2 = Family(
         *norm("h_{}/ln_1", "transformer.h.{}.ln_1"),
         *norm("h_{}/ln_2", "transformer.h.{}.ln_2"),
         *qkv("transformer.h.{}.attn.c_attn", "columns"),
-        *conv1d("h_{}/attn/c_proj", "transformer.h.{}.attn.c_proj"),
-        *conv1d("h_{}/mlp/c_fc", "transformer.h.{}.mlp.c_fc"),
-        *conv1d("h_{}/mlp/c_proj", "transformer.h.{}.mlp.c_proj"),
+        *linear("h_{}/attn/c_proj", "transformer.h.{}.attn.c_proj", "same"),
+        *linear("h_{}/mlp/c_fc", "transformer.h.{}.mlp.c_fc", "same"),
+        *linear("h_{}/mlp/c_proj", "transformer.h.{}.mlp.c_proj", "same"),
     ),
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
@@ -228,13 +229,8 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     config_rules=(
-        required(
-            vocab_size="vocab_size",
-            n_embd="hidden_size",
-            n_layer="num_hidden_layers",
-            n_head="num_attention_heads",
-            mlp_dim="intermediate_size",
-        ),
+        _SIZES,
+        required(mlp_dim="intermediate_size"),
         optional("block_size", "max_position_embeddings", 2048),
         optional("norm_eps", "layer_norm_eps", 1e-5),
         optional("tie_embeddings", "tie_word_embeddings", False),
@@ -242,7 +238,8 @@ GPT_NEOX = Family(
         choice("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
         rope("rotary_emb_base", "rotary_pct"),
         attention_bias(default=True),
-        neox_head_dim(),
+        # Heads share the width whatever `head_dim` says: tensors of other heads are refused.
+        ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}),
         no_window(),
         CAUSAL_DECODER,
     ),

@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.hf.family import Family
+from jaxgpt.hf.family import Family, join, split, their_shape
 from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_finite, read, summarize_names
-from jaxgpt.hf.weight_rules import join, split, their_shape
 from jaxgpt.model import GPT
 
 

@@ -42,13 +42,13 @@ def rope(theta: str = THETA, fraction: str | None = None) -> ConfigRule:
         return _to_fields(rotation | {FRACTION: 1.0}) | {"rope_fraction": rotation[FRACTION]}
 
     def write(config: GPTConfig) -> Json:
-        older, newer = _write_rotation(config)
+        hf, newer = _write_rotation(config, theta)
         if fraction is not None:
-            newer[FRACTION] = older[fraction] = config.rope_fraction
-        return {theta: older.pop(THETA)} | older | {"rope_parameters": newer}
+            hf[fraction] = newer[FRACTION] = config.rope_fraction
+        return hf | {"rope_parameters": newer}
 
-    names = (theta, THETA, *([] if fraction is None else [fraction]), FRACTION)
-    return ConfigRule((*dict.fromkeys(names), "rope_scaling", "rope_parameters", ORIGINAL), read, write)
+    keys = (theta, THETA, fraction or FRACTION, FRACTION, "rope_scaling", "rope_parameters", ORIGINAL)
+    return ConfigRule(keys, read, write)
 
 
 def rope_by_layer() -> ConfigRule:
@@ -68,14 +68,10 @@ def rope_by_layer() -> ConfigRule:
         return _to_fields(full) | {"rope_local_theta": _to_fields(local)["rope_theta"]}
 
     def write(config: GPTConfig) -> Json:
-        older, newer = _write_rotation(config)
+        hf, newer = _write_rotation(config, THETA)
         local = config.rope_local_theta or config.rope_theta
-        return {
-            THETA: older.pop(THETA),
-            local_theta: local,
-            **older,
-            "rope_parameters": {FULL: newer, SLIDING: {THETA: local, "rope_type": "default"}},
-        }
+        by_layer = {FULL: newer, SLIDING: {THETA: local, "rope_type": "default"}}
+        return {THETA: config.rope_theta, local_theta: local} | hf | {"rope_parameters": by_layer}
 
     return ConfigRule((THETA, local_theta, "rope_scaling", "rope_parameters", FRACTION, ORIGINAL), read, write)
 
@@ -127,11 +123,9 @@ def _to_fields(rotation: Json) -> Json:
     return {"position": "rope", "rope_theta": rotation[THETA]} | scaling | factors
 
 
-def _write_rotation(config: GPTConfig) -> tuple[Json, Json]:
+def _write_rotation(config: GPTConfig, theta: str) -> tuple[Json, Json]:
     """Return the keys of transformers 4, and the `rope_parameters` of 5."""
-    scaling = None
-    if config.rope_scaling != "none":
-        factors = {theirs: getattr(config, ours) for theirs, ours in SCALINGS[config.rope_scaling].items()}
-        scaling = {"rope_type": config.rope_scaling} | factors
-    newer = {THETA: config.rope_theta} | (scaling or {"rope_type": "default"})
-    return {THETA: config.rope_theta, "rope_scaling": scaling}, newer
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
+    older = {theta: config.rope_theta, "rope_scaling": None if kind == "default" else scaling}
+    return older, {THETA: config.rope_theta} | scaling

@@ -156,12 +156,11 @@ def write(directory: Path, tensors: dict[str, LazyTensor], shard: int = SHARD) -
     if len(files) == 1:
         return _write_one(directory / ONE, files[0])
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    places: dict[str, str] = {}
     for name, inside in zip(names, files, strict=True):
         _write_one(directory / name, inside)
-    index = {
-        "metadata": {"total_size": sum(t.bytes for t in tensors.values())},
-        "weight_map": {tensor: name for name, inside in zip(names, files, strict=True) for tensor in inside},
-    }
+        places |= dict.fromkeys(inside, name)
+    index = {"metadata": {"total_size": sum(t.bytes for t in tensors.values())}, "weight_map": places}
     write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 

@@ -1,8 +1,9 @@
-"""A model in Hugging Face's format: its files, opened and checked before any tensor is read."""
+"""A model in Hugging Face's format: its files, found here or on the Hub, and checked before any tensor is read."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
-from jaxgpt.errors import UserError
-from jaxgpt.files import read_bytes, read_json, write_whole
+from jaxgpt.errors import UserError, first_line
+from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.hub import find_directory
 from jaxgpt.hf.lookup import get_family
 from jaxgpt.hf.params import check
 from jaxgpt.hf.safetensors_files import Tensor, list_tensors
@@ -24,6 +24,9 @@ LARGEST_CONFIG = 2**24  # bytes of a config.json
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
+# What is downloaded: never pickled weights, those of other frameworks, or other copies of them in folders.
+WANTED = [*IN_HF_FOLDER, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 PADDING = 1024  # ids that a model may have beyond its tokenizer's without a word: vocabularies are rounded up
 
 
@@ -35,6 +38,34 @@ class Source:
     config: GPTConfig
     tokenizer: Tokenizer
     tensors: dict[str, Tensor]
+
+
+def find_directory(name: str) -> Path:
+    """Return the directory itself, or the one in which `huggingface_hub` keeps the model with this id, downloaded if needed.
+
+    Raises `UserError` if it is not available.
+    """
+    path = Path(name)
+    if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
+        if path.is_dir():
+            return path
+        raise UserError(f"{path} is a file: give the directory that holds it, with config.json and tokenizer.json")
+    if not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"no directory at {path}, and an id of a model on the Hub would look like openai-community/gpt2: give one of the two"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise UserError(f"no directory at {path}. To download a model: python -m pip install 'jaxgpt[hf]'") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns="*/*"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        raise UserError(
+            f"no directory at {path}, and {name} could not be downloaded: {first_line(e)[:200]}. Download it where there is "
+            f"a network (hf download {name} --local-dir DIR) and give that directory instead."
+        ) from None
 
 
 def open_source(name: str, tokenizer: str | None = None) -> Source:

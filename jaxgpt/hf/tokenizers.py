@@ -22,10 +22,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
             decoder={"type": "Fuse"},
         )
     if isinstance(tokenizer, ByteTokenizer):
-        names = _byte_names()
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         return _render(
-            model={"type": "BPE", "vocab": {names[byte]: byte for byte in range(256)}, "merges": []},
+            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(_byte_names())}, "merges": []},
             pre_tokenizer=byte_level,
             decoder=byte_level,
         )
