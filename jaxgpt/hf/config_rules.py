@@ -127,6 +127,28 @@ def attention_bias(default: bool = False) -> ConfigRule:
     )
 
 
+SIZES = required(
+    vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads"
+)
+
+
+def llama_config(
+    *, tied: bool = False, eps: float = 1e-6, context: int = 2048, head_dim: int | None = None
+) -> tuple[ConfigRule, ...]:
+    """Return the rules of all families since Llama; the arguments are their values where a config.json has none."""
+    return (
+        SIZES,
+        optional("n_kv_head", "num_key_value_heads", None),
+        optional("head_dim", "head_dim", head_dim),
+        required(mlp_dim="intermediate_size"),
+        optional("block_size", "max_position_embeddings", context),
+        optional("norm_eps", "rms_norm_eps", eps),
+        optional("tie_embeddings", "tie_word_embeddings", tied),
+        always(norm="rmsnorm", bias=False),
+        CAUSAL_DECODER,
+    )
+
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import short
+from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import (
     CAUSAL_DECODER,
+    SIZES,
     ConfigRule,
     alias,
     always,
     attention_bias,
     choice,
+    llama_config,
     never,
     no_window,
     optional,
@@ -19,7 +25,7 @@ from jaxgpt.hf.config_rules import (
     window_everywhere,
     windows,
 )
-from jaxgpt.hf.family import OUTPUT, PRE, SANDWICH, Family, WeightRule, linear, llama_weights, norm, qkv
+from jaxgpt.hf.family import OUTPUT, SANDWICH, Family, WeightRule, canonical_form, linear, llama_like, norm, qkv
 from jaxgpt.hf.rotations import rope, rope_by_layer
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
@@ -34,46 +40,6 @@ PLAIN = {
 GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 
 INV_FREQ = ".rotary_emb.inv_freq"  # a buffer
-
-
-def _llama_like(
-    model_type: str,
-    architecture: str,
-    *config_rules: ConfigRule,
-    norms: dict[str, str] = PRE,
-    buffers: tuple[str, ...] = (),
-) -> Family:
-    """Return a family whose tensors have Llama's names. norms: see `llama_weights`."""
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        prefix="model.",
-        config_rules=config_rules,
-        weight_rules=llama_weights(norms),
-        buffers=buffers,
-    )
-
-
-_SIZES = required(
-    vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads"
-)
-
-
-def _body(
-    *, tied: bool = False, eps: float = 1e-6, context: int = 2048, head_dim: int | None = None
-) -> tuple[ConfigRule, ...]:
-    """Return the rules of all families since Llama; the arguments are their values where a config.json has none."""
-    return (
-        _SIZES,
-        optional("n_kv_head", "num_key_value_heads", None),
-        optional("head_dim", "head_dim", head_dim),
-        required(mlp_dim="intermediate_size"),
-        optional("block_size", "max_position_embeddings", context),
-        optional("norm_eps", "rms_norm_eps", eps),
-        optional("tie_embeddings", "tie_word_embeddings", tied),
-        always(norm="rmsnorm", bias=False),
-        CAUSAL_DECODER,
-    )
 
 
 _ROPE_AND_GATE = (rope(), choice("activation", "hidden_act", GATED, "silu"))
@@ -119,10 +85,10 @@ GPT2 = Family(
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
-LLAMA = _llama_like(
+LLAMA = llama_like(
     "llama",
     "LlamaForCausalLM",
-    *_body(),
+    *llama_config(),
     *_ROPE_AND_GATE,
     attention_bias(),
     optional("bias", "mlp_bias", False),
@@ -130,10 +96,10 @@ LLAMA = _llama_like(
     buffers=(INV_FREQ,),
 )
 
-MISTRAL = _llama_like(
+MISTRAL = llama_like(
     "mistral",
     "MistralForCausalLM",
-    *_body(context=131_072),
+    *llama_config(context=131_072),
     *_ROPE_AND_GATE,
     window_everywhere(),
     buffers=(INV_FREQ,),
@@ -152,20 +118,20 @@ _QWEN_WINDOWS = windows(
     max_window_layers=lambda config: config.n_layer if config.sliding_window is None else 0,
 )
 
-QWEN2 = _llama_like(
+QWEN2 = llama_like(
     "qwen2",
     "Qwen2ForCausalLM",
-    *_body(context=32_768),
+    *llama_config(context=32_768),
     *_ROPE_AND_GATE,
     always(qkv_bias=True, out_bias=False),
     _QWEN_WINDOWS,
     buffers=(INV_FREQ,),
 )
 
-QWEN3 = _llama_like(
+QWEN3 = llama_like(
     "qwen3",
     "Qwen3ForCausalLM",
-    *_body(context=32_768, head_dim=128),
+    *llama_config(context=32_768, head_dim=128),
     *_ROPE_AND_GATE,
     attention_bias(),
     always(qk_norm=True),
@@ -174,10 +140,10 @@ QWEN3 = _llama_like(
 
 _GEMMA = (attention_bias(), always(norm_offset=True, scale_embeddings=True))
 
-GEMMA1 = _llama_like(
+GEMMA1 = llama_like(
     "gemma",
     "GemmaForCausalLM",
-    *_body(tied=True, context=8192, head_dim=256),
+    *llama_config(tied=True, context=8192, head_dim=256),
     *_GEMMA,
     rope(),
     choice("activation", "hidden_act", GEMMA, "gelu_pytorch_tanh"),
@@ -189,7 +155,7 @@ GEMMA1 = _llama_like(
 def _gemma2(context: int) -> tuple[ConfigRule, ...]:
     """Return the rules that Gemma 2 and 3 share."""
     return (
-        *_body(tied=True, context=context, head_dim=256),
+        *llama_config(tied=True, context=context, head_dim=256),
         *_GEMMA,
         choice("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
         alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
@@ -198,7 +164,7 @@ def _gemma2(context: int) -> tuple[ConfigRule, ...]:
     )
 
 
-GEMMA2 = _llama_like(
+GEMMA2 = llama_like(
     "gemma2",
     "Gemma2ForCausalLM",
     *_gemma2(8192),
@@ -209,7 +175,7 @@ GEMMA2 = _llama_like(
     norms=SANDWICH,
 )
 
-GEMMA3 = _llama_like(
+GEMMA3 = llama_like(
     "gemma3_text",
     "Gemma3ForCausalLM",
     *_gemma2(131_072),
@@ -229,7 +195,7 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     config_rules=(
-        _SIZES,
+        SIZES,
         required(mlp_dim="intermediate_size"),
         optional("block_size", "max_position_embeddings", 2048),
         optional("norm_eps", "layer_norm_eps", 1e-5),
@@ -257,10 +223,10 @@ GPT_NEOX = Family(
     buffers=(".attention.bias", ".attention.masked_bias", INV_FREQ),
 )
 
-OLMO2 = _llama_like(
+OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",
-    *_body(eps=1e-5),
+    *llama_config(eps=1e-5),
     *_ROPE_AND_GATE,
     attention_bias(),
     always(norm_position="output", qk_norm=True, qk_norm_over="heads"),
@@ -273,3 +239,33 @@ FAMILIES = {
     family.model_type: family
     for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, GPT_NEOX, OLMO2)
 }
+
+
+def get_family(hf: dict[str, Any]) -> Family:
+    """Return the family of a config.json. Raises `UserError` if it is not one of ours, or quantised."""
+    kind = hf.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        close = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
+        near = f" (near: {close[0]})" if close else ""
+        raise UserError(f"model_type={short(kind)} is unknown{near}: known are {', '.join(FAMILIES)}")
+    if hf.get("quantization_config") is not None:
+        raise UserError("its weights are quantised (quantization_config): import those that are not")
+    return FAMILIES[kind]
+
+
+def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
+    """Return a family that has this architecture, `wanted` if it does. Raises `UserError` if none does."""
+    ours, missing = canonical_form(config), {}
+    for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted):
+        try:
+            theirs = canonical_form(family.read(family.write(config)))
+        except UserError:  # far from that family
+            continue
+        differs = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+        if not differs:
+            return family
+        missing[family.model_type] = sorted(f"{name}={getattr(config, name, ours.get(name))}" for name in differs)
+    nearest = min(missing, key=lambda name: len(missing[name]))
+    raise UserError(
+        f"no family on the Hub has a model like this one. The nearest, {nearest}, cannot be {', '.join(missing[nearest])}"
+    )

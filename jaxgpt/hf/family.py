@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.hf.config_rules import ConfigRule
+from jaxgpt.hf.rotations import SCALINGS
 
 # How the elements lie. same: alike. transposed: [out, in] there, [in, out] here. columns: q, k and v side by side along
 # the last axis, as GPT-2's Conv1D has them. heads: q, k and v of the first head, then of the second, ..., as GPT-NeoX.
@@ -50,25 +51,6 @@ SANDWICH = {
     "ln_2": "pre_feedforward_layernorm",
     "ln_2_out": "post_feedforward_layernorm",
 }
-
-
-def llama_weights(norms: dict[str, str]) -> tuple[WeightRule, ...]:
-    """Return the rules of Llama's tensors, and those of all families that took its names. norms: of a layer."""
-    layer = "model.layers.{}"
-    rules = [
-        WeightRule(("wte/embedding",), "model.embed_tokens.weight"),
-        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
-        *norm("ln_f", "model.norm"),
-    ]
-    for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "c_proj": "o_proj"}.items():
-        rules += linear(f"h_{{}}/attn/{ours}", f"{layer}.self_attn.{name}")
-    for name in ("q_norm", "k_norm"):
-        rules += norm(f"h_{{}}/attn/{name}", f"{layer}.self_attn.{name}")
-    for ours, name in {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}.items():
-        rules += linear(f"h_{{}}/mlp/{ours}", f"{layer}.mlp.{name}")
-    for ours, name in norms.items():
-        rules += norm(f"h_{{}}/{ours}", f"{layer}.{name}")
-    return tuple(rules)
 
 
 def split(theirs: np.ndarray, layout: Layout, head_size: int) -> list[np.ndarray]:
@@ -138,6 +120,9 @@ IGNORED = frozenset(
     # Read by transformers in other families alone, or where layer_types is missing in other versions.
     "is_decoder cross_attention_hidden_size n_ctx _sliding_window_pattern".split()
 )
+# Fields for training, which do not change what the parameters compute; and those that `canonical_form` has otherwise.
+TRAINING = ("dropout", "residual_init", "scan_layers", "remat")
+BY_LAYER = ("sliding_window", "global_every")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,3 +162,57 @@ class Family:
                 ours = tuple(path.format(layer) for path in rule.ours)
                 if ours[0] in paths:
                     yield WeightRule(ours, rule.theirs.format(layer), rule.layout)
+
+
+def llama_like(
+    model_type: str,
+    architecture: str,
+    *config_rules: ConfigRule,
+    norms: dict[str, str] = PRE,
+    buffers: tuple[str, ...] = (),
+) -> Family:
+    """Return a family whose tensors have Llama's names. norms: of a layer."""
+    layer = "model.layers.{}"
+    rules = [
+        WeightRule(("wte/embedding",), "model.embed_tokens.weight"),
+        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
+        *norm("ln_f", "model.norm"),
+    ]
+    for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "c_proj": "o_proj"}.items():
+        rules += linear(f"h_{{}}/attn/{ours}", f"{layer}.self_attn.{name}")
+    for name in ("q_norm", "k_norm"):
+        rules += norm(f"h_{{}}/attn/{name}", f"{layer}.self_attn.{name}")
+    for ours, name in {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}.items():
+        rules += linear(f"h_{{}}/mlp/{ours}", f"{layer}.mlp.{name}")
+    for ours, name in norms.items():
+        rules += norm(f"h_{{}}/{ours}", f"{layer}.{name}")
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        prefix="model.",
+        config_rules=config_rules,
+        weight_rules=tuple(rules),
+        buffers=buffers,
+    )
+
+
+def canonical_form(config: GPTConfig) -> dict[str, Any]:
+    """Return all that decides the logits, in one form: two configurations with equal forms are the same model."""
+    c = config.explicit()
+    form = {
+        name: value
+        for name, value in dataclasses.asdict(c).items()
+        if name not in TRAINING + BY_LAYER and not name.startswith("rope_")
+    }
+    form["windows"] = [c.window(i) for i in range(c.n_layer)]
+    if c.position == "rope":
+        assert c.head_dim
+        scaling = "none" if c.rope_scaling == "linear" and c.rope_factor == 1.0 else c.rope_scaling
+        factors = () if scaling == "none" else (float(getattr(c, ours)) for ours in SCALINGS[scaling].values())
+        usual = (float(c.rope_theta), scaling, *factors)
+        local = usual if c.rope_local_theta is None else (float(c.rope_local_theta), "none")
+        form["rope_size"] = int(c.head_dim * c.rope_fraction)
+        form["rope"] = [usual if window is None else local for window in form["windows"]]
+    if not c.qk_norm:
+        del form["qk_norm_over"]
+    return form

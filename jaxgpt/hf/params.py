@@ -115,11 +115,8 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
 
 
 def _place(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
-    def part(index: Any) -> np.ndarray:
-        # A copy, and contiguous: a view would keep the whole of their tensor alive.
-        return np.array(x[index], dtype=x.dtype if dtype is None else dtype, order="C")
-
-    return jax.make_array_from_callback(x.shape, place, part)
+    # A copy, and contiguous: a view would keep the whole of their tensor alive.
+    return jax.make_array_from_callback(x.shape, place, lambda index: np.array(x[index], dtype=dtype, order="C"))
 
 
 def to_tensors(

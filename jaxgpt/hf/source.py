@@ -6,15 +6,14 @@ import dataclasses
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.lookup import get_family
 from jaxgpt.hf.params import check
 from jaxgpt.hf.safetensors_files import Tensor, list_tensors
 
@@ -33,7 +32,6 @@ PADDING = 1024  # ids that a model may have beyond its tokenizer's without a wor
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     directory: Path
-    hf: dict[str, Any]  # its config.json
     family: Family
     config: GPTConfig
     tokenizer: Tokenizer
@@ -98,7 +96,7 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
         check(tensors, family, config)
     except UserError as e:
         raise UserError(f"{directory}: {e}") from None
-    return Source(directory=directory, hf=hf, family=family, config=config, tokenizer=found, tensors=tensors)
+    return Source(directory=directory, family=family, config=config, tokenizer=found, tensors=tensors)
 
 
 def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:

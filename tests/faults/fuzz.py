@@ -29,7 +29,8 @@ from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
-from jaxgpt.hf.lookup import canonical_form, get_family
+from jaxgpt.hf.families import get_family
+from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, read, write
 from jaxgpt.runs.metadata import FORMAT, read_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics

@@ -21,7 +21,8 @@ from jaxgpt.config.presets import quickstart
 from jaxgpt.data.bpe import BPETokenizer, train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.hf.lookup import canonical_form, find_family
+from jaxgpt.hf.families import find_family
+from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.safetensors_files import INDEX, list_tensors, read, summarize_names
 from jaxgpt.hf.source import open_source
 from jaxgpt.hf.tokenizers import tokenizer_json

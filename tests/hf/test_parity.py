@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt.hf.families import FAMILIES
-from jaxgpt.hf.family import IGNORED
-from jaxgpt.hf.lookup import canonical_form, find_family, get_family
+from jaxgpt.hf.families import FAMILIES, find_family, get_family
+from jaxgpt.hf.family import IGNORED, canonical_form
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import list_tensors, read, write
+from jaxgpt.hf.safetensors_files import LazyTensor, list_tensors, read, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
@@ -58,8 +57,6 @@ def imported(golden, tmp_path_factory):
 
 
 def made(x):
-    from jaxgpt.hf.safetensors_files import LazyTensor
-
     return LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda: x)
 
 

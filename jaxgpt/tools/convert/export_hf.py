@@ -14,8 +14,8 @@ from jaxgpt.data.chat.conversations import find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.lookup import find_family
 from jaxgpt.hf.params import to_tensors
 from jaxgpt.hf.safetensors_files import SHARD, write
 from jaxgpt.hf.source import BESIDE_TOKENIZER, HF_FOLDER, LARGEST_CONFIG
