@@ -76,14 +76,27 @@ class BPETokenizer:
 
     def _clear_words(self) -> None:
         self._word_index: dict[str, int] = {}  # the words of long texts that are known
-        self._ids, self._lengths = (
-            np.zeros(0, np.int32),
-            np.zeros(0, np.int64),
-        )  # ids of all words in a row; how many each
+        self._ids = np.zeros(0, np.int32)  # of all words in a row
+        self._lengths = np.zeros(0, np.int64)  # how many ids each has
 
     @functools.cached_property
     def _is_splittable(self) -> bool:
-        return _is_splittable(json.loads(self._json))
+        """Return whether `split_words` of a text are known to get the ids that the whole gets."""
+        saved = json.loads(self._json)
+        if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
+            return False
+        match saved.get("pre_tokenizer"):
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+                return True
+            case {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ],
+            }:
+                return words in _WORDS
+        return False
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         self._tokenizer.encode_special_tokens = not specials
@@ -125,24 +138,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     return BPETokenizer(tokenizer.to_str())
 
 
-def _is_splittable(saved: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json is known to give `split_words` of a text the ids that it gives the whole."""
-    if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
-        return False
-    match saved.get("pre_tokenizer"):
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return True
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        }:
-            return words in _WORDS
-    return False
-
-
 def split_words(text: str) -> list[str]:
     """Cut a text where a word ends for certain: before a space after a letter, after a single newline between words.
 
@@ -170,7 +165,6 @@ def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any
         raise UserError(f"{what}: {str(e)[:200]}") from None
 
 
-@functools.cache
 def _tokenizers():
     try:
         import tokenizers
