@@ -26,7 +26,7 @@ FORMAT = 2  # of what the cache holds of conversations and pairs; raised when th
 
 
 def prepare_documents(
-    config: DataConfig, block_size: int, encoder: bool, with_prefix: bool, known: dict[str, Any] | None = None
+    config: DataConfig, block_size: int, encoder: bool, with_prefix: bool, known: dict[str, Any] | None
 ) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
     kind = "conversation" if config.is_chat else "pair"

@@ -54,9 +54,7 @@ class Packing:
     def training_members(self, seed: int) -> Callable[[int], np.ndarray]:
         """Return the conversations of the n-th row of a run as a function of n."""
 
-        @functools.lru_cache(
-            maxsize=2
-        )  # epochs: rows at the end of one and the beginning of the next are read together
+        @functools.lru_cache(maxsize=2)  # epochs: the end of one and the beginning of the next are read together
         def shuffle(epoch: int) -> tuple[np.ndarray, np.ndarray]:
             rng = np.random.default_rng([seed, epoch])
             shuffled = rng.permutation(len(self._sizes))
