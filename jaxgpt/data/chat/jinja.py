@@ -50,7 +50,7 @@ def compile_template(source: str) -> Callable[..., str]:
 def _make_environment() -> Any:
     try:
         import jinja2
-        from jinja2 import nodes, utils
+        from jinja2 import nodes
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
@@ -67,17 +67,6 @@ def _make_environment() -> Any:
         def _mark(self, caller: Callable[[], str]) -> str:
             return OPEN + caller() + CLOSE
 
-    class Namespace(utils.Namespace):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__()
-            for name, value in dict(*args, **kwargs).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                raise jinja2.TemplateError(f"namespaces hold no {name!r}: names do not begin with _")
-            super().__setitem__(name, value)
-
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -89,7 +78,7 @@ def _make_environment() -> Any:
     environment.filters["tojson"] = tojson
     environment.globals = {
         "dict": lambda **items: items,
-        "namespace": Namespace,
+        "namespace": environment.globals["namespace"],
         "raise_exception": raise_exception,
         "range": environment.globals["range"],
         "strftime_now": TODAY.strftime,
