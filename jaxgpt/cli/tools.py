@@ -86,13 +86,14 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted
     configure_jax()
-    from jaxgpt.data.dataset import find_vocab_size
+    from jaxgpt.data.dataset import prepare_for
     from jaxgpt.runs.pretrained import resolve_init_from
     from jaxgpt.tools.plan.estimate import format_plan
     from jaxgpt.tools.plan.plan import make_plan
 
     full, _ = resolve_init_from(experiment)
-    found = make_plan(full, find_vocab_size(full), topology=topology, say=say)
+    vocab_size = full.model.vocab_size or prepare_for(full.model, full.data).tokenizer.vocab_size
+    found = make_plan(full, vocab_size, topology=topology, say=say)
     print(render_json(found.to_json()) if json else format_plan(found))
 
 

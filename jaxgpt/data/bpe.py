@@ -52,10 +52,7 @@ class BPETokenizer:
         self._clear_words()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32. Special tokens written out in the text are text.
-
-        In a long text each word is encoded when first met, by all cores; the library would make objects for every one.
-        """
+        # In a long text each word is encoded when first met, by all cores; the library would make objects for every one.
         if len(text) < LONG_TEXT or not self._is_splittable:
             return np.array(self._encode_whole(text).ids, dtype=np.int32)
         encode_utf8(text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig
+from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.cache import CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
@@ -204,9 +204,3 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
             f"take {tokenizer.vocab_size} or more, or leave it out"
         )
     return model
-
-
-def find_vocab_size(experiment: Experiment) -> int:
-    """Return the vocabulary size that an experiment would train with; reads its text only if it must."""
-    model = experiment.model
-    return model.vocab_size or prepare_for(model, experiment.data).tokenizer.vocab_size

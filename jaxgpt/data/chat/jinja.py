@@ -44,7 +44,27 @@ def compile_template(source: str) -> Callable[..., str]:
         raise UserError(
             f"the chat template is no Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
         ) from None
-    return functools.partial(_render, template)
+
+    def render(**variables: Any) -> str:
+        pieces, length = [], 0
+        try:
+            for piece in template.generate(**variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > LONGEST_TEXT:
+                    break
+        except MemoryError:
+            raise UserError("the chat template takes more memory than it may: it cannot be used") from None
+        except Exception as e:  # a program of somebody else's: of any kind
+            why = str(e)[:300].rstrip(".") or type(e).__name__
+            raise UserError(
+                f"the chat template refuses it: {why}. Repair the conversation, or give another tokenizer"
+            ) from None
+        if length > LONGEST_TEXT:
+            raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
+        return "".join(pieces)
+
+    return render
 
 
 def _make_environment() -> Any:
@@ -84,26 +104,6 @@ def _make_environment() -> Any:
         "strftime_now": TODAY.strftime,
     }
     return environment
-
-
-def _render(template: Any, **variables: Any) -> str:
-    pieces, length = [], 0
-    try:
-        for piece in template.generate(**variables):
-            pieces.append(piece)
-            length += len(piece)
-            if length > LONGEST_TEXT:
-                raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
-    except UserError:
-        raise
-    except MemoryError:
-        raise UserError("the chat template takes more memory than it may: it cannot be used") from None
-    except Exception as e:  # a program of somebody else's: of any kind
-        why = str(e)[:300].rstrip(".") or type(e).__name__
-        raise UserError(
-            f"the chat template refuses it: {why}. Repair the conversation, or give another tokenizer"
-        ) from None
-    return "".join(pieces)
 
 
 class Renderer:
@@ -195,7 +195,4 @@ def serve(seconds: float, memory: int) -> None:
         sys.stdout.flush()
 
 
-@functools.lru_cache(maxsize=8)
-def renderer(source: str) -> Renderer:
-    """Return the process of a template: the same one as long as it is among the last eight."""
-    return Renderer(source)
+renderer = functools.lru_cache(maxsize=8)(Renderer)  # a template's process stays while it is among the last eight
