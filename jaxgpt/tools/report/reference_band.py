@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from jaxgpt.files import parse_json, render_json
 from jaxgpt.runs.metadata import RunMetadata
 from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
 
+BANDS = resources.files("jaxgpt.tools.report").joinpath("bands")
 CONFIDENCE = 0.95
 # Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
 FREE = (*CHANGEABLE, "train.seed")
@@ -67,7 +67,7 @@ def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
 
 def find_band(metadata: RunMetadata) -> tuple[ReferenceBand | None, str]:
     """Return the band that is shipped for this experiment on these data; or None, and why."""
-    file = bands_directory().joinpath(f"{metadata.experiment.name}.json")
+    file = BANDS.joinpath(f"{metadata.experiment.name}.json")
     if not file.is_file():
         return None, f"None is shipped for {metadata.experiment.name}."
     values = parse_json(file.read_bytes(), str(file))
@@ -83,11 +83,6 @@ def render_band(metadata: RunMetadata, band: ReferenceBand, made: dict[str, Any]
     """Return the text of `bands/NAME.json`. made: how and when the band was made."""
     parts = {"experiment": dataclasses.asdict(metadata.experiment), "data": metadata.data, "made": made}
     return render_json(parts | {"band": dataclasses.asdict(band)}, indent=1) + "\n"
-
-
-def bands_directory() -> Traversable:
-    """Return the directory of the bands that are shipped."""
-    return resources.files("jaxgpt.tools.report").joinpath("bands")
 
 
 def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:

@@ -33,14 +33,14 @@ def render_page(
 
     texts: token ids by name; "text" is the one that the model writes on. why_no_corpus: why there are no examples.
     """
-    arrays, words = Arrays(), Vocabulary()
+    arrays = TokenArrays()
     data: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": _facts(run),
-        "texts": {name: arrays.put(words.ids(ids)) for name, ids in texts.items()},
+        "texts": {name: arrays.put_tokens(ids) for name, ids in texts.items()},
         "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
-        "guess": _guess(activations.guess, arrays, words),
-        "lens": [_guess(guess, arrays, words) for guess in activations.lens],
+        "guess": _guess(activations.guess, arrays),
+        "lens": [_guess(guess, arrays) for guess in activations.lens],
         "attention": _attention_maps(activations, arrays),
         "start": round_numbers(activations.start_T),
         "branches": [
@@ -54,13 +54,12 @@ def render_page(
         ],
         "corpus": None
         if examples is None
-        else {"ids": arrays.put(words.ids(examples.windows_NT.ravel())), "window": examples.windows_NT.shape[1]},
+        else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
         "why_no_corpus": why_no_corpus,
-        "embedding": _embedding(run, texts, examples, arrays, words),
-        "sampling": _last(activations.logits_V, arrays, words)
-        | {"temperature": run.experiment.train.sample_temperature},
+        "embedding": _embedding(run, texts, examples, arrays),
+        "sampling": _last(activations.logits_V, arrays) | {"temperature": run.experiment.train.sample_temperature},
     }
-    data["words"] = [spell(run.tokenizer, token) for token in words.indices]
+    data["words"] = [spell(run.tokenizer, token) for token in arrays.words]
     return render_html("xray/xray", data["title"], data, arrays)
 
 
@@ -95,29 +94,29 @@ def read_embedding(params: dict) -> np.ndarray:
     return np.asarray(rows_VD, np.float32)
 
 
-class Vocabulary:
-    """The tokens that a page names, each once."""
+class TokenArrays(Arrays):
+    """The arrays of a page, and the tokens that it names, each once."""
 
     def __init__(self) -> None:
-        self.indices: dict[int, int] = {}  # by token id, in order
+        super().__init__()
+        self.words: dict[int, int] = {}  # index by token id, in order
 
-    def ids(self, tokens: Any) -> np.ndarray:
-        """Return the indices of token ids."""
+    def put_tokens(self, tokens: Any) -> dict[str, Any]:
+        """Add token ids as indices into `words`; return the reference."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
-        indices = [self.indices.setdefault(int(token), len(self.indices)) for token in known]
-        return np.array(indices, np.int32)[inverse].reshape(tokens.shape)
+        indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
+        return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
 
 
-def attention_shares(weights_NTS: np.ndarray) -> list[list[float] | None]:
+def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
     """Return the share of each head's attention on the previous token, on the first, and on the token itself.
 
     They are means over queries from the third token on, since the second's previous token is the first; None: no such.
     """
-    N, T, _ = weights_NTS.shape
-    if T < 3:
-        return [None] * N
-    t = np.arange(2, T)
+    t = np.arange(2, weights_NTS.shape[1])
+    if not len(t):
+        return None
     each = (weights_NTS[:, t, t - 1], weights_NTS[:, t, 0], weights_NTS[:, t, t])
     return np.stack([x.mean(axis=1) for x in each], axis=1).tolist()
 
@@ -132,12 +131,11 @@ def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xy_N2 / max(np.abs(xy_N2).max(), 1e-30), share
 
 
-def _guess(guess: Guess, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
-    came_T = np.exp(guess.logprob_T)
+def _guess(guess: Guess, arrays: TokenArrays) -> dict[str, Any]:
     return {
-        "ids": arrays.put(words.ids(guess.tokens_TK)),
+        "ids": arrays.put_tokens(guess.tokens_TK),
         "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
-        "came": round_numbers(came_T),
+        "came": round_numbers(np.exp(guess.logprob_T)),
     }
 
 
@@ -145,14 +143,13 @@ def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, 
     """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
 
     def draw(name: str, queries: str, keys: str, weights_NTS: np.ndarray) -> dict[str, Any]:
-        has_shares = queries == keys and weights_NTS.shape[1] > 2
         return {
             "name": name,
             "queries": queries,  # the text of which the rows are tokens
             "keys": keys,
             # Square roots, which the page shades, in 256 levels: most weights are small.
             "roots": arrays.put(np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)),
-            "shares": round_numbers(attention_shares(weights_NTS), 3) if has_shares else None,
+            "shares": round_numbers(attention_shares(weights_NTS), 3) if queries == keys else None,
         }
 
     maps = []
@@ -211,7 +208,7 @@ def _units(
 
 
 def _embedding(
-    run: Run, texts: dict[str, list[int]], examples: TopExamples | None, arrays: Arrays, words: Vocabulary
+    run: Run, texts: dict[str, list[int]], examples: TopExamples | None, arrays: TokenArrays
 ) -> dict[str, Any]:
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = _most_used(texts, examples, len(vectors_VD))
@@ -222,7 +219,7 @@ def _embedding(
     np.fill_diagonal(cosine_NN, -np.inf)
     near_NK = np.argsort(-cosine_NN, axis=1, kind="stable")[:, : min(NEIGHBOURS, len(shown) - 1)]
     return {
-        "ids": arrays.put(words.ids(shown)),
+        "ids": arrays.put_tokens(shown),
         "xy": arrays.put(xy_N2.astype(np.float32)),
         "share": round_numbers(share, 3),
         "near": arrays.put(near_NK.astype(np.int32)),
@@ -242,10 +239,10 @@ def _most_used(texts: dict[str, list[int]], examples: TopExamples | None, V: int
     return np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]
 
 
-def _last(logits_V: np.ndarray, arrays: Arrays, words: Vocabulary) -> dict[str, Any]:
+def _last(logits_V: np.ndarray, arrays: TokenArrays) -> dict[str, Any]:
     """Return the logits at the last position, sorted: no temperature changes their order."""
     order_V = np.argsort(-logits_V, kind="stable")
     return {
-        "ids": arrays.put(words.ids(order_V[:NAMED])),
+        "ids": arrays.put_tokens(order_V[:NAMED]),
         "logits": arrays.put(logits_V[order_V].astype(np.float32)),
     }

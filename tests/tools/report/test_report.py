@@ -85,7 +85,7 @@ def test_memorisation_is_of_what_it_writes(run, found):
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
     """(record, curves) -> ships their band."""
-    monkeypatch.setattr(reference_band, "bands_directory", lambda: tmp_path)
+    monkeypatch.setattr(reference_band, "BANDS", tmp_path)
 
     def ship(record, curves):
         text = render_band(record, fit_band(curves), {"date": "today"})
@@ -216,5 +216,5 @@ def test_bands_are_made_of_runs(run, tmp_path, monkeypatch):
     again = tmp_path / "again"
     bands.main(["it", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(again)])
     assert json.loads((again / "reported.json").read_text())["band"] == held["band"]
-    monkeypatch.setattr(reference_band, "bands_directory", lambda: again)
+    monkeypatch.setattr(reference_band, "BANDS", again)
     assert "inside" in make_report(run, samples=1, tokens=8)[0]["verdict"]

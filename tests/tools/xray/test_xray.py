@@ -109,7 +109,7 @@ def test_shares_of_a_head():
     w = weights_NTS[1]
     assert previous == pytest.approx((w[2, 1] + w[3, 2] + w[4, 3]) / 3)
     assert first == pytest.approx(w[2:, 0].mean()) and itself == pytest.approx((w[2, 2] + w[3, 3] + w[4, 4]) / 3)
-    assert attention_shares(weights_NTS[:, :2, :2]) == [None, None]
+    assert attention_shares(weights_NTS[:, :2, :2]) is None
 
 
 def test_the_plane_is_that_of_the_singular_values():
