@@ -36,12 +36,8 @@ def check_curve(
     """
     learning, worse_since = _learning(validation, training)
     position, since = _position(validation, band)
-    words = {
-        "yes": "it learns",
-        "unknown": "there is too little of it to say whether it learns",
-        "over-fitting": f"over-fitting since step {worse_since:,}" if worse_since is not None else "",
-        "diverging": f"diverging since step {worse_since:,}" if worse_since is not None else "diverging from the start",
-    }[learning]
+    words = f"{learning} from the start" if worse_since is None else f"{learning} since step {worse_since:,}"
+    words = {"yes": "it learns", "unknown": "there is too little of it to say whether it learns"}.get(learning, words)
     if band is not None:
         own = f"this experiment's band of {band.seeds} seeds"
         beside = {
