@@ -192,20 +192,14 @@ def format_plan(p: Plan) -> str:
     def ms(seconds: float | None) -> str:
         return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
-    def number(x: float | None, unit: str = "") -> str:
-        return "unknown" if x is None else f"{x:,.0f}{unit}"
-
-    fits = {True: "fits", None: "unknown whether it fits"}[p.fits]
+    fits = "fits" if p.fits else "unknown whether it fits"
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens at once"
     skips = " (it counts scores that the mask hides, and the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
         ("parameters", f"{p.parameters:,}"),
-        (
-            "FLOPs per token",
-            f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed",
-        ),
+        ("FLOPs per token", f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed"),
         (
             "memory per device",
             f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
@@ -218,7 +212,7 @@ def format_plan(p: Plan) -> str:
         ("memory traffic", ms(p.memory_seconds)),
         ("interconnect", ms(p.interconnect_seconds)),
         ("a step, at least", ms(p.step_seconds) + (f": {p.bottleneck} binds" if p.bottleneck else "")),
-        ("tokens per second", number(p.tokens_per_second)),
+        ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("MFU, at most", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
         ("the experiment", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
     ]

@@ -82,13 +82,9 @@ def _iter_variants(experiment: Experiment, devices: int) -> Iterator[Experiment]
     parallels = [experiment.parallel]
     if experiment.parallel.tensor == 1:
         width = experiment.model.n_embd
-        sizes = [n for n in range(2, devices + 1) if devices % n == 0 and width % n == 0]
         current = experiment.parallel.fsdp if experiment.parallel.strategy == "mesh" else 1
-        parallels += [
-            dataclasses.replace(experiment.parallel, strategy="mesh", data=-1, fsdp=n, tensor=1)
-            for n in sizes
-            if n > current
-        ]
+        sizes = [n for n in range(max(current, 1) + 1, devices + 1) if devices % n == 0 and width % n == 0]
+        parallels += [dataclasses.replace(experiment.parallel, strategy="mesh", data=-1, fsdp=n) for n in sizes]
     policies = ("none", "dots", "full")
     for parallel in parallels:
         for remat in policies[policies.index(experiment.model.remat) :]:

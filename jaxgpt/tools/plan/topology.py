@@ -48,9 +48,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     os.environ.setdefault("TPU_WORKER_ID", "0")
     from jax.experimental import topologies
 
-    options: dict[str, Any] = (
-        {"chip_config_name": "megacore"} if family in _LARGEST else {}
-    )  # else a v4 chip is two devices
+    # By default a v4 chip is two devices.
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if family in _LARGEST else {}
     if shape == "1x1":
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
