@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from jaxgpt.cli import tools
 from jaxgpt.cli.console import told_in_words
-from jaxgpt.cli.experiment_file import close
+from jaxgpt.cli.experiment_file import close, load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
-from jaxgpt.cli.train import named_experiment, resumed_run, train
+from jaxgpt.cli.train import resumed_run, train
 from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.errors import UserError
 
@@ -56,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         command = COMMANDS[name]
         defaults: dict[str, Any] = {}
-        if command.takes_experiment and (experiment := named_experiment(arguments)) is not None:
-            defaults["experiment"] = experiment
+        if command.takes_experiment and arguments and not arguments[0].startswith("-"):
+            defaults["experiment"] = load_experiment(arguments.pop(0))
         elif command.takes_experiment:
             metadata = resumed_run(arguments) if name == "train" else None
-            defaults["experiment"] = quickstart() if metadata is None else metadata.given
-            defaults["metadata"] = metadata
+            defaults = {"experiment": quickstart() if metadata is None else metadata.given, "metadata": metadata}
         parse(command.run, arguments, f"jaxgpt {name} {command.operand}", **defaults)()
 
 

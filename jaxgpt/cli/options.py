@@ -8,7 +8,7 @@ import inspect
 import io
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -52,11 +52,10 @@ def parse(command: Callable[..., None], argv: list[str], prog: str, **defaults: 
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
     values = signature.bind(*bound.args, **bound.keywords).arguments
-    for name, hint in get_type_hints(command, include_extras=True).items():
-        if name in values and hint is not Any:
-            if values[name] == "" and name != "prompt":
-                raise UserError(f"{name} is empty: name one, or leave it out. See {prog} --help")
-            check_value(f"--{name.replace('_', '-')}", values[name], hint)
+    for p in parameters:
+        if values[p.name] == "" and p.name != "prompt":
+            raise UserError(f"{p.name} is empty: name one, or leave it out. See {prog} --help")
+        check_value(f"--{p.name.replace('_', '-')}", values[p.name], p.annotation)
     return bound
 
 

@@ -74,8 +74,12 @@ def sample(
         for piece in itertools.chain([start], model.stream(prompt, **options), ["\n"]):
             print(piece, end="", flush=True)
     else:
-        texts = list(model.sample([prompt] * num_samples, beams=beams, **options))
-        _print_samples(prompt, start, texts, json)
+        texts = model.sample([prompt] * num_samples, beams=beams, **options)
+        if json:
+            samples = [{"prompt": prompt, "text": text} for text in texts]
+            print(render_json(samples, ensure_ascii=not stdout_is_unicode()))
+        else:
+            print(f"\n{'-' * 40}\n".join(start + text for text in texts))
 
 
 def _load(
@@ -90,14 +94,6 @@ def _load(
 
     Sampling(**{name: value for name, value in filters.items() if value is not None})  # before the weights are read
     return load(name, average=average).for_decoding(weights), load(draft).for_decoding(weights) if draft else None
-
-
-def _print_samples(prompt: str, start: str, texts: list[str], json: bool) -> None:
-    if json:
-        samples = [{"prompt": prompt, "text": text} for text in texts]
-        print(render_json(samples, ensure_ascii=not stdout_is_unicode()))
-    else:
-        print(f"\n{'-' * 40}\n".join(start + text for text in texts))
 
 
 def _start(run: Run, prompt: str, chat: bool) -> str:

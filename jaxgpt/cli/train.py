@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from jaxgpt.cli.console import say, told_in_words
-from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
@@ -116,11 +115,6 @@ def run_experiment(experiment: Experiment) -> None:
     """Train the experiment of a file that is run as a program, with the options of its command line."""
     with told_in_words():
         parse(train, sys.argv[1:], Path(sys.argv[0]).name, experiment=experiment)()
-
-
-def named_experiment(argv: list[str]) -> Experiment | None:
-    """Return the experiment that the first argument names, if it names one, and remove that argument."""
-    return load_experiment(argv.pop(0)) if argv and not argv[0].startswith("-") else None
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:
