@@ -66,18 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """Return what `jaxgpt --help` prints."""
-    lines = [
+    commands = "\n".join(
         f"  {f'{name} {command.operand}':<21}{(command.run.__doc__ or '').splitlines()[0].rstrip('.')}"
         for name, command in COMMANDS.items()
-    ]
-    return "\n".join(
-        [
-            "usage: jaxgpt COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            f"`jaxgpt COMMAND --help` lists the options. EXPERIMENT is a Python file with an `experiment` in it, or one of "
-            f"{', '.join(EXPERIMENTS)}.",
-            "RUN is a run directory; without one, the newest under runs/.",
-        ]
     )
+    return f"""\
+usage: jaxgpt COMMAND [OPTIONS]
+
+{commands}
+
+`jaxgpt COMMAND --help` lists the options. EXPERIMENT is a Python file with an `experiment` in it, or one of \
+{", ".join(EXPERIMENTS)}.
+RUN is a run directory; without one, the newest under runs/."""
