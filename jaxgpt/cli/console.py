@@ -21,14 +21,11 @@ def told_in_words() -> Iterator[None]:
     """End the process as the command line does: by `SystemExit`, with the reason in words on stderr."""
     with _standard_streams() as stdout:
         try:
-            with _warnings_in_words(), _no_news_of_threads():
+            with _filter_hooks():
                 try:
                     yield
-                except SystemExit as e:  # --help, and the commands' own ends
-                    if not e.code:
-                        stdout.flush()
-                    raise
-                stdout.flush()  # here, where what goes wrong can be told
+                finally:
+                    stdout.flush()  # here, where what goes wrong can be told
         except UserError as e:
             say(one_line(f"jaxgpt: {e}"))
             raise SystemExit(2) from None
@@ -115,39 +112,32 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def _warnings_in_words() -> Iterator[None]:
+def _filter_hooks() -> Iterator[None]:
+    """Print our warnings in words, and not what TensorStore's threads say, dozens of times, after a failed write.
+
+    Some of that comes while the process ends, so after a failure, which ends it, the hook stays.
+    """
+
     def showwarning(message, category, *where, **kwargs):
         if category is UserWarning:  # ours, for the user
             say(f"jaxgpt: {message}")
         else:
-            usual(message, category, *where, **kwargs)
-
-    usual = warnings.showwarning
-    with warnings.catch_warnings():
-        warnings.showwarning = showwarning
-        yield
-
-
-@contextlib.contextmanager
-def _no_news_of_threads() -> Iterator[None]:
-    """Leave out what TensorStore's threads print, dozens of times, after a write has failed and was told.
-
-    Some of it comes while the process ends, so after a failure, which ends it, the hook stays.
-    """
+            usual_warning(message, category, *where, **kwargs)
 
     def unraisablehook(unraisable):
         if str(unraisable.exc_value) != "Event loop is closed":
-            usual(unraisable)
+            usual_hook(unraisable)
 
-    usual = sys.unraisablehook
-    sys.unraisablehook = unraisablehook
-    yield
-    sys.unraisablehook = usual
+    usual_warning, usual_hook = warnings.showwarning, sys.unraisablehook
+    with warnings.catch_warnings():
+        warnings.showwarning, sys.unraisablehook = showwarning, unraisablehook
+        yield
+    sys.unraisablehook = usual_hook
 
 
-def one_line(text: str, most: int = 1000) -> str:
-    """What came from files and arguments may hold anything: line ends, control codes, megabytes."""
-    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def one_line(text: str) -> str:
+    """Return one printable line: what comes from files and arguments may hold line ends, control codes, megabytes."""
+    text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
