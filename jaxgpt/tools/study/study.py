@@ -59,14 +59,14 @@ def run_study(
     *,
     seeds: int = 5,
     say: Callable[[str], None] = lambda text: None,
-    fit_one: Callable[..., Any] | None = None,
+    fit_one: Callable[..., Any] = fit,
 ) -> dict[str, Any]:
     """Train or resume every variant with seeds 0, 1, ... in directories below, and compare them.
 
     All variants of one seed are trained before the next seed, so that changes of the machine's speed affect all alike,
     and a study that is interrupted has complete rounds.
 
-    fit_one: trains a run as `jaxgpt.fit` does. None means `jaxgpt.fit`. say: receives a line for each run.
+    fit_one: trains a run as `jaxgpt.fit` does. say: receives a line for each run.
     Returns "tokens" and "seconds", each with "at", the point of comparison, and "rows", the fields of a `Comparison` for
     each variant. Raises `UserError` for variants that cannot be compared, see `check_comparable`.
     """
@@ -79,7 +79,7 @@ def run_study(
         for name, experiment in variants.items():
             train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
             seeded = dataclasses.replace(experiment, train=train)
-            curve = _train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one or fit)
+            curve = _train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one)
             curves[name].append(curve)
             result = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
             say(f"seed {seed}, {name}: {result}")

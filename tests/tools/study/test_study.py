@@ -131,29 +131,26 @@ def test_seconds_are_those_of_the_steps(variants, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_where_it_was_left(variants, studied, monkeypatch):
+def test_a_study_goes_on_where_it_was_left(variants, studied):
     directory, found, _ = studied
-    monkeypatch.setattr("jaxgpt.tools.study.study.fit", lambda *args, **how: pytest.fail("it was all done"))
-    assert run_study(variants, directory, seeds=2) == found
+    assert run_study(variants, directory, seeds=2, fit_one=lambda *args, **how: pytest.fail("it was all done")) == found
     calls = []
-    monkeypatch.setattr(
-        "jaxgpt.tools.study.study.fit", lambda e, place, **how: calls.append(place) or fit(e, place, **how)
+    more = run_study(
+        variants, directory, seeds=3, fit_one=lambda e, place, **how: calls.append(place) or fit(e, place, **how)
     )
-    more = run_study(variants, directory, seeds=3)
     assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more["seeds"] == 3
     assert more["tokens"]["rows"][0]["losses"][:2] == found["tokens"]["rows"][0]["losses"]
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, monkeypatch):
+def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path):
     def lost(experiment, place, **how):
         if experiment.model.n_embd == 16:
             place.mkdir(parents=True)
             raise Diverged("ten steps in a row")
         return fit(experiment, place, **how)
 
-    monkeypatch.setattr("jaxgpt.tools.study.study.fit", lost)
-    found = run_study(variants, tmp_path, seeds=1)
+    found = run_study(variants, tmp_path, seeds=1, fit_one=lost)
     assert found["tokens"]["rows"][1] | {"variant": ""} == {
         "variant": "",
         "losses": [None],
@@ -164,7 +161,7 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path, mon
         "verdict": "1 of its runs diverged",
     }
     assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
-    assert run_study(variants, tmp_path, seeds=1) == found
+    assert run_study(variants, tmp_path, seeds=1, fit_one=lost) == found
 
 
 @pytest.mark.slow
