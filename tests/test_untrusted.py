@@ -225,7 +225,7 @@ def test_results_are_written_as_json_in_one_place():
     """`json.dumps` writes NaN, which no other program reads."""
     for module, tree in modules():
         if module.startswith(("cli.", "tools.")) or module in ("runs.autopsy", "runs.metrics"):
-            if module in ("tools.html_page", "tools.evaluate.lm_eval_model", "tools.convert.export_hf"):
+            if module in ("tools.html_page", "tools.evaluate.lm_eval_model"):
                 continue  # others' formats
             assert "json" not in set(imports(tree)), module
 

@@ -73,9 +73,8 @@ def train(
     if not is_process_0():
         return
     t = experiment.train
-    say(
-        f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {t.steps * t.batch_size * run.model.config.block_size:,} tokens"
-    )
+    tokens = t.steps * t.batch_size * run.model.config.block_size
+    say(f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {tokens:,} tokens")
     if run.val_loss is not None:
         say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
     prompt = _print_sample(run, experiment)

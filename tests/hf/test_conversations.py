@@ -51,9 +51,9 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
         alphabet = list_plain_characters() + "".join(m["content"] for m in (system, *turns))
         known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
         known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
-        run, out = dataclasses.replace(run, tokenizer=known[kind]), tmp_path
-        _write_tokenizer(out, tmp_path / "none", run, find_template(run.tokenizer, None))
-        _write_generation(out, tmp_path / "none", run, find_template(run.tokenizer, None))
+        run, out = dataclasses.replace(run, tokenizer=known[kind], directory=tmp_path / "none"), tmp_path
+        _write_tokenizer(out, run, find_template(run.tokenizer, None))
+        _write_generation(out, run, find_template(run.tokenizer, None))
     template, theirs = find_template(run.tokenizer, None), AutoTokenizer.from_pretrained(out)
     for messages in (turns[:1], turns[:2], turns, [system, *turns[:1]], [system, *turns]):
         for prompt in (False, True):

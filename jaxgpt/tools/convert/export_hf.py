@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxgpt.data.chat.conversations import find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_bytes, read_json, write_whole
+from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import Family
 from jaxgpt.hf.params import to_tensors
@@ -51,8 +50,8 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         out.mkdir(parents=True, exist_ok=True)
         write(out, tensors, shard)
         _write_json(out / "config.json", config | {"dtype": stored_as, "torch_dtype": stored_as})
-        _write_tokenizer(out, directory, loaded, template)
-        _write_generation(out, directory, loaded, template)
+        _write_tokenizer(out, loaded, template)
+        _write_generation(out, loaded, template)
         write_whole(out / "README.md", _model_card(loaded, family))
     except OSError as e:
         raise UserError(f"cannot write in {out}: {e.strerror}. Name another place with --out.") from None
@@ -64,14 +63,14 @@ def _special_ids(run: Run) -> dict[str, Any]:
     return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
 
 
-def _write_tokenizer(out: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
+def _write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     text = tokenizer_json(run.tokenizer)
     if text is None:
         return
     write_whole(out / "tokenizer.json", text)
     for name in BESIDE_TOKENIZER:
-        if (directory / name).exists():
-            write_whole(out / name, read_bytes(directory / name, LARGEST_CONFIG))
+        if (run.directory / name).exists():
+            write_whole(out / name, read_bytes(run.directory / name, LARGEST_CONFIG))
     path = out / BESIDE_TOKENIZER[0]
     values = original = _read_object(path)
     if "tokenizer_class" not in values:  # else it is complete, and stays as it is
@@ -82,8 +81,8 @@ def _write_tokenizer(out: Path, directory: Path, run: Run, template: ChatTemplat
         _write_json(path, values)
 
 
-def _write_generation(out: Path, directory: Path, run: Run, template: ChatTemplate | None) -> None:
-    original = directory / HF_FOLDER / "generation_config.json"
+def _write_generation(out: Path, run: Run, template: ChatTemplate | None) -> None:
+    original = run.directory / HF_FOLDER / "generation_config.json"
     if template is None and original.exists():
         write_whole(out / original.name, read_bytes(original, LARGEST_CONFIG))
         return
@@ -102,7 +101,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def _model_card(run: Run, family: Family) -> str:
@@ -138,9 +137,7 @@ model = AutoModelForCausalLM.from_pretrained("DIR")
 def _training_facts(run: Run) -> list[str]:
     metadata, experiment, data = run.metadata, run.experiment, run.metadata.data
     tokens = experiment.train.batch_size * experiment.model.block_size
-    seconds = max(
-        (x["seconds"] for x in read_metrics(run.directory / "metrics.jsonl") if x.get("seconds")), default=None
-    )
+    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
     text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
     size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
     facts = []
@@ -155,12 +152,11 @@ def _training_facts(run: Run) -> list[str]:
         f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
         f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",
     ]
-    if seconds is not None:
-        facts.append(f"- Time: {seconds:,.0f} s, on {metadata.device}.")
+    if seconds:
+        facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
     if run.val_loss is not None:
-        facts.append(
-            f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {math.exp(min(run.val_loss, 700)):.2f})."
-        )
+        perplexity = math.exp(min(run.val_loss, 700))
+        facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
     if metadata.command is not None:
         facts.append(f"- Command: `{metadata.command}`")
     return facts
