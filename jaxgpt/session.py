@@ -28,15 +28,13 @@ from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.callbacks import RunCallbacks, introduction
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.curves import plot_losses
 from jaxgpt.runs.find import RUNS, is_run
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
-from jaxgpt.runs.metrics import read_metrics, rewind_metrics
+from jaxgpt.runs.metrics import plot_losses, read_metrics, rewind_metrics
 from jaxgpt.runs.pretrained import Weights, describe_origin, resolve_init_from, restore_or_init
-from jaxgpt.runs.reopen import reopen_dataset
-from jaxgpt.runs.resume import check_same_configuration, is_resumable
+from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
 from jaxgpt.train import TrainState, init_and_dropout_keys
 
 

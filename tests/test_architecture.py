@@ -56,12 +56,12 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
-    "matplotlib": ["runs.curves"],
+    "matplotlib": ["runs.metrics"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.source"],
     "tyro": ["cli.options", "cli.sample", "cli.tools", "cli.train"],
-    "rich": ["runs.progress"],
+    "rich": ["runs.log"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],
     "pydivsufsort": ["tools.report.memorization"],
 }
@@ -178,7 +178,7 @@ def test_only_the_command_line_prints():
         "cli.sample",
         "cli.tools",
         "cli.train",
-    }  # and runs.progress, through rich
+    }  # and runs.log, through rich
 
 
 def test_files_and_functions_fit_on_screens():

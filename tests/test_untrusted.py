@@ -20,10 +20,9 @@ from jaxgpt.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, read_bytes, read_json, render_json
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.curves import plot_losses
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.metadata import read_metadata, write_metadata
-from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.runs.metrics import MetricsFile, plot_losses, read_metrics, rewind_metrics
 from tests.faults import fuzz
 from tests.helpers import flip, tiny_experiment
 from tests.test_architecture import imports, modules

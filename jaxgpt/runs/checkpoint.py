@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from flax import struct
 
 from jaxgpt.cluster import multihost
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint_index import CheckpointIndex, finite_or_none
-from jaxgpt.runs.state_layout import PARAMS, REST, from_items, to_items
+from jaxgpt.skip import SkipState
 from jaxgpt.train import TrainState
 
 if TYPE_CHECKING:  # half a second to import: only where it is used
     import orbax.checkpoint as ocp
 
+# Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
+PARAMS, REST = "params", "rest"
 # Bytes that are read or written at once, if not a sixteenth of all or the largest array are more: what Orbax copies and
 # compresses for all of them together would be another model in memory.
 AT_ONCE = 2**26
@@ -57,7 +60,7 @@ class Checkpoints(CheckpointIndex):
 
         val_loss: of this step, by which the best is chosen. None means it was not measured.
         """
-        self._save(to_items(state), step, val_loss)
+        self._save(_to_items(state), step, val_loss)
 
     def save_params(self, params: Any, step: int) -> None:
         """Save parameters alone, of any dtype: they can be used, and training cannot resume from them."""
@@ -137,7 +140,10 @@ class Checkpoints(CheckpointIndex):
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Read a state but for its frozen base, which is not saved; `like` gives shapes, dtypes and shardings."""
-        return from_items(self._restore(step, **to_items(like)), spikes=like.opt_state.spikes)
+        items = self._restore(step, **_to_items(like))
+        rest, guard = items[REST], items[REST]["guard"]
+        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms, like.opt_state.spikes)
+        return TrainState(rest["step"], items[PARAMS], opt_state)
 
     def restore_params(self, step: int, like: Any) -> Any:
         """Read the parameters alone, in the dtype in which they were saved; `like` gives shapes and shardings."""
@@ -204,3 +210,19 @@ def _describe(tree: Any) -> dict[str, str]:
     """Return {path: "float32[3,4]"} of every array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
+
+
+@struct.dataclass
+class _Guard:
+    """The record of skipped steps, beside the optimizer's state and not around it: see `SkipState`."""
+
+    skipped: Any
+    in_row: Any
+    norms: Any
+
+
+def _to_items(state: TrainState) -> dict[str, Any]:
+    """Return what is saved of a state, laid out as by version 0.1.0: all but frozen parameters."""
+    s = state.opt_state
+    guard = _Guard(skipped=s.skipped, in_row=s.in_a_row, norms=s.norms)
+    return {PARAMS: state.params, REST: {"step": state.step, "opt_state": s.inner_state, "guard": guard}}

@@ -1,17 +1,19 @@
-"""`metrics.jsonl`: one JSON object a line, written as it happens, readable while the run goes on."""
+"""`metrics.jsonl`: one JSON object a line, written as it happens, readable while the run goes on; and `loss.png`."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 import warnings
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.errors import CheckpointSaveError, UserError
-from jaxgpt.files import is_there, open_file, parse_json, render_json, write_whole
+from jaxgpt.files import is_there, open_file, open_whole, parse_json, render_json, write_whole
 
 CHECKSUM = "crc32"  # of the rest of a line
 
@@ -97,3 +99,31 @@ def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     write_whole(path, b"".join(map(_sealed, kept)))
     return kept
+
+
+def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the losses in lines of `metrics.jsonl` as a PNG. Nothing to draw, no file."""
+    train, val = _points(lines, "loss"), _points(lines, "val_loss")
+    if not train and not val:
+        return
+    from matplotlib.figure import Figure  # 2 s to import; never pyplot, which is global
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss (nats per token)")
+    if train:
+        axes.plot(*zip(*train, strict=True), color="#9ecae1", linewidth=1, label="training, one batch")
+    if val:
+        best_step, best = min(val, key=lambda point: point[1])
+        dark = "#08519c"
+        axes.plot(*zip(*val, strict=True), color=dark, linewidth=2, marker="o", markersize=3, label="validation")
+        text = {"xytext": (0, -14), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{best:.3f}", (best_step, best), color=dark, **text)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    with open_whole(path) as f:
+        figure.savefig(f, format="png", dpi=130)
+
+
+def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(x["step"], x[name]) for x in lines if x.get(name) is not None and math.isfinite(x[name])]

@@ -1,4 +1,4 @@
-"""May a run be resumed: the same configuration, tokenizer and data as before."""
+"""May a run be resumed: the same configuration, tokenizer and data as before, which are opened again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Experiment, differences
+from jaxgpt.config import DataConfig, Experiment, differences
+from jaxgpt.data.dataset import prepare_for
 from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.files import is_there
+from jaxgpt.files import cache_directory, is_there
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer
 
@@ -94,6 +95,26 @@ def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
 def _fewest_differences(metadata: RunMetadata, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
     """Compare with the experiment as it was written and as `load` returns it: either may be given."""
     return min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
+
+
+def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
+    """Return the dataset that a run was trained on: from its text or, where that is gone, from the cache of tokens.
+
+    data: the run's, perhaps with its text in another place; None: the recorded one. remedy: what to do without it, as a
+    clause. Raises `UserError` if it is nowhere, or is another.
+    """
+    data = data or metadata.experiment.data
+    try:
+        dataset = prepare_for(metadata.model, data, with_prefix=metadata.has_prefix, known=metadata.data)
+    except UserError:
+        if data.path is None or is_there(Path(data.path), "Name another text."):
+            raise
+        raise UserError(
+            f"{metadata.directory} was trained on {data.path}, which is not there, and its tokens are not in the cache "
+            f"{cache_directory() / 'tokens'}: {remedy}"
+        ) from None
+    check_same_data(metadata, dataset, remedy)
+    return dataset
 
 
 def check_same_data(metadata: RunMetadata, dataset: Dataset, remedy: str = "give the same text") -> None:

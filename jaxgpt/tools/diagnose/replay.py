@@ -24,7 +24,7 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
 from jaxgpt.runs.pretrained import load_base, restore_or_init
-from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.skip import NOT_FINITE, why_skipped
 from jaxgpt.train import TrainState, init_and_dropout_keys
 

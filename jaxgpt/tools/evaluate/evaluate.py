@@ -22,7 +22,7 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
-from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling

@@ -17,7 +17,7 @@ from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import read_metrics, validations
-from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.report.curve_check import check_curve
 from jaxgpt.tools.report.memorization import SuffixArray, measure_novelty

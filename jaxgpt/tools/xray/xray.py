@@ -14,7 +14,7 @@ from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
-from jaxgpt.runs.reopen import reopen_dataset
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
