@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,17 +13,18 @@ import jax
 
 from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
-from jaxgpt.config.validate import check_count
+from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.strategy import with_shardings
+from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer, read_metadata
+from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
-from jaxgpt.runs.restore import restore_mean
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.detokenize import iter_text, join_texts
@@ -32,6 +34,7 @@ from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.sample.speculative import speculate
 
+Restored = tuple[Any, int, float | None]  # parameters, step, validation loss in nats per token, if it is known
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
 
 
@@ -217,7 +220,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = build_model(metadata.model, dtype=options.dtype, attention_fn=options.attention_fn)
     like = with_shardings(model.shapes(), whole_everywhere())
-    params, step, val_loss = restore_mean(metadata, like, which, average)
+    params, step, val_loss = _restore(metadata, like, which, average)
     return Run(
         directory=metadata.directory,
         metadata=metadata,
@@ -228,3 +231,49 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         step=step,
         val_loss=val_loss,
     )
+
+
+def _restore(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
+    """Read the parameters of one checkpoint, or the mean of several: see `load`."""
+    which = to_python(which)
+    if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
+        raise UserError(f"which={short(which)}: needs best, last or a step")
+    average = None if average is None else check_count("average", average)
+    for _ in range(4):
+        with contextlib.suppress(CheckpointRemoved):  # by a process that trains; the next may last until it is read
+            return _restore_mean(metadata, like, which, average)
+    return _restore_mean(metadata, like, which, average)
+
+
+def _restore_mean(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
+    checkpoints = open_checkpoints(metadata.directory)
+    step, *earlier = _choose_steps(checkpoints, metadata.directory, which, average)
+    params = restore_merged_params(metadata, checkpoints, step, like)
+    for count, other in enumerate(earlier, start=2):
+        more = restore_merged_params(metadata, checkpoints, other, like)
+        params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
+    return params, step, None if earlier else checkpoints.val_loss(step)
+
+
+def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, average: int | None) -> list[int]:
+    """Return the steps of the checkpoints to read, the newest first: one, or `average`."""
+    if isinstance(which, int):
+        step = checkpoints.latest_valid(before=which + 1)
+        if step != which:
+            raise UserError(
+                f"which={which}: {directory} needs a good checkpoint of that step, and has {checkpoints.steps()}"
+            )
+    else:
+        step = checkpoints.latest_valid(which if average is None else "last")
+    if step is None:
+        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were read")
+    steps = [step]
+    while len(steps) < (average or 1):
+        earlier = checkpoints.latest_valid(before=steps[-1])
+        if earlier is None:
+            raise UserError(
+                f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {step}. Give "
+                f"{len(steps)} or fewer; --train.keep-last keeps more"
+            )
+        steps.append(earlier)
+    return steps
