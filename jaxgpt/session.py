@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxgpt import loop
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
-from jaxgpt.cluster.signals import Stop, catch_signals
+from jaxgpt.cluster.signals import catch_signals
 from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
 from jaxgpt.data.dataset import prepare_for, resolve_vocab
-from jaxgpt.data.pipeline import training_batches
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import check_memory, first_device
 from jaxgpt.parallel.flops import train_flops_per_token
-from jaxgpt.parallel.trainer import Trainer, make_trainer
+from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.callbacks import RunCallbacks, introduction
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -33,9 +29,10 @@ from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, read_metrics, rewind_metrics
-from jaxgpt.runs.pretrained import Weights, describe_origin, resolve_init_from, restore_or_init
+from jaxgpt.runs.pretrained import describe_origin, resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
-from jaxgpt.train import TrainState, init_and_dropout_keys
+from jaxgpt.runs.training import Training
+from jaxgpt.train import TrainState
 
 
 def fit(
@@ -99,14 +96,14 @@ def _train(
     progress: bool,
 ) -> None:
     """Check everything before anything is written, then lock the directory, then train."""
-    session = check_session(experiment, directory, resumed, watchdog)
+    session = check_session(experiment, directory, resumed)
     multihost.barrier("everything is checked")
     watchdog.directory, watchdog.last_step = directory, session.checkpoints.last
     with contextlib.ExitStack() as lock:
-        session.train(multihost.on_process_0(lambda: session.begin(lock, fresh=fresh)), progress=progress)
+        session.train(multihost.on_process_0(lambda: session.begin(lock, fresh=fresh)), watchdog, progress=progress)
 
 
-def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None, watchdog: Watchdog) -> Session:
+def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None) -> Session:
     """Check all that the user can have wrong. Nothing is written. Raises `UserError`.
 
     resumed: the metadata of the run that is resumed. None: a new run.
@@ -132,24 +129,16 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
         dataset=dataset,
         trainer=trainer,
         weights=weights,
-        watchdog=watchdog,
         checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
+class Session(Training):
     """The training of a run by this process, from now to its end or a signal."""
 
     given: Experiment  # as it was asked for
-    experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
-    directory: Path
     is_new: bool
-    dataset: Dataset
-    trainer: Trainer
-    weights: Callable[[], Weights] | None  # see `restore_or_init`
-    checkpoints: Checkpoints
-    watchdog: Watchdog
     # those of metrics.jsonl up to the step that training starts from, in the process that has rewound it
     lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -184,30 +173,20 @@ class Session:
             origin=None if weights is None else describe_origin(weights, model),
         )
 
-    def train(self, start: int, *, progress: bool) -> None:
+    def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:
         """Train from the checkpoint of step `start`, 0 for none, to the end."""
-        train, strategy = self.experiment.train, self.trainer.strategy
-        init_key, dropout_key = init_and_dropout_keys(train.seed)
-        state = restore_or_init(self.trainer, self.weights, init_key, self.checkpoints, start)
+        state, batches = self.restore_or_init(start), self.batches(start)
         is_first = multihost.is_process_0()
         lines = self.lines if is_first else read_metrics(self.metrics)
-        batches = training_batches(
-            self.dataset.train,
-            block_size=self.experiment.model.block_size,
-            batch_size=train.batch_size,
-            seed=train.seed,
-            start_step=start,
-            rows=strategy.local_rows(train.batch_size),
-        )
         log = self._open_log(lines, start, show=progress and is_first)
         is_lost = False
         try:
-            for line in introduction(self.experiment, self.trainer, self.dataset, self.directory, start):
+            for line in introduction(self, start):
                 log.say(line)
             with catch_signals() as stop:
-                callbacks = self._callbacks(log, stop, dropout_key, start)
+                callbacks = RunCallbacks(training=self, watchdog=watchdog, log=log, stop=stop, compared=start)
                 is_measured = any(line["step"] == start and "val_loss" in line for line in lines)
-                self._run_loop(callbacks, state, map(strategy.shard_batch, batches), start, is_measured=is_measured)
+                self._run_loop(callbacks, state, batches, start, is_measured=is_measured)
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise
@@ -233,20 +212,6 @@ class Session:
             show=show,
         )
 
-    def _callbacks(self, log: Log, stop: Stop, key: jax.Array, start: int) -> RunCallbacks:
-        return RunCallbacks(
-            directory=self.directory,
-            experiment=self.experiment,
-            trainer=self.trainer,
-            dataset=self.dataset,
-            checkpoints=self.checkpoints,
-            watchdog=self.watchdog,
-            log=log,
-            stop=stop,
-            key=key,
-            compared=start,
-        )
-
     def _run_loop(
         self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int, *, is_measured: bool
     ) -> None:
@@ -266,7 +231,7 @@ class Session:
                 batches,
                 config=config,
                 max_skipped=self.experiment.optim.max_skipped,
-                key=callbacks.key,
+                key=self.dropout_key,
                 start=start,
                 best=best,
                 log=callbacks.log,

@@ -35,12 +35,10 @@ def training_batches(
     seed: int,
     start_step: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
-    prefetch: int = 16,
 ) -> Generator[Batch, None, None]:
     """Yield endless batches from `start_step` on: batch t depends on (data, seed, t) alone, so resuming needs no state.
 
-    rows: those of each batch to read, where other processes read the others; None: all. prefetch: batches made
-    ahead, by threads.
+    rows: those of each batch to read, where other processes read the others; None: all.
     """
     import grain  # 1.5 s to import: only for those who train
 
@@ -50,7 +48,7 @@ def training_batches(
     def make_batch(step: int) -> Batch:
         return _stack(read(step * batch_size + row) for row in local)
 
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
     yield from grain.MapDataset.range(start_step, MOST_STEPS).map(make_batch).to_iter_dataset(options)
 
 

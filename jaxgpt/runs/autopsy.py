@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 from collections.abc import Sequence
@@ -13,34 +12,19 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
+from jaxgpt.callbacks import Metrics
 from jaxgpt.cluster import multihost
-from jaxgpt.config import Experiment
-from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
+from jaxgpt.runs.training import Training
 from jaxgpt.skip import why_skipped
 from jaxgpt.train import TrainState
 
 MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step
-
-
-def training_batch(dataset: Dataset, experiment: Experiment, step: int) -> Batch:
-    """Return the whole batch of one step, over all devices and processes."""
-    batches = training_batches(
-        dataset.train,
-        block_size=experiment.model.block_size,
-        batch_size=experiment.train.batch_size,
-        seed=experiment.train.seed,
-        start_step=step - 1,
-        prefetch=1,
-    )
-    with contextlib.closing(batches):
-        return next(batches)
 
 
 def state_before(run: Path, step: int) -> Path:
@@ -49,30 +33,22 @@ def state_before(run: Path, step: int) -> Path:
 
 
 def write_autopsy(
-    run: Path,
-    *,
-    experiment: Experiment,
-    trainer: Trainer,
-    dataset: Dataset,
-    state: TrainState,
-    key: jax.Array,
-    step: int,
-    metrics: dict[str, Any],
-    later: Sequence[dict[str, Any]],
+    training: Training, *, state: TrainState, step: int, metrics: Metrics, later: Sequence[Metrics]
 ) -> str:
     """Write `RUN/autopsy/step-N/`, once: report.json, report.txt and the state before the step. Return what to tell.
 
     state: the newest, after `step` and those whose metrics are `later`; where they were skipped too, it is in all but
-    its counters the one that entered the step. key: the run's. Nothing here may end a run that goes on: what cannot
+    its counters the one that entered the step. Nothing here may end a run that goes on: what cannot
     be known, or written, is said instead.
     """
+    run, trainer, key = training.directory, training.trainer, training.dropout_key
     place = _autopsy_directory(run, step)
     command, why = shell_line("jaxgpt", "replay", run, "--step", step), why_skipped(metrics)
     if (place / "report.json").is_file():
         return f"{why}: examined before, see {place}. To replay this step alone: {command}"
     exact = all(int(m["skipped"]) for m in later)
     of_step = step - 1 if exact else step + len(later)
-    batch = training_batch(dataset, experiment, step)
+    batch = training.whole_batch(step)
     found, unknown = _debug_step(trainer, state, batch, key, step)
     if not exact:
         lost = f"steps up to {of_step} had moved the parameters when this one was known to be bad"
@@ -90,9 +66,9 @@ def write_autopsy(
         "findings": None if found is None else dataclasses.asdict(found),
         "why_no_findings": unknown,
         "why_no_state": lost,
-        "seed": experiment.train.seed,
+        "seed": training.experiment.train.seed,
         "step_key": jax.random.key_data(jax.random.fold_in(key, step - 1)).tolist(),
-        "batch": _rows(batch, dataset.tokenizer),
+        "batch": _rows(batch, training.dataset.tokenizer),
     }
     first = unknown if found is None else f"first not finite: {found.first or 'nothing, the second time'}"
     message = f"{why}; {first}" + ("" if exact else f" (with the parameters of step {of_step})")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
 
@@ -15,16 +14,14 @@ from jaxgpt.cluster import multihost
 from jaxgpt.cluster.replicas import check_replicas
 from jaxgpt.cluster.signals import Stop
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.config import Experiment
 from jaxgpt.data.pipeline import validation_batches
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import CheckpointSaveError
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.trainer import Trainer, mean_loss
+from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import write_autopsy
-from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.log import Log
+from jaxgpt.runs.training import Training
 from jaxgpt.skip import NOT_FINITE, why_skipped
 from jaxgpt.train import TrainState
 
@@ -33,15 +30,10 @@ from jaxgpt.train import TrainState
 class RunCallbacks(Callbacks):
     """See `Callbacks`."""
 
-    directory: Path
-    experiment: Experiment  # as it is trained
-    trainer: Trainer
-    dataset: Dataset
-    checkpoints: Checkpoints
+    training: Training
     watchdog: Watchdog
     log: Log
     stop: Stop
-    key: jax.Array  # of the run's dropout
     compared: int  # the last step at which the copies of the state were compared
     has_examined: bool = False  # a step that is not finite
 
@@ -55,12 +47,12 @@ class RunCallbacks(Callbacks):
 
     def checksums(self, step: int, state: TrainState) -> jax.Array | None:
         """Return a checksum of each copy of the state, every so many steps."""
-        compute, every = self.trainer.checksums, self.experiment.parallel.check_replicas_every
+        compute, every = self.training.trainer.checksums, self.training.experiment.parallel.check_replicas_every
         return compute(state) if compute and every and step % every == 0 else None
 
     def compare(self, step: int, checksums: jax.Array) -> None:
         """Raise `ReplicasDiffer` if the checksums differ."""
-        check_replicas(checksums, self.trainer.strategy.devices, self.compared, step)
+        check_replicas(checksums, self.training.trainer.strategy.devices, self.compared, step)
         self.compared = step
 
     def stop_signal(self, step: int | None) -> str | None:
@@ -69,8 +61,9 @@ class RunCallbacks(Callbacks):
 
     def validate(self, step: int, state: TrainState) -> float | None:
         """Return the validation loss. None: a signal came between, and saving goes first."""
+        trainer = self.training.trainer
         with self.log.clock.paused():
-            val_loss, _ = mean_loss(self.trainer.eval_step, self.trainer.merged_params(state), self._windows(step))
+            val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), self._windows(step))
         return val_loss if self.stop(None) is None else None
 
     def validate_start(self, step: int, state: TrainState) -> float | None:
@@ -79,18 +72,18 @@ class RunCallbacks(Callbacks):
         if val_loss is None:
             return None
         if multihost.is_process_0():
-            self.checkpoints.set_val_loss(step, val_loss)
-        return loop.log_validation(self.log, step, val_loss, self.experiment.train)
+            self.training.checkpoints.set_val_loss(step, val_loss)
+        return loop.log_validation(self.log, step, val_loss, self.training.experiment.train)
 
     def _windows(self, step: int) -> Iterator[Batch]:
         """Yield the validation batches until a signal comes."""
-        strategy = self.trainer.strategy
-        rows = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # at once, on all devices together
+        training, strategy = self.training, self.training.trainer.strategy
+        rows = strategy.data_parallel_size * training.trainer.split.micro_batch_size  # at once, on all devices together
         windows = validation_batches(
-            self.dataset.val,
-            block_size=self.experiment.model.block_size,
+            training.dataset.val,
+            block_size=training.experiment.model.block_size,
             batch_size=rows,
-            max_tokens=self.experiment.train.eval_tokens,
+            max_tokens=training.experiment.train.eval_tokens,
             rows=strategy.local_rows(rows),
         )
         for window in windows:
@@ -108,42 +101,32 @@ class RunCallbacks(Callbacks):
             if multihost.is_process_0():
                 self.watchdog.beat(step, slow=True)
                 with self.log.clock.paused():
-                    why = write_autopsy(
-                        self.directory,
-                        experiment=self.experiment,
-                        trainer=self.trainer,
-                        dataset=self.dataset,
-                        state=state,
-                        key=self.key,
-                        step=step,
-                        metrics=metrics,
-                        later=later,
-                    )
+                    why = write_autopsy(self.training, state=state, step=step, metrics=metrics, later=later)
         self.log.say(f"step {step} skipped: {why}")
 
     def save(self, step: int, state: TrainState, val_loss: float | None) -> None:
         """Begin to save, once the copies of the state are known to be equal."""
         self.watchdog.beat(step, slow=True)
-        if self.trainer.checksums and self.compared < step:
-            self.compare(step, self.trainer.checksums(state))
-        if multihost.is_process_0() and not is_run(self.directory):
-            raise CheckpointSaveError(f"{self.directory} was deleted or moved, so step {step} is not saved")
+        training, trainer = self.training, self.training.trainer
+        if trainer.checksums and self.compared < step:
+            self.compare(step, trainer.checksums(state))
+        if multihost.is_process_0() and not is_run(training.directory):
+            raise CheckpointSaveError(f"{training.directory} was deleted or moved, so step {step} is not saved")
         with self.log.clock.paused():
-            self.checkpoints.save(self.trainer.strategy.to_checkpoint(state), step, val_loss)
+            training.checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
 
     def raise_if_save_failed(self) -> None:
         """Raise `CheckpointSaveError` if the last save is known to have failed."""
-        self.checkpoints.raise_if_failed()
+        self.training.checkpoints.raise_if_failed()
 
     def wait_for_save(self) -> None:
         """Wait until the last save is on disk."""
-        self.checkpoints.wait()
+        self.training.checkpoints.wait()
 
 
-def introduction(
-    experiment: Experiment, trainer: Trainer, dataset: Dataset, directory: Path, start: int
-) -> Iterator[str]:
+def introduction(training: Training, start: int) -> Iterator[str]:
     """Yield lines that say what is trained, on which hardware and data, and from where. start: the step."""
+    experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
     strategy, split, train = trainer.strategy, trainer.split, experiment.train
     n_params, in_adapters = trainer.parameters
     hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
@@ -161,7 +144,7 @@ def introduction(
     yield (
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
         f"vocabulary {experiment.model.vocab_size}; {train.batch_size * experiment.model.block_size:,} tokens per step; "
-        f"run in {directory}"
+        f"run in {training.directory}"
     )
     yield from dataset.notes
     if start:

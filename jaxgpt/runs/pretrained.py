@@ -23,13 +23,11 @@ from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
-from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
 from jaxgpt.runs.resume import check_same_tokenizer
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.train import TrainState
 
 OWN = ("dropout", "scan_layers", "remat")  # what an experiment decides, whatever model it starts from
 
@@ -191,25 +189,6 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     return jax.jit(merge_adapters, static_argnums=0, out_shardings=jax.tree.map(lambda x: x.sharding, like))(
         lora, checkpoints.restore_params(step, adapters), params
     )
-
-
-def restore_or_init(
-    trainer: Trainer, weights: Callable[[], Weights] | None, key: jax.Array, checkpoints: Checkpoints, step: int
-) -> TrainState:
-    """Return the state of a run after `step` steps: that of the checkpoint or, at 0, a new one.
-
-    weights: what the run starts from; None: nothing. key: of random parameters, and of adapters.
-    """
-    strategy = trainer.strategy
-    frozen = trainer.abstract_state.frozen_params
-    read = None
-    if weights is not None and (frozen is not None or not step):
-        read = weights().read(trainer.abstract_state.params if frozen is None else frozen)
-    if step:
-        return strategy.from_checkpoint(
-            dataclasses.replace(checkpoints.restore(step, trainer.abstract_state), frozen_params=read)
-        )
-    return trainer.init_state(key, None if read is None else strategy.from_checkpoint(read))
 
 
 def _unstacked_shardings(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,12 +127,8 @@ def commands_for(directory, monkeypatch):
     (place / "report.json").write_text("{}")
     metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}
     said = autopsy.write_autopsy(
-        directory,
-        experiment=None,
-        trainer=None,
-        dataset=None,
+        SimpleNamespace(directory=directory, trainer=None, dropout_key=None),
         state=None,
-        key=None,
         step=3,
         metrics=metrics,
         later=(),

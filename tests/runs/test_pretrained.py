@@ -15,14 +15,13 @@ import jaxgpt
 from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
 from jaxgpt.lora import init_adapters, merge_adapters
-from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.nan_debug import gather_params
-from jaxgpt.runs.pretrained import resolve_init_from, restore_or_init
+from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.session import fit
+from jaxgpt.session import check_session, fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
 from jaxgpt.tools.diagnose.replay import replay
@@ -102,9 +101,8 @@ def assert_same(found, expected):
 
 
 def first_state(experiment, directory):
-    full, weights = resolve_init_from(experiment)
-    trainer = make_trainer(full)
-    return trainer, restore_or_init(trainer, weights, jax.random.key(0), Checkpoints(directory), 0)
+    checked = check_session(experiment, directory, None)
+    return checked.trainer, checked.restore_or_init(0)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all", "adapters"])

@@ -9,24 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxgpt.config import Experiment
 from jaxgpt.config.validate import check_whole
-from jaxgpt.data.pipeline import training_batches
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.runs.autopsy import state_before, training_batch
+from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.runs.autopsy import state_before
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
-from jaxgpt.runs.pretrained import load_base, restore_or_init
+from jaxgpt.runs.pretrained import load_base
 from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.runs.training import Training
 from jaxgpt.skip import NOT_FINITE, why_skipped
-from jaxgpt.train import TrainState, init_and_dropout_keys
+from jaxgpt.train import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +59,22 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {train.steps}")
     dataset = reopen_dataset(metadata, remedy="to replay a step, put that text back")
     trainer = make_trainer(experiment, recorded=experiment)
-    init_key, key = init_and_dropout_keys(train.seed)
     start, origin, checkpoints = _newest_state(directory, step)
     weights = None if metadata.origin is None else functools.partial(load_base, metadata)
-    state = restore_or_init(trainer, weights, init_key, checkpoints, start)
+    training = Training(
+        directory=directory,
+        experiment=experiment,
+        dataset=dataset,
+        trainer=trainer,
+        weights=weights,
+        checkpoints=checkpoints,
+    )
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
-    state, metrics = _take_steps(experiment, dataset, trainer, state, key, start, step)
+    state, metrics = _take_steps(training, start, step)
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
-        findings = debug_step(
-            trainer, gather_params(trainer, state), training_batch(dataset, experiment, step), key, step
-        )
+        params, batch = gather_params(trainer, state), training.whole_batch(step)
+        findings = debug_step(trainer, params, batch, training.dropout_key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
@@ -103,22 +104,12 @@ def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
     return 0, "the seed", kept["the checkpoint"]
 
 
-def _take_steps(
-    experiment: Experiment, dataset: Dataset, trainer: Trainer, state: TrainState, key: jax.Array, start: int, step: int
-) -> tuple[TrainState, Any]:
+def _take_steps(training: Training, start: int, step: int) -> tuple[TrainState, Any]:
     """Return (state, metrics) after `step`, from the state after `start`."""
-    train, strategy, metrics = experiment.train, trainer.strategy, None
-    batches = training_batches(
-        dataset.train,
-        block_size=experiment.model.block_size,
-        batch_size=train.batch_size,
-        seed=train.seed,
-        start_step=start,
-        rows=strategy.local_rows(train.batch_size),
-    )
-    with contextlib.closing(batches):
+    state, metrics = training.restore_or_init(start), None
+    with contextlib.closing(training.batches(start)) as batches:
         for _ in range(start, step):
-            state, metrics = trainer.train_step(state, strategy.shard_batch(next(batches)), key)
+            state, metrics = training.trainer.train_step(state, next(batches), training.dropout_key)
             float(metrics["loss"])  # one step in flight
     assert int(state.step) == step
     return state, metrics
