@@ -29,7 +29,7 @@ from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, read_metrics, rewind_metrics
-from jaxgpt.runs.pretrained import describe_origin, resolve_init_from
+from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
 from jaxgpt.runs.training import Training
 from jaxgpt.train import TrainState
@@ -170,7 +170,7 @@ class Session(Training):
             data=self.dataset.fingerprint,
             vocab_size=model.vocab_size,
             tokenizer_config=self.dataset.tokenizer_config,
-            origin=None if weights is None else describe_origin(weights, model),
+            origin=None if weights is None else weights.describe(model),
         )
 
     def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:

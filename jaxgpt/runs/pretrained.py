@@ -45,6 +45,10 @@ class Weights:
     # (shapes and shardings of parameters, perhaps with stacked layers or a shorter context) -> these parameters, float32
     read: Callable[[dict], dict]
 
+    def describe(self, model: GPTConfig) -> Origin:
+        """Return what the metadata of a run say of the weights it begins with. model: the run's."""
+        return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
+
 
 def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
     """Find and check weights. Raises `UserError` for what does not exist, or is not whole.
@@ -140,11 +144,6 @@ def resolve_init_from(
     model = dataclasses.replace(weights.config, **own)
     data = dataclasses.replace(experiment.data, tokenizer=weights.tokenizer)
     return dataclasses.replace(experiment, model=model, data=data), lambda: weights
-
-
-def describe_origin(weights: Weights, model: GPTConfig) -> Origin:
-    """Return what the metadata of a run say of the weights it begins with. model: the run's."""
-    return Origin(directory=str(weights.directory.resolve()), step=weights.step, sha256=weights.sha256(), model=model)
 
 
 def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:

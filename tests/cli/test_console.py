@@ -122,7 +122,7 @@ def commands_for(directory, monkeypatch):
     yield [dog.words("stuck").partition("To continue: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
     monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
     yield [metadata._command()], ["python", "x.py", "--run-dir", str(directory)]
-    place = autopsy._autopsy_directory(directory, 3)
+    place = autopsy.autopsy_directory(directory, 3)
     place.mkdir(parents=True)
     (place / "report.json").write_text("{}")
     metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}

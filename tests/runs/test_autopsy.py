@@ -19,9 +19,9 @@ from jaxgpt.errors import Diverged, UserError
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
 from jaxgpt.runs import callbacks
+from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.runs.nan_debug import debug_step
 from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import format_replay, replay
 from jaxgpt.train import init_state

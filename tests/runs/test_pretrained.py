@@ -15,10 +15,10 @@ import jaxgpt
 from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.errors import UserError
 from jaxgpt.lora import init_adapters, merge_adapters
+from jaxgpt.runs.autopsy import gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.nan_debug import gather_params
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.session import check_session, fit

@@ -12,12 +12,11 @@ from typing import Any
 from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.runs.autopsy import state_before
+from jaxgpt.runs.autopsy import NonFiniteReport, autopsy_directory, debug_step, format_report, gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.nan_debug import NonFiniteReport, debug_step, format_report, gather_params
 from jaxgpt.runs.pretrained import load_base
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.runs.training import Training
@@ -96,7 +95,10 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
 
 def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
     """Return (the newest step before `step` whose state is kept, or 0; where it is, in words; its checkpoints)."""
-    places = {"the state in the autopsy": state_before(directory, step), "the checkpoint": directory / "checkpoints"}
+    places = {
+        "the state in the autopsy": autopsy_directory(directory, step) / "state",
+        "the checkpoint": directory / "checkpoints",
+    }
     kept = {name: Checkpoints(place) for name, place in places.items()}
     for name, checkpoints in kept.items():
         if (newest := checkpoints.latest_valid(before=step)) is not None:
