@@ -172,7 +172,7 @@ class Run:
     @functools.cached_property
     def prompt_format(self) -> PromptFormat:
         """How prompts become ids."""
-        return PromptFormat(self.directory, self.metadata, self.tokenizer, bool(self.model.config.n_encoder_layer))
+        return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
         self, max_new_tokens: int, filters: dict[str, Any], chat: bool, cache_dtype: Precision | None, every: int | None

@@ -46,7 +46,7 @@ def fit(
     `CheckpointSaveError` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
     called it, unless that is one of several: see `cluster.watchdog`.
     """
-    return _fit(experiment, run_dir, None, fresh=fresh, progress=progress, is_command=False)
+    return fit_as_command(experiment, run_dir, fresh=fresh, progress=progress, owns_process=False)
 
 
 def fit_as_command(
@@ -56,27 +56,16 @@ def fit_as_command(
     fresh: bool = False,
     progress: bool = True,
     metadata: RunMetadata | None = None,
+    owns_process: bool = True,
 ) -> Run:
     """Do what `fit` does, for a command: the process is the run's own, and a watchdog ends it if it hangs.
 
-    metadata: of the run in `run_dir`, if the command has read it.
+    metadata: of the run in `run_dir`, if the command has read it. owns_process: False for `fit`.
     """
-    return _fit(experiment, run_dir, metadata, fresh=fresh, progress=progress, is_command=True)
-
-
-def _fit(
-    experiment: Experiment,
-    run_dir: str | Path | None,
-    metadata: RunMetadata | None,
-    *,
-    fresh: bool,
-    progress: bool,
-    is_command: bool,
-) -> Run:
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # the first use of JAX that needs one, and the place for its error
-    has_watchdog = is_command or multihost.is_multiprocess()
+    has_watchdog = owns_process or multihost.is_multiprocess()
     with watch(experiment.parallel.watchdog if has_watchdog else None) as watchdog:
         if not is_resumable(directory, fresh):
             metadata = None
@@ -100,7 +89,8 @@ def _train(
     multihost.barrier("everything is checked")
     watchdog.directory, watchdog.last_step = directory, session.checkpoints.last
     with contextlib.ExitStack() as lock:
-        session.train(multihost.on_process_0(lambda: session.begin(lock, fresh=fresh)), watchdog, progress=progress)
+        start = multihost.on_process_0(lambda: session.begin(lock, fresh=fresh))
+        session.train(start, watchdog, progress=progress)
 
 
 def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None) -> Session:

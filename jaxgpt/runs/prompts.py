@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn
 from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
@@ -20,19 +19,17 @@ from jaxgpt.runs.metadata import RunMetadata
 class PromptFormat:
     """How a run turns prompts into ids: as text, as the user's turn of a conversation, or as the source of a pair."""
 
-    directory: Path
     metadata: RunMetadata
     tokenizer: Tokenizer
-    has_encoder: bool
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """The chat template of training: the tokenizer's own, or one of `data.template`."""
-        template = find_template(self.tokenizer, self.directory, with_prefix=self.metadata.has_prefix)
+        template = find_template(self.tokenizer, self.metadata.directory, with_prefix=self.metadata.has_prefix)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):
             raise UserError(
-                f"the chat template in {self.directory / 'tokenizer_config.json'} is not the one that the run was trained "
+                f"the chat template in {self.metadata.directory / 'tokenizer_config.json'} is not the one that the run was trained "
                 "with: put back the file with the SHA-256 in experiment.json"
             )
         return template
@@ -46,7 +43,7 @@ class PromptFormat:
             return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None
         with_prefix = not self.tokenizer.prefix or self.metadata.has_prefix
         pairs = [encode_pair_prompt(prompt, self.tokenizer, with_prefix=with_prefix) for prompt in prompts]
-        if self.has_encoder:
+        if self.metadata.experiment.model.n_encoder_layer:
             return [target for _, target in pairs], [source for source, _ in pairs]
         return [[*source, *target] for source, target in pairs], None
 
@@ -55,8 +52,7 @@ class PromptFormat:
         ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
         if self.metadata.experiment.data.is_pairs:
             ends.append(int(self.tokenizer.encode(TARGET_END)[0]))
-        if (
-            self.metadata.experiment.train.init_from is None
-        ):  # else it was trained on other texts, perhaps with other stop tokens
-            ends += [end for end in end_tokens(self.directory) if 0 <= end < self.tokenizer.vocab_size]
+        # With init_from it was trained on other texts, perhaps with other stop tokens.
+        if self.metadata.experiment.train.init_from is None:
+            ends += [end for end in end_tokens(self.metadata.directory) if 0 <= end < self.tokenizer.vocab_size]
         return list(dict.fromkeys(end for end in ends if end is not None))

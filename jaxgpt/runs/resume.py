@@ -55,11 +55,9 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
             f"{directory} holds an imported model, not a run to go on with: name another "
             f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
         )
-    changed = {
-        name: values
-        for name, values in _fewest_differences(metadata, experiment).items()
-        if not name.startswith(CHANGEABLE)
-    }
+    # The experiment may be given as it was written or as `load` returns it.
+    changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
+    changed = {name: values for name, values in changed.items() if not name.startswith(CHANGEABLE)}
     if experiment.data.tokenizer_file is not None:
         check_same_tokenizer(metadata, experiment.data.tokenizer_file)
         changed.pop("data.tokenizer", None)
@@ -90,11 +88,6 @@ def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
             f"{named} is not the tokenizer that {directory} was trained with, which is in its directory: take it by "
             + shell_line("--data.tokenizer", directory / "tokenizer.json")
         )
-
-
-def _fewest_differences(metadata: RunMetadata, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
-    """Compare with the experiment as it was written and as `load` returns it: either may be given."""
-    return min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
