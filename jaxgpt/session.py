@@ -19,7 +19,6 @@ from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import check_memory, first_device
-from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.callbacks import RunCallbacks, introduction
@@ -132,10 +131,6 @@ class Session(Training):
     # those of metrics.jsonl up to the step that training starts from, in the process that has rewound it
     lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
-
     def begin(self, lock: contextlib.ExitStack, *, fresh: bool) -> int:
         """Lock the directory, make it a run, and rewind it to its newest good checkpoint. Return the step of that."""
         lock.enter_context(lock_run(self.directory, fresh))
@@ -168,15 +163,14 @@ class Session(Training):
         state, batches = self.restore_or_init(start), self.batches(start)
         is_first = multihost.is_process_0()
         lines = self.lines if is_first else read_metrics(self.metrics)
-        log = self._open_log(lines, start, show=progress and is_first)
+        log = Log(self, lines, start=start, show=progress and is_first)
         is_lost = False
         try:
             for line in introduction(self, start):
                 log.say(line)
             with catch_signals() as stop:
                 callbacks = RunCallbacks(training=self, watchdog=watchdog, log=log, stop=stop, compared=start)
-                is_measured = any(line["step"] == start and "val_loss" in line for line in lines)
-                self._run_loop(callbacks, state, batches, start, is_measured=is_measured)
+                self._run_loop(callbacks, state, batches, start)
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise
@@ -189,26 +183,11 @@ class Session(Training):
                 with contextlib.suppress(OSError):  # a full disk has been told by now
                     plot_losses(log.lines, self.directory / "loss.png", self.experiment.name)
 
-    def _open_log(self, lines: list[dict[str, Any]], start: int, *, show: bool) -> Log:
-        model, train = self.experiment.model, self.experiment.train
-        return Log(
-            train,
-            self.metrics if multihost.is_process_0() else None,
-            lines,
-            start=start,
-            tokens_per_step=train.batch_size * model.block_size,
-            flops_per_token=train_flops_per_token(model, *self.trainer.parameters),
-            devices=len(self.trainer.strategy.devices),
-            show=show,
-        )
-
-    def _run_loop(
-        self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int, *, is_measured: bool
-    ) -> None:
-        """Run the loop. is_measured: the validation loss of step `start` is in metrics.jsonl."""
+    def _run_loop(self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int) -> None:
         config = self.experiment.train
         losses = map(self.checkpoints.val_loss, self.checkpoints.steps())  # with digests; metrics.jsonl may have none
         best = min((loss for loss in losses if loss is not None), default=math.inf)
+        is_measured = any(line["step"] == start and "val_loss" in line for line in callbacks.log.lines)
         try:
             if start and loop.is_eval_step(start, config) and not is_measured:
                 val_loss = callbacks.validate_start(start, state)

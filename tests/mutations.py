@@ -785,7 +785,7 @@ MUTATIONS = (
     Mutation(
         "mfu-of-one-device",
         "runs/log.py",
-        "limits.flops * devices",
+        "limits.flops * len(devices)",
         "limits.flops",
         "runs/test_log.py::test_the_rate_and_the_mfu",
     ),

@@ -32,6 +32,11 @@ class Training:
     weights: Callable[[], Weights] | None  # that it starts from
     checkpoints: Checkpoints
 
+    @property
+    def metrics(self) -> Path:
+        """The path of metrics.jsonl."""
+        return self.directory / "metrics.jsonl"
+
     @functools.cached_property
     def dropout_key(self) -> jax.Array:
         """The key of the run's dropout."""

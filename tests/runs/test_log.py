@@ -16,16 +16,14 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
     """Tokens since the last line over its seconds; of what 8 devices of 1 TFLOP/s could do."""
     monkeypatch.setattr(jaxgpt.runs.log, "device_kind", lambda: "a device")
     monkeypatch.setitem(PEAKS, "a device", SimpleNamespace(flops=1e12))
-    log = Log(
-        tiny_experiment(text_file, batch_size=16, log_every=2).train,
-        tmp_path / "metrics.jsonl",
-        [{"seconds": 100.0}],
-        start=3,
-        tokens_per_step=16 * 8,
-        flops_per_token=1e6,
-        devices=8,
-        show=False,
+    monkeypatch.setattr(jaxgpt.runs.log, "train_flops_per_token", lambda *_: 1e6)
+    trainer = SimpleNamespace(parameters=(), strategy=SimpleNamespace(devices=range(8)))
+    training = SimpleNamespace(
+        metrics=tmp_path / "metrics.jsonl",
+        experiment=tiny_experiment(text_file, batch_size=16, log_every=2),
+        trainer=trainer,
     )
+    log = Log(training, [{"seconds": 100.0}], start=3, show=False)
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
     log.compiled(4, 60.0)
     for step in range(4, 9):
