@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxgpt import loop
 from jaxgpt.batch import Batch
@@ -27,7 +26,7 @@ from jaxgpt.runs.find import RUNS, is_run
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import Log
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
-from jaxgpt.runs.metrics import plot_losses, read_metrics, rewind_metrics
+from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
 from jaxgpt.runs.training import Training
@@ -128,8 +127,6 @@ class Session(Training):
 
     given: Experiment  # as it was asked for
     is_new: bool
-    # those of metrics.jsonl up to the step that training starts from, in the process that has rewound it
-    lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def begin(self, lock: contextlib.ExitStack, *, fresh: bool) -> int:
         """Lock the directory, make it a run, and rewind it to its newest good checkpoint. Return the step of that."""
@@ -139,7 +136,7 @@ class Session(Training):
         self.checkpoints.remove_partial()
         step = self.checkpoints.latest_valid() or 0
         self.checkpoints.quarantine_after(step)
-        self.lines[:] = rewind_metrics(self.metrics, step)
+        rewind_metrics(self.metrics, step)
         return step
 
     def _write_metadata(self) -> None:
@@ -161,9 +158,7 @@ class Session(Training):
     def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:
         """Train from the checkpoint of step `start`, 0 for none, to the end."""
         state, batches = self.restore_or_init(start), self.batches(start)
-        is_first = multihost.is_process_0()
-        lines = self.lines if is_first else read_metrics(self.metrics)
-        log = Log(self, lines, start=start, show=progress and is_first)
+        log = Log(self, start, show=progress and multihost.is_process_0())
         is_lost = False
         try:
             for line in introduction(self, start):
@@ -179,7 +174,7 @@ class Session(Training):
             log.close()
             if not is_lost:  # else this would wait for the others
                 self.checkpoints.close()
-            if is_first:
+            if multihost.is_process_0():
                 with contextlib.suppress(OSError):  # a full disk has been told by now
                     plot_losses(log.lines, self.directory / "loss.png", self.experiment.name)
 

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,22 +15,22 @@ from jaxgpt.cluster import multihost
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import PEAKS
-from jaxgpt.runs.metrics import MetricsFile
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 
 
 class Log(callbacks.Log):
     """Write lines of metrics.jsonl, and show them."""
 
-    def __init__(self, training: Training, lines: list[dict[str, Any]], *, start: int, show: bool):
-        """lines: those that metrics.jsonl has up to the step `start`, to which losses are added. show: not only write."""
+    def __init__(self, training: Training, start: int, *, show: bool):
+        """start: the step up to which metrics.jsonl has lines already. show: not only write."""
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
-        self.lines = lines
+        self.lines = read_metrics(training.metrics)  # to which losses are added
         limits = PEAKS.get(device_kind())  # None: unknown, and so is the MFU
         flops_per_token = train_flops_per_token(model, *training.trainer.parameters)
         self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * len(devices))
-        self.clock = Clock(max((line.get("seconds") or 0.0 for line in lines), default=0.0))
+        self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
         self._display = Display(config.steps, start, show=show)  # last: a bar that is shown has to be closed

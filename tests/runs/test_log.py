@@ -23,7 +23,7 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
         experiment=tiny_experiment(text_file, batch_size=16, log_every=2),
         trainer=trainer,
     )
-    log = Log(training, [{"seconds": 100.0}], start=3, show=False)
+    log = Log(training, 3, show=False)
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
     log.compiled(4, 60.0)
     for step in range(4, 9):
