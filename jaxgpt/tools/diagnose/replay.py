@@ -68,8 +68,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
         weights=weights,
         checkpoints=checkpoints,
     )
+    state = training.restore_or_init(start)
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
-    state, metrics = _take_steps(training, start, step)
+    state, metrics = _take_steps(training, state, start, step)
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
         params, batch = gather_params(trainer, state), training.whole_batch(step)
@@ -106,9 +107,9 @@ def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
     return 0, "the seed", kept["the checkpoint"]
 
 
-def _take_steps(training: Training, start: int, step: int) -> tuple[TrainState, Any]:
+def _take_steps(training: Training, state: TrainState, start: int, step: int) -> tuple[TrainState, Any]:
     """Return (state, metrics) after `step`, from the state after `start`."""
-    state, metrics = training.restore_or_init(start), None
+    metrics = None
     with contextlib.closing(training.batches(start)) as batches:
         for _ in range(start, step):
             state, metrics = training.trainer.train_step(state, next(batches), training.dropout_key)
