@@ -443,7 +443,7 @@ MUTATIONS = (
     ),
     Mutation(
         "source-padding-is-read",
-        "encdec/cross.py",
+        "encdec/model.py",
         "source_segments_BS > 0",
         "source_segments_BS >= 0",
         "encdec/test_encoder.py::test_greedy_writes_the_likeliest[2017]",

@@ -16,7 +16,7 @@ import numpy as np
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import Decoding, is_stop, pad_stop_tokens
+from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
 from jaxgpt.sample.prompts import check_ids
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import DecodeState, init_state, prefill, prefill_chunk
@@ -145,7 +145,7 @@ def _extend(beams: Beams, logprob_BWV: jax.Array, stops, start, limit_B, alpha) 
     """Add a token to every beam: of all W V continuations, the best that stop and the best that do not."""
     state, (B, W, V), X = beams.state, logprob_BWV.shape, beams.finished_BWX.shape[-1]
     logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
-    is_stop_V = is_stop(jnp.arange(V), stops)
+    is_stop_V = jnp.isin(jnp.arange(V), stops)
     tokens = state.cursor - start + 1  # with the one that is chosen now
 
     # Only a stop among the W most probable of all continuations: with one beam, what greedy decoding would do.

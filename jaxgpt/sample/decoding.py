@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import get_args
 
-import jax
 import numpy as np
 
 from jaxgpt.config import Precision
@@ -62,11 +61,6 @@ def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
     stops = np.full(next_bucket(4, len(stop_tokens)), -1, np.int32)
     stops[: len(stop_tokens)] = stop_tokens
     return stops
-
-
-def is_stop(tokens_R: jax.Array, stops: jax.Array) -> jax.Array:
-    """Return which tokens are among the stop tokens."""
-    return (tokens_R[:, None] == stops[None]).any(axis=1)
 
 
 def next_bucket(least: int, wanted: int) -> int:

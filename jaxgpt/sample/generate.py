@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxgpt.config import Precision
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import BUCKET, Decoding, is_stop, pad_stop_tokens
+from jaxgpt.sample.decoding import BUCKET, Decoding, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.score import score
@@ -163,7 +163,7 @@ def advance(model, params, state, sampling, stops, limit, vocab_size) -> DecodeS
         logits_BV = logits_B1V[:, 0, :vocab_size]
         keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.length_B)
         token_B = sampling.draw(logits_BV, keys_B, state.seen_ids(vocab_size))
-        stopped_B = state.stopped_B | is_stop(token_B, stops)
+        stopped_B = state.stopped_B | jnp.isin(token_B, stops)
         if state.seen_BV is not None:
             state = state.replace(seen_BV=state.seen_BV.at[rows_B, token_B].set(True))
         if state.logprobs_BX is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import Decoding, is_stop, pad_stop_tokens
+from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
 from jaxgpt.sample.filters import Sampling, draw
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import (
@@ -117,7 +117,7 @@ def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, v
         t, n, last = _verify(target, t, sampling, key, tokens_G, q_GV, seen_RV)
         order_R = jnp.arange(G + 1)
         new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
-        is_end_R = is_stop(new_R, stops) & (order_R <= n)
+        is_end_R = jnp.isin(new_R, stops) & (order_R <= n)
         return _accept(t, t.cursor, new_R, n, is_end_R), _accept(d, d_start, new_R, n, is_end_R)
 
     def is_unfinished(states):
