@@ -814,7 +814,7 @@ MUTATIONS = (
     Mutation(
         "result-of-xla-attention-not-kept",
         "layers/kernels/fused.py",
-        'out_BTNH if self.implementation == "cudnn" else checkpoint_name(out_BTNH, SAVED_NAME)',
+        'out_BTNH if implementation == "cudnn" else checkpoint_name(out_BTNH, SAVED_NAME)',
         "out_BTNH",
         "test_model.py::test_remat_of_all_but_dots_keeps_what_attention_made",
     ),

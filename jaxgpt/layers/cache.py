@@ -7,6 +7,8 @@ row which position it holds. What a query sees follows from positions alone, nev
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -50,15 +52,11 @@ class LayerCache(flax.struct.PyTreeNode):
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, index: CacheIndex) -> LayerCache:
         """Return the cache with T more tokens in their slots."""
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        if self.k_scale_BKS is None or self.v_scale_BKS is None:
-            return LayerCache(_put(self.k_BKSH, k_BKTH, index, axis=2), _put(self.v_BKSH, v_BKTH, index, axis=2))
-        (k8_BKTH, k_scale_BKT), (v8_BKTH, v_scale_BKT) = to_int8(k_BKTH), to_int8(v_BKTH)
-        return LayerCache(
-            _put(self.k_BKSH, k8_BKTH, index, axis=2),
-            _put(self.v_BKSH, v8_BKTH, index, axis=2),
-            _put(self.k_scale_BKS, k_scale_BKT, index, axis=2),
-            _put(self.v_scale_BKS, v_scale_BKT, index, axis=2),
-        )
+        new = LayerCache(k_BKTH, v_BKTH)
+        if self.k_scale_BKS is not None:
+            (k8_BKTH, k_scale_BKT), (v8_BKTH, v_scale_BKT) = to_int8(k_BKTH), to_int8(v_BKTH)
+            new = LayerCache(k8_BKTH, v8_BKTH, k_scale_BKT, v_scale_BKT)
+        return jax.tree.map(functools.partial(_put, index=index, axis=2), self, new)
 
     def attend(
         self, q_BTNH: jax.Array, visible_BTS: jax.Array, *, scale: float | None = None, softcap: float | None = None
@@ -120,13 +118,13 @@ class KVCache(flax.struct.PyTreeNode):
 
         The layers have yet to write their keys and values there.
         """
-        positions_BS = _put(self.positions_BS, index.positions_BT, index, axis=1)
+        positions_BS = _put(self.positions_BS, index.positions_BT, index=index, axis=1)
         behind_BTS = index.positions_BT[:, :, None] - positions_BS[:, None, :]
         visible_BTS = (behind_BTS >= 0) & (behind_BTS < window) & (positions_BS != EMPTY)[:, None, :]
         return self.replace(positions_BS=positions_BS), index.replace(visible_BTS=visible_BTS, behind_BTS=behind_BTS)
 
 
-def _put(buffer: jax.Array, new: jax.Array, index: CacheIndex, *, axis: int) -> jax.Array:
+def _put(buffer: jax.Array, new: jax.Array, *, index: CacheIndex, axis: int) -> jax.Array:
     """Return buffer with `new` at the slots of `axis`."""
     if index.slots_T.shape[0] == 1:  # decoding: one slot, which XLA writes in place
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), index.slots_T[0], axis)

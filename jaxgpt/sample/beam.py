@@ -17,7 +17,6 @@ from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
-from jaxgpt.sample.prompts import check_ids
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import DecodeState, init_state, prefill, prefill_chunk
 
@@ -59,8 +58,7 @@ def beam_search(
     if not 0 <= length_penalty < math.inf:
         raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
     block_size = model.config.block_size
-    ids = [check_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    room_B = [block_size + 1 - len(prompt) for prompt in ids]  # the last token of a completion need not be read
+    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion need not be read
     if min(room_B, default=1) < 1:
         raise UserError(
             f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"

@@ -35,11 +35,7 @@ class Detokenizer:
 
     def rest(self) -> str:
         """Return what was held back, at the end of the ids."""
-        if self.stopped:
-            return ""
-        piece = self._release(self._decode_new(), last=True)
-        self._context = self._shown = len(self._ids)
-        return piece
+        return "" if self.stopped else self._release(self._decode_new(), last=True)
 
     def _push(self, i: int) -> str:
         if self.stopped:

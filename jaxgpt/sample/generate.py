@@ -23,7 +23,6 @@ from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import (
     DecodeState,
-    has_unbounded_positions,
     init_state,
     is_full_B,
     prefill,
@@ -176,13 +175,10 @@ def advance(model, params, state, sampling, stops, limit, vocab_size) -> DecodeS
         return draw_next(state, x_BTD[:, 0])
 
     def is_decoding(state: DecodeState):
-        if has_unbounded_positions(model):
-            return is_unfinished(state)
         return is_unfinished(state) & ~is_full_B(model, state).any()
 
     def prefill_and_decode(state: DecodeState) -> DecodeState:
-        if not has_unbounded_positions(model):
-            state = recompute_window(model, state, is_full_B(model, state))
+        state = recompute_window(model, state)
         is_behind = state.cursor - state.cache_cursor > 1
         state = jax.lax.cond(is_behind, lambda s: draw_next(*prefill(model, params, s)), lambda s: s, state)
         return jax.lax.while_loop(is_decoding, decode, state)

@@ -24,7 +24,6 @@ from jaxgpt.sample.state import (
     DecodeState,
     has_unbounded_positions,
     init_state,
-    is_full_B,
     prefill,
     prefill_chunk,
     recompute_window,
@@ -85,8 +84,7 @@ class _Model(NamedTuple):
 
     def catch_up(self, state: DecodeState, ahead: int) -> DecodeState:
         """Read up to the last token, which is left to be read with the next ones."""
-        if not has_unbounded_positions(self.model):
-            state = recompute_window(self.model, state, is_full_B(self.model, state, ahead))
+        state = recompute_window(self.model, state, ahead)
         # More than a round leaves unread: a prompt, or the half of a full window.
         is_behind = state.cursor - state.cache_cursor > 1
         state = jax.lax.cond(is_behind, lambda s: prefill(self.model, self.params, s)[0], lambda s: s, state)
@@ -182,7 +180,6 @@ def _accept(state: DecodeState, start: jax.Array, new_R: jax.Array, n: jax.Array
     )
     if state.seen_BV is None:
         return state
-    kept_R = jnp.where(
-        jnp.arange(len(new_R)) <= n, new_R, state.seen_BV.shape[1]
-    )  # beyond the last, which "drop" drops
+    V = state.seen_BV.shape[1]  # beyond the last id, which "drop" drops
+    kept_R = jnp.where(jnp.arange(len(new_R)) <= n, new_R, V)
     return state.replace(seen_BV=state.seen_BV.at[0, kept_R].set(True, mode="drop"))

@@ -158,13 +158,18 @@ def prefill(model: GPT, params: dict, state: DecodeState) -> tuple[DecodeState, 
     return jax.lax.while_loop(lambda carry: carry[0].cache_cursor < carry[0].cursor, read_chunk, (state, x_BD))
 
 
-def is_full_B(model: GPT, state: DecodeState, ahead: int | jax.Array = 0) -> jax.Array:
-    """Return which rows have their last token, or the one `ahead` of it, past the last position."""
+def is_full_B(model: GPT, state: DecodeState, ahead: int = 0) -> jax.Array:
+    """Return which rows have their last token, or the one `ahead` of it, past the last position, if there is a last."""
+    if has_unbounded_positions(model):
+        return jnp.zeros_like(state.stopped_B)
     return (state.cursor - 1 + ahead - state.start_B >= model.config.block_size) & ~state.stopped_B
 
 
-def recompute_window(model: GPT, state: DecodeState, full_B: jax.Array) -> DecodeState:
-    """Let these rows begin again from their last half window. The others reread those columns, to no effect."""
+def recompute_window(model: GPT, state: DecodeState, ahead: int = 0) -> DecodeState:
+    """Let full rows begin again from their last half window. The others reread those columns, to no effect."""
+    if has_unbounded_positions(model):
+        return state
+    full_B = is_full_B(model, state, ahead)
     half, chunk = max(model.config.block_size // 2, 1), chunk_size(model)
     cache = state.cache.replace(positions_BS=jnp.where(full_B[:, None], EMPTY, state.cache.positions_BS))
     return state.replace(
