@@ -104,10 +104,8 @@ class KVCache(flax.struct.PyTreeNode):
         shape = (batch, n_kv_head, slots, head_dim)
 
         def layer() -> LayerCache:
-            k_BKSH, v_BKSH = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-            if k_BKSH.dtype != jnp.int8:
-                return LayerCache(k_BKSH=k_BKSH, v_BKSH=v_BKSH)
-            return LayerCache(k_BKSH, v_BKSH, jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1]))
+            scales = (jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1])) if jnp.dtype(dtype) == jnp.int8 else ()
+            return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), *scales)
 
         return KVCache(
             layers=tuple(layer() for _ in range(n_layer)), positions_BS=jnp.full((batch, slots), EMPTY, jnp.int32)

@@ -34,19 +34,10 @@ def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 def scan(block: type[nn.Module], config: GPTConfig) -> Any:
     """Return a module that applies `block` n_layer times, with one set of stacked parameters."""
-    return nn.scan(
-        _scan_body(block),
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
-        length=config.n_layer,
-    )
-
-
-def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
-    """Return `block` as nn.scan takes it: (carry, *broadcast) -> (carry, output per layer)."""
 
     class Layer(nn.Module):
+        """`block` as nn.scan takes it: (carry, *broadcast) -> (carry, output per layer)."""
+
         config: GPTConfig
         dtype: DTypeLike
         attention_fn: AttentionFn
@@ -58,4 +49,10 @@ def _scan_body(block: type[nn.Module]) -> type[nn.Module]:
             layer = block(self.config, self.dtype, self.attention_fn, self.sharding, window, name="block")
             return layer(x_BTD, positions_BT, train, segments_BT), None
 
-    return Layer
+    return nn.scan(
+        Layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
+        length=config.n_layer,
+    )

@@ -58,9 +58,8 @@ class Decoding:
 
 def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
     """Return the ids and at least as many of -1, which is never drawn: one more stop token rarely compiles anew."""
-    stops = np.full(next_bucket(4, len(stop_tokens)), -1, np.int32)
-    stops[: len(stop_tokens)] = stop_tokens
-    return stops
+    padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
+    return np.array([*stop_tokens, *[-1] * padding], np.int32)
 
 
 def next_bucket(least: int, wanted: int) -> int:

@@ -17,6 +17,7 @@ from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.sample.decoding import next_bucket
 from jaxgpt.sample.prompts import check_ids
 
 WINDOWS_AT_ONCE = 8  # windows that are read together
@@ -149,7 +150,7 @@ def _score_windows(
 
     for at in range(0, len(windows), batch_size):
         batch = windows[at : at + batch_size]
-        T = min(block_size, max(64, 1 << (batch[-1].length - 1).bit_length()))  # few widths, few compilations
+        T = min(block_size, next_bucket(64, batch[-1].length))  # few widths, few compilations
         inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
         for row, w in enumerate(batch):
             tokens = ids[w.text][w.start : w.start + w.length + 1]

@@ -50,8 +50,7 @@ def speculate(
     Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
     """
     vocab_size, every = decoding.known_ids(model), decoding.every or decoding.max_new_tokens
-    assert draft.config.vocab_size is not None
-    if draft.config.vocab_size < vocab_size:
+    if decoding.known_ids(draft) < vocab_size:
         raise UserError(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
         )
