@@ -29,13 +29,7 @@ from jaxgpt.hf.family import OUTPUT, SANDWICH, Family, WeightRule, canonical_for
 from jaxgpt.hf.rotations import rope, rope_by_layer
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
-PLAIN = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
+PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}
 # Gemma 1's first config.json files say "gelu" and mean the tanh form: transformers issue 29402.
 GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 

@@ -53,29 +53,27 @@ SANDWICH = {
 }
 
 
-def split(theirs: np.ndarray, layout: Layout, head_size: int) -> list[np.ndarray]:
+def split(theirs: np.ndarray, layout: Layout, n_head: int) -> list[np.ndarray]:
     """Return our arrays of their tensor; views where possible."""
     if layout == "transposed":
         return [theirs.T]
     if layout == "columns":
         return np.split(theirs, 3, axis=-1)
     if layout == "heads":
-        x_N3HD = theirs.reshape(-1, 3, head_size, *theirs.shape[1:])
+        x_N3HD = theirs.reshape(n_head, 3, -1, *theirs.shape[1:])
         parts = [x_N3HD[:, i].reshape(-1, *theirs.shape[1:]) for i in range(3)]
         return [x.T for x in parts] if theirs.ndim == 2 else parts
     return [theirs]
 
 
-def join(ours: Sequence[np.ndarray], layout: Layout, head_size: int) -> np.ndarray:
+def join(ours: Sequence[np.ndarray], layout: Layout, n_head: int) -> np.ndarray:
     """Return their tensor of our arrays: the inverse of `split`."""
     if layout == "transposed":
         return ours[0].T
     if layout == "columns":
         return np.concatenate(ours, axis=-1)
     if layout == "heads":
-        parts = [(x.T if x.ndim == 2 else x) for x in ours]
-        parts = [x.reshape(-1, head_size, *x.shape[1:]) for x in parts]
-        x_N3HD = np.stack(parts, axis=1)
+        x_N3HD = np.stack([x.T.reshape(n_head, -1, *x.shape[:-1]) for x in ours], axis=1)
         return x_N3HD.reshape(-1, *x_N3HD.shape[3:])
     return ours[0]
 

@@ -81,13 +81,11 @@ def read_params(
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
     broken = []
-    head_dim = config.explicit().head_dim
-    assert head_dim
     for rule in family.expand_rules(config, shapes_of(config)):
         tensor = read(rule.theirs, tensors[rule.theirs])
         if not is_finite(tensor):
             broken.append(rule.theirs)
-        for path, part in zip(rule.ours, split(tensor, rule.layout, head_dim), strict=True):
+        for path, part in zip(rule.ours, split(tensor, rule.layout, config.n_head), strict=True):
             params[path] = _place(part, dtype, here if places is None else places[path])
     if broken:
         warnings.warn(
@@ -125,14 +123,12 @@ def to_tensors(
     """Return their tensors, each to be made when it is written. dtype: None means that of the parameters."""
     flat = _flat(params)
     made = {}
-    head_dim = config.explicit().head_dim
-    assert head_dim
     for rule in family.expand_rules(config, flat):
         ours = [flat.pop(path) for path in rule.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
 
         def make(ours=ours, rule=rule, kind=kind) -> np.ndarray:
-            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
+            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, config.n_head)
 
         made[rule.theirs] = LazyTensor(shape=their_shape([x.shape for x in ours], rule.layout), dtype=kind, make=make)
     assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"
