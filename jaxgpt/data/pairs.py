@@ -52,7 +52,7 @@ def encode_pairs(
         yield ids, np.arange(len(ids)) >= len(before)
 
 
-def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, *, with_prefix: bool = True) -> tuple[list[int], list[int]]:
+def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, with_prefix: bool) -> tuple[list[int], list[int]]:
     """Return (source, what its target begins with) as `encode_pairs` has them.
 
     A prompt is a source, or a source, TARGET_START and the beginning of a target. Raises `UserError` for an empty source.
