@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -44,11 +45,8 @@ def import_hf(
 
 def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) -> None:
     params = read_params(source.tensors, source.family, source.config, dtype=dtype)
-    checkpoints = Checkpoints(directory / "checkpoints")
-    try:
+    with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
         checkpoints.save_params(params, 0)
-    finally:
-        checkpoints.close()
     keep_companions(source.directory, directory)
     write_metadata(
         directory,
