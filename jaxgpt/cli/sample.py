@@ -86,8 +86,9 @@ def _load(
     name: str | None, draft: str | None, average: int | None, weights: Precision | None, filters: dict[str, Any]
 ) -> tuple[Run, Run | None]:
     """Return the run and its draft, ready to decode, once the options are known to be right."""
-    for run in (name, *([draft] if draft else [])):
-        find_run(run)  # before jax is imported
+    find_run(name)  # before jax is imported
+    if draft:
+        find_run(draft)
     configure_jax()
     from jaxgpt.run import load
     from jaxgpt.sample.filters import Sampling

@@ -91,9 +91,8 @@ class Module:
         counter = condition.get(compare.operands[0]) if compare.operands else None
         if compare.op != "compare" or "direction=LT" not in compare.text or limits[1] is None or counter is None:
             return 1
-        start = None
-        if index := counter.attribute(r"index=(\d+)"):
-            start = _constant(computation, computation[loop.operands[0]].operands[int(index)])
+        index = counter.attribute(r"index=(\d+)")
+        start = _constant(computation, computation[loop.operands[0]].operands[int(index)]) if index else 0
         return max(limits[1] - (start or 0), 0)
 
 
