@@ -494,5 +494,5 @@ def test_metrics_files(tmp_path):
     assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
     path.write_text(path.read_text() + '{"step": 4, "lo')  # cut short by a kill
     assert len(read_metrics(path)) == 3
-    assert rewind_metrics(path, 2) == read_metrics(path)
+    rewind_metrics(path, 2)
     assert [x["step"] for x in read_metrics(path)] == [1, 2]

@@ -295,7 +295,8 @@ def test_writers_follow_no_links(tmp_path):
         path.symlink_to(tmp_path / ("folder" if name[0].isdigit() else "precious"))
     with pytest.raises(OSError, match="symbolic links"):
         MetricsFile(links["metrics.jsonl"])
-    assert rewind_metrics(links["metrics.jsonl"], 3) == []
+    rewind_metrics(links["metrics.jsonl"], 3)
+    assert read_metrics(links["metrics.jsonl"]) == []
     plot_losses([{"step": 1, "loss": 2.0}], links["loss.png"], "x")
     Checkpoints(tmp_path / "run").remove_partial()
     assert (tmp_path / "precious").read_text() == (tmp_path / "folder" / "precious").read_text() == "precious"
@@ -332,7 +333,7 @@ def test_broken_lines_of_the_metrics_are_left_out_wherever_they_are(tmp_path):
     with pytest.warns(UserWarning, match=said):  # not of the last one, which may be just being written
         assert read_metrics(path) == good
     with pytest.warns(UserWarning, match=said):
-        assert rewind_metrics(path, 5) == good[:5]
+        rewind_metrics(path, 5)
     assert read_metrics(path) == good[:5]
 
 

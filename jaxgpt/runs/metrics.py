@@ -94,11 +94,9 @@ def _is_plain(name: str, value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 
-def rewind_metrics(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines after `step`, which a resumed run will write again, and return those that stay."""
-    kept = [line for line in read_metrics(path) if line["step"] <= step]
-    write_whole(path, b"".join(map(_sealed, kept)))
-    return kept
+def rewind_metrics(path: Path, step: int) -> None:
+    """Remove the lines after `step`, which a resumed run will write again."""
+    write_whole(path, b"".join(_sealed(line) for line in read_metrics(path) if line["step"] <= step))
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
