@@ -27,15 +27,13 @@ def checksum(tree: Any) -> jax.Array:
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        words = _words(leaf)
+        bits = (
+            leaf if leaf.dtype == bool else jax.lax.bitcast_convert_type(leaf, f"uint{8 * min(leaf.dtype.itemsize, 4)}")
+        )
+        words = bits.astype(jnp.uint32).ravel()
         places = jax.lax.iota(jnp.uint32, words.size) * 2 + 1
         total = total * 3 + jnp.sum(words * places, dtype=jnp.uint32)
     return total
-
-
-def _words(x: jax.Array) -> jax.Array:
-    bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}")
-    return bits.astype(jnp.uint32).ravel()
 
 
 def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:

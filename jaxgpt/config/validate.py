@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 import reprlib
 import types
 from collections.abc import Iterable
@@ -102,18 +103,13 @@ def check_value(name: str, value: Any, hint: Any) -> Any:
 
 
 def _check_bounds(name: str, value: float, bounds: Interval) -> None:
-    low = value < bounds.ge if bounds.ge is not None else bounds.gt is not None and value <= bounds.gt
-    high = value > bounds.le if bounds.le is not None else bounds.lt is not None and value >= bounds.lt
-    if not low and not high:
-        return
-    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    wrong = (("ge", "gt") if low else ("le", "lt")) if isinstance(value, int) else tuple(words)
-    stated = [
-        f"{words[k]} {bound:{',' if isinstance(bound, int) else 'g'}}"
-        for k in wrong
-        if (bound := getattr(bounds, k)) is not None
-    ]
-    raise UserError(f"{name}={short(value)}: needs {' and '.join(stated)}")
+    given = {key: bound for key, bound in bounds._asdict().items() if bound is not None}
+    broken = [key for key, bound in given.items() if not getattr(operator, key)(value, bound)]
+    if broken:
+        told = broken if isinstance(value, int) else given  # a float's message names both ends
+        words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+        needed = [f"{words[key]} {given[key]:{',' if isinstance(given[key], int) else 'g'}}" for key in told]
+        raise UserError(f"{name}={short(value)}: needs {' and '.join(needed)}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

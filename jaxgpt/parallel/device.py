@@ -88,24 +88,22 @@ def compute_options(
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
 
-    fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
+    elsewhere = f"the device is {device.device_kind}"
     why_not = {
-        "plain": None,
         "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if is_packed else None),
-        "splash": why_not_splash(model.block_size, model.head_dim, dtype)
-        if device.platform == "tpu"
-        else f"the device is {device.device_kind}",
+        "splash": why_not_splash(model.block_size, model.head_dim, dtype) if device.platform == "tpu" else elsewhere,
     }
-    attention = named = train.attention
-    refused = None if named == "auto" else why_not[named]
+    refused = why_not.get(train.attention)
     if refused and required:
-        raise UserError(f"train.attention={named} is not to be had here: {refused}. Take auto or plain.")
-    if named == "auto" or refused:
+        raise UserError(f"train.attention={train.attention} is not to be had here: {refused}. Take auto or plain.")
+    fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
+    attention = train.attention
+    if attention == "auto" or refused:
         attention = "plain" if fused is None or why_not[fused] else fused
     said = f"{attention} attention"
     if refused:
-        said += f" instead of {named} ({refused})"
+        said += f" instead of {train.attention} ({refused})"
     if attention not in ("plain", "xla") and model.dropout:
         said += " (plain in training: it cannot drop weights)"
     elif fused and attention == "plain" and why_not[fused] and not refused:

@@ -128,17 +128,14 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int
     """Return the three sizes with -1 replaced by what is left. Raises `UserError` unless they multiply to the devices."""
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name}={n}" for name, n in sizes.items())
-    known = data * fsdp * tensor
-    if known < 0:  # one of them is -1
-        known = -known
-        if devices % known == 0:
-            return {name: devices // known if n == -1 else n for name, n in sizes.items()}
-    if known != devices:
+    known = data * fsdp * tensor  # less than 0: one of them is -1
+    rest, left_over = divmod(devices, abs(known))
+    if left_over or (known > 0 and rest > 1):
         divisors = [d for d in range(1, devices + 1) if devices % d == 0]
         raise UserError(
             f"parallel {given} does not make the {devices} devices there are: each size divides {devices} ({divisors}), and at most one is -1, the rest"
         )
-    return sizes
+    return {name: rest if n == -1 else n for name, n in sizes.items()}
 
 
 def make_mesh(devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:

@@ -123,7 +123,5 @@ def shardings_of(state: TrainState) -> TrainState:
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Return shapes with shardings: one for all, or a tree of them."""
-    if isinstance(shardings, Sharding):
-        one = shardings
-        shardings = jax.tree.map(lambda _: one, shapes)
+    shardings = jax.tree.broadcast(shardings, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
