@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.batch import Batch
@@ -19,7 +20,7 @@ from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, make_mesh, mesh_shape, state_shardings
+from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, mesh_shape, state_shardings
 from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings
 from jaxgpt.train import TrainState
 
@@ -34,7 +35,10 @@ class MeshStrategy(Strategy):
         """
         devices = jax.devices() if devices is None else devices
         sizes = mesh_shape(len(devices), data, fsdp, tensor)
-        self.mesh = make_mesh(list(devices), sizes)
+        # Split: tensor=4 on an 8x8x8 torus is half of one of its rings.
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+        # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
+        self.mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         self.devices = tuple(self.mesh.devices.flat)
         self.data_parallel_size = sizes["data"] * sizes["fsdp"]
         self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
@@ -43,7 +47,7 @@ class MeshStrategy(Strategy):
         self._replicated = NamedSharding(self.mesh, P())
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return the kernel run by each device for its own rows and heads: no communication, and jit cannot shard kernels."""
+        """Return the kernel run by each device for its own rows and heads, without communication: jit cannot shard it."""
         rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
         def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
@@ -95,11 +99,11 @@ class MeshStrategy(Strategy):
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
 
 
-def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
+def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
     """Return hooks that keep activations sharded by rows, as the batch is: the compiler alone may shard them by D."""
 
     def constrain(x_BTD: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(grid, BATCH_SPEC))
+        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(mesh, BATCH_SPEC))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Look each device's tokens up in its tensor group's part of the table, gathered over fsdp.
@@ -116,7 +120,7 @@ def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
 
         return jax.shard_map(
             embed_locally,
-            mesh=grid,
+            mesh=mesh,
             in_specs=(P("tensor", "fsdp"), BATCH_SPEC),
             out_specs=BATCH_SPEC,
             check_vma=False,  # all_gather's result counts as varying
@@ -139,7 +143,7 @@ def _sharding_hooks(grid: jax.sharding.Mesh) -> ShardingHooks:
             specs = {name: P("fsdp") if _width_axis(name) == 0 else P(None, "fsdp") for name in params}
             return jax.shard_map(
                 reduce_locally,
-                mesh=grid,
+                mesh=mesh,
                 in_specs=(specs, *([BATCH_SPEC] * len(arrays))),
                 out_specs=P(),
                 axis_names={"data", "fsdp"},  # the compiler shards the vocabulary over `tensor`

@@ -6,7 +6,6 @@ from typing import Any, cast
 import jax
 import optax
 from flax import linen as nn
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig
@@ -136,12 +135,3 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int
             f"parallel {given} does not make the {devices} devices there are: each size divides {devices} ({divisors}), and at most one is -1, the rest"
         )
     return {name: rest if n == -1 else n for name, n in sizes.items()}
-
-
-def make_mesh(devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
-    """Arrange devices in a mesh of these sizes."""
-    # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
-    types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    # Split: tensor=4 on an 8x8x8 torus is half of one of its rings.
-    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(sizes), axis_types=types)
