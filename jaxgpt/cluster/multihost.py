@@ -52,15 +52,13 @@ def initialize(config: ParallelConfig) -> None:
             num_processes=config.processes,
             process_id=config.process_id,
             cluster_detection_method=None if config.coordinator is None else "deactivate",
-            initialization_timeout=config.connect_timeout
-            + 60,  # after it JAX would abort with a dump: `alone` is first
+            initialization_timeout=config.connect_timeout + 60,  # then JAX would abort with a dump: `alone` is first
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
-        reason = first_line(e)
         raise UserError(
-            f"the processes could not meet at {where}: {reason}. Is each of them started? Alone, unset what names the others."
+            f"the processes could not meet at {where}: {first_line(e)}. Is each of them started? Alone, unset what names the others."
         ) from None
     finally:
         alone.cancel()

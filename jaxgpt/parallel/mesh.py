@@ -47,7 +47,7 @@ class MeshStrategy(Strategy):
         self._replicated = NamedSharding(self.mesh, P())
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return the kernel run by each device for its own rows and heads, without communication: jit cannot shard it."""
+        """Return the kernel run by each device for its own rows and heads, with no exchange: jit cannot shard it."""
         rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
         def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):

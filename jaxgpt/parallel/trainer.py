@@ -159,12 +159,10 @@ def choose_layout(
         except UserError as e:
             errors.append(e)
             continue
-        fallback = (
-            f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
-            if errors
-            else None
-        )
-        return strategy, split, fallback
+        if not errors:
+            return strategy, split, None
+        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
+        return strategy, split, said
     raise errors[0]
 
 
