@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from typing import Any, TypeVar, get_type_hints
 
 from jaxgpt.errors import UserError
@@ -19,30 +20,23 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
     if not isinstance(values, dict):
         raise UserError(f"{where or cls.__name__}: got {type(values).__name__}, needs an object")
     hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
-        if key not in fields:
-            close = difflib.get_close_matches(str(key)[:80], fields, n=1)
+        if key not in hints:
+            close = difflib.get_close_matches(str(key)[:80], hints, n=1)
             raise UserError(
                 f"unknown field {where}{str(key)[:80]}" + (f": did you mean {where}{close[0]}?" if close else "")
             )
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
+    parameters = inspect.signature(cls).parameters
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in values]
     if missing:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
-    return cls(
-        **{
-            key: from_dict(hints[key], value, f"{where}{key}.")
-            if dataclasses.is_dataclass(hints[key])
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-            for key, value in values.items()
-        }
-    )
+    arguments = dict(values)
+    for key, value in values.items():
+        if dataclasses.is_dataclass(hints[key]):
+            arguments[key] = from_dict(hints[key], value, f"{where}{key}.")
+        elif isinstance(value, list):
+            arguments[key] = tuple(value)
+    return cls(**arguments)
 
 
 def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
