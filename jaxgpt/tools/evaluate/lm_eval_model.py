@@ -65,7 +65,11 @@ class JaxGPT(LM):
         super().__init__()
         run = run if isinstance(run, Run) else load(run)
         self.run = run if weights is None else run.for_decoding(weights)
-        self.batch_size = _batch_size(batch_size) or self.run.experiment.train.batch_size
+        if batch_size is None or str(batch_size).startswith("auto"):
+            batch_size = self.run.experiment.train.batch_size
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size!r}: needs a whole number of at least 1, or auto")
+        self.batch_size = int(batch_size)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-probability, whether it is the greedy one) of each continuation; args: (context, continuation)."""
@@ -121,14 +125,6 @@ def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
         "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
         **(filters if do_sample else {"greedy": True}),
     }
-
-
-def _batch_size(given: int | str | None) -> int | None:
-    if given is None or str(given).startswith("auto"):
-        return None
-    if not str(given).isdecimal() or int(given) < 1:
-        raise UserError(f"batch_size={given!r}: needs a whole number of at least 1, or auto")
-    return int(given)
 
 
 def main() -> None:

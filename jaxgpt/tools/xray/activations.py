@@ -46,8 +46,6 @@ class Norm(NamedTuple):
     after_TD: Any
     scale_D: Any  # gamma, as it multiplies
     bias_D: Any  # beta, or None
-    eps: float
-    centred: bool  # LayerNorm, which subtracts the mean; else RMSNorm
 
 
 class Activations(NamedTuple):
@@ -209,8 +207,6 @@ def _norm(model: GPT, name: str, values: Any, params: dict) -> Norm:
         after_TD=_output(values),
         scale_D=np.asarray(params["scale"], np.float32) + offset,
         bias_D=np.asarray(params["bias"], np.float32) if "bias" in params else None,
-        eps=model.config.norm_eps,
-        centred=model.config.norm == "layernorm",
     )
 
 

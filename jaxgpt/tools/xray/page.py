@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.layers.linear import DECODE_MATRIX
 from jaxgpt.parallel.flops import count_parameters
@@ -47,7 +48,7 @@ def render_page(
             {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
             for b in activations.branches
         ],
-        "norms": [_norm(norm) for norm in activations.norms],
+        "norms": [_norm(norm, run.model.config) for norm in activations.norms],
         "mlp": [
             _units(i, hidden_TF, run.model.config.activation, examples, arrays)
             for i, hidden_TF in enumerate(activations.hidden_LTF)
@@ -161,7 +162,7 @@ def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, 
     return maps + [draw(f"encoder, layer {i + 1}", "source", "source", weights_NSS) for i, weights_NSS in encoder]
 
 
-def _norm(norm: Norm) -> dict[str, Any]:
+def _norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
     def moments(x_TD: np.ndarray) -> dict[str, Any]:
         return {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
 
@@ -171,8 +172,8 @@ def _norm(norm: Norm) -> dict[str, Any]:
     bias_D = None if norm.bias_D is None else round_numbers(norm.bias_D[:NUMBERS])
     return {
         "name": norm.name,
-        "eps": norm.eps,
-        "centred": norm.centred,
+        "eps": config.norm_eps,
+        "centred": config.norm == "layernorm",  # which subtracts the mean
         "before": moments(norm.before_TD),
         "after": moments(norm.after_TD),
         "scale": round_numbers(norm.scale_D[:NUMBERS]),

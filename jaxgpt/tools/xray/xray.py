@@ -15,8 +15,9 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import generate
+from jaxgpt.sample.generate import stream
 from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
 from jaxgpt.tools.xray.page import render_page
 
@@ -63,17 +64,11 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
 def _generate_target(run: Run, source: list[int]) -> list[int]:
     """Decode a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
     start, end = (int(run.tokenizer.encode(text)[0]) for text in (TARGET_START, TARGET_END))
-    out = generate(
-        *run.decode_params,
-        [[start]],
-        key=jax.random.key(0),
-        max_new_tokens=max(run.model.config.block_size - 1, 1),
-        sampling=Sampling(greedy=True),
-        stop_tokens=[end],
-        vocab_size=run.tokenizer.vocab_size,
-        sources=[source],
-    )
-    return [start, *out.tokens[0]][: run.model.config.block_size]
+    T, vocab_size = run.model.config.block_size, run.tokenizer.vocab_size
+    greedy = Sampling(greedy=True)
+    decoding = Decoding(max_new_tokens=max(T - 1, 1), sampling=greedy, stop_tokens=[end], vocab_size=vocab_size)
+    ((target,),) = stream(*run.decode_params, [[start]], decoding, key=jax.random.key(0), sources=[source])
+    return [start, *target][:T]
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:

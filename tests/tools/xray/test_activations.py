@@ -63,12 +63,12 @@ def test_weights_are_shares_of_what_came_before(seen):
 
 
 def test_norms_are_what_they_say(seen):
-    _, _, found = seen
+    model, _, found = seen
     for norm in found.norms:
-        if norm.centred:
-            after_TD = layer_norm(norm.before_TD, norm.scale_D, norm.bias_D, norm.eps)
+        if model.config.norm == "layernorm":
+            after_TD = layer_norm(norm.before_TD, norm.scale_D, norm.bias_D, model.config.norm_eps)
         else:
-            after_TD = rms_norm(norm.before_TD, norm.scale_D, norm.eps)
+            after_TD = rms_norm(norm.before_TD, norm.scale_D, model.config.norm_eps)
         np.testing.assert_allclose(norm.after_TD, after_TD, **FLOAT32_REORDERED)
 
 
