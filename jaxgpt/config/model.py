@@ -85,11 +85,10 @@ class GPTConfig:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take n_embd={near}, or other heads"
             )
-        n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
-        if self.n_head % n_kv_head:
+        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
             choices = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
             raise UserError(
-                f"n_head={self.n_head} is not divisible by n_kv_head={n_kv_head}: take n_kv_head from {choices}"
+                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: take n_kv_head from {choices}"
             )
         head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         turned = int(head_dim * self.rope_fraction)
