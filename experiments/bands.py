@@ -1,10 +1,10 @@
-"""Where the curves of an experiment lie: five seeds each, for `jaxgpt report` to compare a run with.
+"""Measure the validation curves of an experiment over five seeds, for `jaxgpt report` to compare a run with.
 
 Command     python experiments/bands.py quickstart experiments/sancho_mini.py ... [--seeds 5] [--runs DIR]
-Result      jaxgpt/bands/NAME.json: at each validation the mean over the seeds, and the interval in which a further
-            run's loss is expected with 95% probability, by Student's t.
+Result      jaxgpt/tools/report/bands/NAME.json: for each validation the mean over the seeds and the interval in which a
+            further run's loss is expected with 95% probability, by Student's t.
 
-Runs stay in --runs, and one that is there is not trained again.
+Runs stay in --runs. A complete run is not trained again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ BANDS = Path(__file__).parent.parent / "jaxgpt/tools/report/bands"
 
 
 def curve(directory: Path) -> list[tuple[int, float]]:
+    """Return the validation losses of a run, as (step, loss)."""
     return validations(read_metrics(directory / "metrics.jsonl"))
 
 
 def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
-    """Train what is not there yet, and write the band."""
+    """Train the seeds that are missing, write the band, and return its path."""
     experiment, curves = load_experiment(named), []
     for seed in range(seeds):
         place = runs / experiment.name / f"seed-{seed}"
@@ -55,8 +56,9 @@ def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
 
 
 def main(argv: list[str] | None = None) -> list[Path]:
+    """Write the bands of the experiments named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiments", nargs="+", help="names of built-in ones, or files")
+    parser.add_argument("experiments", nargs="+", help="names of built-in experiments, or files")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--runs", type=Path, default=Path("runs/bands"))
     parser.add_argument("--out", type=Path, default=BANDS)

@@ -1,15 +1,15 @@
-"""What a loss is worth: bits per character of models that are no networks, on the same held-out text.
+"""Compute baselines for a loss: bits per character of models that are not networks, on the same held-out text.
 
-Question    a run has 2.05 bits per character: is that much? Less than an alphabet, than letters' frequencies, than a
-            table of five-character stretches, than gzip and xz?
-Reference   Shannon 1951, "Prediction and entropy of printed English"; Witten and Bell 1991, IEEE Trans. Inf. Theory 37(4),
-            method C, for what a table makes of contexts that it has seen seldom or never.
+Question    a run has 2.05 bits per character. Is that less than the size of the alphabet gives, than letter
+            frequencies, than a table of five-character n-grams, than gzip and xz?
+Reference   Shannon 1951, "Prediction and entropy of printed English"; Witten and Bell 1991, IEEE Trans. Inf. Theory
+            37(4), method C, for contexts that the table has seen rarely or never.
 Command     python experiments/baselines.py quijote.txt shakespeare.txt [--run RUN ...]
-            A run's bits are of its own validation text, so compare those that trained on one of the texts.
+            A run's bits are those of its own validation text, so compare runs that were trained on one of these texts.
 Result      see LOG.md.
 
-All are fitted to the first 90% of a text's characters and measured on the rest, as runs are. Compressors are given the
-rest alone, and after the first part: the bytes that it adds.
+All baselines are fitted to the first 90% of a text's characters and measured on the rest, as runs are. Compressors get
+the rest by itself, and after the first part, where the bytes that it adds are counted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-ORDER = 5  # characters of an n-gram, the predicted one included
+ORDER = 5  # characters of an n-gram, including the predicted one
 HELD_OUT = 0.1
 
 
 def split(text: str) -> tuple[str, str]:
-    """(training, validation), as `data.dataset` splits a text."""
+    """Return (training, validation), as `data.dataset` splits a text."""
     at = int(len(text) * (1.0 - HELD_OUT))
     return text[:at], text[at:]
 
 
 def uniform(text: str) -> float:
+    """Return the bits per character of a uniform distribution over the alphabet."""
     return math.log2(len(set(text)))
 
 
 def n_gram(train: str, held: str, order: int, alphabet: int) -> float:
-    """Bits per character of interpolated n-grams: p(c | h) = (n(hc) + d(h) p(c | h')) / (n(h) + d(h)).
+    """Return the bits per character of interpolated n-grams: p(c | h) = (n(hc) + d(h) p(c | h')) / (n(h) + d(h)).
 
-    h' is h without its first character, d(h) how many different characters followed h; below all is the alphabet, evenly.
+    h' is h without its first character, d(h) the number of different characters that followed h. The recursion ends
+    in a uniform distribution over the alphabet.
     """
     counts = [collections.Counter(train[i : i + n] for i in range(len(train) - n + 1)) for n in range(1, order + 1)]
     followed: list[dict[str, list[int]]] = []
@@ -65,13 +67,13 @@ def n_gram(train: str, held: str, order: int, alphabet: int) -> float:
 
 
 def compressed(compress: Callable[[bytes], bytes], train: str, held: str) -> tuple[float, float]:
-    """Bits per character: of the held-out text alone, and after the training text."""
+    """Return the bits per character of the held-out text by itself, and after the training text."""
     alone, before, both = (len(compress(text.encode())) for text in (held, train, train + held))
     return 8 * alone / len(held), 8 * (both - before) / len(held)
 
 
 def baselines(text: str) -> dict[str, float]:
-    """Bits per character of the last tenth of a text, by name."""
+    """Return the bits per character of the last tenth of a text, by name of the baseline."""
     train, held = split(text)
     alphabet = len(set(text))
     zipped = compressed(lambda raw: gzip.compress(raw, 9, mtime=0), train, held)
@@ -88,20 +90,22 @@ def baselines(text: str) -> dict[str, float]:
 
 
 def of_run(directory: str) -> float:
+    """Return the bits per character of a run on its own validation text."""
     from jaxgpt import load
     from jaxgpt.tools.evaluate.evaluate import evaluate_run
 
     bits = evaluate_run(load(directory))["bits_per_character"]
     if bits is None:
-        raise SystemExit(f"{directory} knows only tokens of its text, so that it has no bits per character")
+        raise SystemExit(f"{directory} was trained on token files, so its text and its bits per character are unknown")
     return bits
 
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
+    """Print the table of baselines, and the bits per character of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", help="UTF-8 files")
-    parser.add_argument("--run", action="append", default=[], help="a run directory, to stand beside; several times")
-    parser.add_argument("--json", help="also write the table there")
+    parser.add_argument("--run", action="append", default=[], help="a run directory to compare with; may be repeated")
+    parser.add_argument("--json", help="also write the table to this file")
     options = parser.parse_args(argv)
     found = {Path(path).stem: baselines(Path(path).read_text(encoding="utf-8")) for path in options.texts}
     print(f"| bits per character | {' | '.join(found)} |")

@@ -1,18 +1,20 @@
-"""Does loss on the assistant's tokens alone teach a model to answer, and to stop?
+"""Does loss on the assistant's tokens only teach a model to answer, and to stop?
 
-Reference   chat models learn from their own turns alone (Touvron et al. 2023, arXiv:2307.09288, section 3.1).
-Data        215 questions made of Python's own reference: "What is str.count?", and the first sentence of its section.
-            Several conversations share a row of 320 characters, 94.7% of which is filled, and none reads another one.
+Reference   chat models are trained on their own turns only (Touvron et al. 2023, arXiv:2307.09288, section 3.1).
+Data        215 questions made from Python's own reference: "What is str.count?", and the first sentence of its section.
+            Conversations are packed into rows of 320 characters, which are 94.7% full, and cannot attend to each other.
 Command     python experiments/chat_sft.py
-            python experiments/chat_sft.py --data.path chats.jsonl --train.init-from MODEL      (from weights that have read)
+            python experiments/chat_sft.py --data.path chats.jsonl --train.init-from MODEL     (from pretrained weights)
             jaxgpt sample runs/chat-sft --chat --prompt "What is str.count?"
-Expected    from random weights and 19,000 characters of answers, no knowledge; but the form of an answer, and its end.
-Result      validation loss 1.742 nats per character of the answers at step 75, 175 s on two cores of a busy x86-64 machine,
-            2026-11-21. Greedy answers to the 22 held-out questions: 13 end by themselves, none is right. From a model of
-            this size that has read the reference, with a BPE of 1,024 tokens: 2.389 nats per token at step 40, where
-            random weights reach 4.228; all 22 end, as English sentences, and none is right: "What is object.__ge__?" has
-            'Called to implement the built-in function "len()" and ...'. The commands are in LOG.md.
-Verdict     it answers in the form that the question asks for; to say it in words, it must have read; to be right, more.
+Expected    from random weights and 19,000 characters of answers: no knowledge, but the form of an answer, and its end.
+Result      validation loss 1.742 nats per character of the answers at step 75, 175 s on two cores of a busy x86-64
+            machine, 2026-11-21. Greedy answers to the 22 held-out questions: 13 end by themselves, none is right. From
+            a model of this size pretrained on the reference, with a BPE of 1,024 tokens: 2.389 nats per token at step
+            40, where random weights reach 4.228. All 22 answers end, as English sentences, and none is right: the
+            answer to "What is object.__ge__?" is 'Called to implement the built-in function "len()" and ...'. LOG.md
+            has the commands.
+Verdict     it learns the form of an answer; for English sentences it needs pretraining, and for right answers more than
+            that.
 """
 
 import jaxgpt

@@ -1,17 +1,20 @@
-"""A GPT-2 reads Don Quixote: how much of what it has read before helps it to write like Cervantes?
+"""Fine-tune a GPT-2 on Don Quixote: how much does pretraining help it to write like Cervantes?
 
 Reference   nanoGPT's finetune_shakespeare; adapters: Hu et al. 2021, arXiv:2106.09685.
 Weights     a GPT-2 of any size: a directory in Hugging Face's format, its id, or a run.
 Command     python experiments/finetune_quijote.py --train.init-from GPT2
             python experiments/finetune_quijote.py --train.init-from GPT2 --lora.rank 8 --optim.learning-rate 1e-3
             jaxgpt export-hf runs/finetune-quijote --out quijote      (adapters merged into the weights)
-Expected    a loss below that of random weights after as many steps; of adapters, between the two, from 2% of the numbers.
-Result      no published weights could be had where this was written. A GPT-2 of 0.9M parameters that has read Shakespeare,
-            300 steps of 16 x 128 tokens, nats per token of its own BPE, 2026-11-21: all parameters 3.096; random weights
-            3.363; adapters of rank 8 on q and v (1.7% of the numbers) 4.743, on all matrices (7.8%) 4.080.
-            From there to Cervantes' verse, 150 steps, from 3.938: all 3.151, adapters on all matrices 3.277, on q and v 3.490.
-Verdict     what it has read helps, in another language too. Adapters do not: the words of a new language are in the
-            embeddings, which have none. Where the model knows the language they give most of what there is to learn.
+Expected    a loss below that of random weights after as many steps. Adapters, with 2% of the parameters, between the
+            two.
+Result      no published weights were available where this was written. A GPT-2 of 0.9M parameters pretrained on
+            Shakespeare, 300 steps of 16 x 128 tokens, nats per token of its own BPE, 2026-11-21: all parameters 3.096;
+            random weights 3.363; adapters of rank 8 on q and v (1.7% of the parameters) 4.743, on all matrices (7.8%)
+            4.080. From there to Cervantes' verse, 150 steps, from 3.938: all 3.151, adapters on all matrices 3.277, on
+            q and v 3.490.
+Verdict     pretraining helps, even in another language. Adapters do not: the words of a new language are in the
+            embeddings, which have no adapters. Where the model knows the language, adapters give most of the
+            improvement.
 """
 
 import jaxgpt
@@ -19,7 +22,7 @@ from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 
 experiment = Experiment(
     name="finetune-quijote",
-    model=GPTConfig(block_size=512, dropout=0.1),  # all else is the weights'
+    model=GPTConfig(block_size=512, dropout=0.1),  # the pretrained model sets all other fields
     data=DataConfig(corpus="quijote"),
     optim=OptimConfig(learning_rate=1e-4, warmup_steps=20, beta2=0.95),
     train=TrainConfig(

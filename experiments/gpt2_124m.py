@@ -1,11 +1,11 @@
-"""GPT-2 small from nothing, on tokens prepared by nanoGPT or llm.c.
+"""Train GPT-2 small from scratch, on tokens prepared by nanoGPT or llm.c.
 
 Reference   nanoGPT's reproduction: OpenWebText, 8 A100 for 4 days, 600,000 steps, validation loss about 2.85.
 Command     python experiments/gpt2_124m.py --data.path DIR      DIR: train.bin and val.bin, or llm.c's shards
-            --data.tokenizer GPT2/tokenizer.json                 to read the samples as text, not as numbers
-Hardware    an accelerator: one step is 491,520 tokens. On CPU it is checked by shape, and shrunk, in the tests.
+            --data.tokenizer GPT2/tokenizer.json                 to print samples as text, not as token ids
+Hardware    an accelerator: one step is 491,520 tokens. On CPU the tests check its shapes, and run it at a reduced size.
 Result      not run at full size yet.
-Expected    3.28 on FineWeb (llm.c's figure), 2.85 on OpenWebText after 300 billion.
+Expected    3.28 on FineWeb (llm.c's figure), 2.85 on OpenWebText after 300 billion tokens.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ experiment = Experiment(
     model=dataclasses.replace(gpt2("124M"), vocab_size=50_304, dropout=0.0, bias=False, scan_layers=True, remat="dots"),
     data=DataConfig(path="data/openwebtext", tokenizer="ids"),
     optim=OptimConfig(learning_rate=6e-4, warmup_steps=2000, beta2=0.95, min_lr_ratio=0.1, weight_decay=0.1),
-    # At most 12 sequences at once on a device, 128 tokens of each through the vocabulary: 480 takes 40 turns on one.
+    # At most 12 sequences at once per device, and logits for 128 tokens of each: 40 micro-batches on one device.
     parallel=ParallelConfig(micro_batch_size=12, loss_chunk=128),
     train=TrainConfig(
         steps=600_000,

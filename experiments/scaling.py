@@ -1,22 +1,25 @@
 """How do the time and the memory of a training step grow with depth, width, context and batch?
 
-Question    one dimension at a time, the others as in the base: which power of it do they follow, and where do they bend?
-Reference   arithmetic: 6 FLOPs per weight and token, 12 per layer, token, width and token of context (arXiv:2204.02311).
-Command     python experiments/scaling.py [--quick] [--rounds N] [--out DIR]      -> a table, DIR/scaling.png, scaling.json
+Question    one dimension varies at a time, the others as in the base: which power of it do time and memory follow, and
+            where does the exponent change?
+Reference   arithmetic: 6 FLOPs per weight and token, 12 per layer, token, width and token of context
+            (arXiv:2204.02311).
+Command     python experiments/scaling.py [--quick] [--rounds N] [--out DIR]   -> a table, DIR/scaling.png, scaling.json
 Hardware    any one device. Two cores: 2 to 7 minutes, 2.2 GB.
-Method      the step that `jaxgpt train` runs, AdamW, made-up tokens. Time: rounds in which every point takes its turn, since
-            the machine's speed wanders; the median round, and the least and the most. Memory: by the compiler's account, and
-            of a process on Linux the measured peak of two steps over what it held before the state was made.
+Method      the step that `jaxgpt train` runs, AdamW, synthetic tokens. Time: every point takes its turn in each round,
+            since the machine's speed drifts; median, least and most over the rounds. Memory: the compiler's estimate
+            and, on Linux, the measured peak of two steps above what the process held before the state was made.
             Exponents: least squares over logarithms, and from each point to the next.
-Expected    depth and batch 1; width 1 to 2; context 1 to 2: time beginning below them, where overhead counts.
-Result      time: depth 1.00, width 1.26, context 1.14, batch 0.74 (two cores of an AMD EPYC); memory 0.95, 1.20, 1.16, 0.84, and the
-            compiler's account is the measured peak to 5% from 80 MiB on; arithmetic 0.99, 1.83, 1.15, 1.00.
-            Time bends upward with context (0.69 to 1.67 from 32 to 1024 tokens, where arithmetic has 1.4 at the end): plain
-            attention's scores are B N T^2, read and written, and GFLOP/s fall from 180 to 121. Width stays below arithmetic, for
-            larger products run faster: from 59 GFLOP/s at 32 to 288 at 512. Batch begins at 0.4, in overhead, and ends at 1.
-            Memory bends upward with width (1.06 to 1.38), for the state is 12 bytes a weight and weights are 12 L D^2 where
-            activations are B T D; where queries begin to go in blocks, at a context of 256, it bends down (0.89), and up again.
-Verdict     as expected; a long context wants another kernel than the plain one before it wants anything else.
+Expected    depth and batch 1; width 1 to 2; context 1 to 2: time starts below them, where overhead dominates.
+Result      time: depth 1.00, width 1.26, context 1.14, batch 0.74 (two cores of an AMD EPYC); memory 0.95, 1.20, 1.16,
+            0.84; arithmetic 0.99, 1.83, 1.15, 1.00. From 80 MiB on, the compiler's estimate agrees with the measured
+            peak to 5%. Time bends upward with context (0.69 to 1.67 from 32 to 1024 tokens, where arithmetic has 1.4 at
+            the end): plain attention's scores are B N T^2, read and written, and GFLOP/s fall from 180 to 121. With
+            width, time stays below arithmetic, since larger products run faster: from 59 GFLOP/s at 32 to 288 at 512.
+            With batch it starts at 0.4, dominated by overhead, and ends at 1. Memory bends upward with width (1.06 to
+            1.38), since the state takes 12 bytes per weight and weights are 12 L D^2 where activations are B T D. At a
+            context of 256, where queries begin to go in blocks, memory bends down (0.89), and then up again.
+Verdict     as expected; the first thing that a long context needs is another attention kernel.
 """
 
 import argparse
@@ -49,20 +52,22 @@ SWEEP = {
 }
 QUICK_BASE = {"depth": 1, "width": 32, "context": 8, "batch": 2}
 QUICK = {"depth": (1, 2), "width": (32, 64), "context": (8, 16), "batch": (2, 4)}
-HEAD = 32  # numbers of each head: wider models have more of them
-ENOUGH = 0.1  # seconds that one turn takes at least, in whole steps
+HEAD = 32  # size of each head: wider models have more heads
+ENOUGH = 0.1  # least seconds of one turn, rounded to full steps
 
 
 @dataclasses.dataclass(kw_only=True)
 class Point:
+    """A configuration, and what was measured of its training step."""
+
     depth: int
     width: int
     context: int
     batch: int
-    flops: float = 0.0  # of one step's products
-    memory: int = 0  # bytes, by the compiler's account
+    flops: float = 0.0  # in the products of one step
+    memory: int = 0  # bytes, as estimated by the compiler
     peak: int | None = None  # bytes, measured; None: unknown
-    seconds: float = 0.0  # of one step, the median round
+    seconds: float = 0.0  # per step, median of the rounds
     least: float = 0.0
     most: float = 0.0
 
@@ -71,6 +76,7 @@ class Prepared:
     """A point's compiled step, and how to run it."""
 
     def __init__(self, point: Point):
+        """Compile the step, and note its arithmetic and memory in the point."""
         model = GPTConfig(
             vocab_size=65,
             block_size=point.context,
@@ -96,7 +102,7 @@ class Prepared:
         self.key, self.state, self.steps = key, None, 1
 
     def start(self) -> None:
-        """Begin with weights drawn here: to compile a model's own initialisation takes as long as its step."""
+        """Make a state from random weights: compiling the model's own initialisation would take as long as its step."""
         rng = np.random.default_rng(0)
         shapes = self.trainer.abstract_state
 
@@ -110,11 +116,12 @@ class Prepared:
         self.state = jax.tree.map(place, zeros.replace(params=jax.tree.map(draw, shapes.params)), shapes)
 
     def step(self) -> None:
+        """Run one step and wait for it."""
         self.state, metrics = self.compiled(self.state, self.batch, self.key)
         jax.block_until_ready(metrics)
 
     def seconds(self) -> float:
-        """Of one step, after one that finds memory and caches as another point's step has left them."""
+        """Return the seconds per step, after one step that warms memory and caches up."""
         self.step()
         began = time.perf_counter()
         for _ in range(self.steps):
@@ -123,15 +130,15 @@ class Prepared:
 
 
 def measured_peak(prepared: Prepared) -> int | None:
-    """Bytes that the state and two steps take at most: of a Linux process, whose peak can be set back."""
+    """Return the peak bytes of the state and two steps; None unless on CPU under Linux, where it can be reset."""
     if jax.default_backend() != "cpu" or not os.path.exists("/proc/self/clear_refs"):
         return None
     prepared.start()
-    prepared.step()  # what is made once: threads, the program's own memory
+    prepared.step()  # allocations that happen once: threads, the program's own memory
     prepared.state = None
     gc.collect()
     before = memory_status("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: the peak is now what is held now
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: reset the peak to current memory
     prepared.start()
     prepared.step(), prepared.step()
     prepared.state = None
@@ -139,12 +146,13 @@ def measured_peak(prepared: Prepared) -> int | None:
 
 
 def memory_status(name: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def measure(base: dict[str, int], sweep: dict[str, tuple[int, ...]], rounds: int) -> dict[str, list[Point]]:
-    """{dimension: its points, by size}. A configuration in several dimensions is measured once."""
+    """Return {dimension: its points, by size}. A configuration that several dimensions share is measured once."""
     points: dict[tuple[int, ...], Point] = {}
     sizes = {name: [base | {name: size} for size in sweep[name]] for name in DIMENSIONS}
     return_freed_memory()  # for the peaks
@@ -166,13 +174,17 @@ def measure(base: dict[str, int], sweep: dict[str, tuple[int, ...]], rounds: int
 
 
 def exponents(x: list[float], y: list[float]) -> tuple[float, float, list[float]]:
-    """y = factor x^exponent by least squares over logarithms: (exponent, factor, exponents from point to point)."""
+    """Fit y = factor x^exponent by least squares over logarithms.
+
+    Returns (exponent, factor, exponents from point to point).
+    """
     log_x, log_y = np.log(x), np.log(y)
     exponent, log_factor = np.polyfit(log_x, log_y, 1)
     return float(exponent), float(np.exp(log_factor)), (np.diff(log_y) / np.diff(log_x)).tolist()
 
 
 def table(found: dict[str, list[Point]]) -> str:
+    """Format the points and their exponents as a Markdown table."""
     lines = [
         "| | ms (least to most) | exponent | MiB | exponent | MiB measured | GFLOP | GFLOP/s |",
         "|---|---|---|---|---|---|---|---|",
@@ -193,6 +205,7 @@ def table(found: dict[str, list[Point]]) -> str:
 
 
 def draw(found: dict[str, list[Point]], base: dict[str, int], path: pathlib.Path) -> None:
+    """Plot time and memory against each dimension."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -219,7 +232,7 @@ def draw(found: dict[str, list[Point]], base: dict[str, int], path: pathlib.Path
                     x, y, spread, fmt="o", color=dark, ecolor=light, elinewidth=3, markersize=5, label="median"
                 )
             else:
-                axes.plot(x, y, "o", color=dark, markersize=5, label="the compiler's account")
+                axes.plot(x, y, "o", color=dark, markersize=5, label="compiler's estimate")
                 axes.plot(x, measured, "x", color=dark, alpha=0.55, markersize=6, label="measured peak")
             axes.set(xscale="log", yscale="log")
             for i, e in enumerate(local):
@@ -244,16 +257,19 @@ def draw(found: dict[str, list[Point]], base: dict[str, int], path: pathlib.Path
                 axes.set_xlabel(name)
     others = ", ".join(f"{name} {size}" for name, size in base.items())
     device = jax.devices()[0].device_kind
-    figure.suptitle(f"One training step on {device}; what does not vary: {others}. Grey: exponent from point to point")
-    for row in panels:  # one legend must not lie on the points: room above them
+    figure.suptitle(f"One training step on {device}; base: {others}. Grey: exponent from point to point")
+    for row in panels:  # room above the points, so that the legend does not cover them
         low, high = row[0].get_ylim()
         row[0].set_ylim(low, high * (high / low) ** 0.22)
     figure.savefig(path, dpi=130)
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[Point]]:
+    """Measure all points; print the table and write the plot and the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models, two points each: seconds, and no result")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models, two points each: takes seconds, only checks that it runs"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     args = parser.parse_args(argv)
@@ -262,8 +278,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[Point]]:
     print(table(found))
     args.out.mkdir(parents=True, exist_ok=True)
     draw(found, base, args.out / "scaling.png")
-    told = {name: [dataclasses.asdict(p) for p in points] for name, points in found.items()}
-    (args.out / "scaling.json").write_text(json.dumps(told, indent=1))
+    record = {name: [dataclasses.asdict(p) for p in points] for name, points in found.items()}
+    (args.out / "scaling.json").write_text(json.dumps(record, indent=1))
     return found
 
 

@@ -1,14 +1,16 @@
-"""How soon can two CPU cores learn Tiny Shakespeare as well as nanoGPT's 384-wide model does on an A100?
+"""How fast can two CPU cores learn Tiny Shakespeare as well as nanoGPT's 384-wide model on an A100?
 
 Reference   nanoGPT's README: validation loss 1.4697, the best of 5,000 iterations, 3 minutes on one A100.
-Rules       those of speedrun_shakespeare.py, of which this is the second rung: the clock starts with the process, from an
-            empty cache, and stops when the loss over the whole validation split is in metrics.jsonl. At most 20 minutes.
+Rules       those of speedrun_shakespeare.py, whose second rung this is: the clock starts with the process, from an
+            empty cache, and stops when the loss over the full validation split is in metrics.jsonl. At most 20 minutes.
 Command     python experiments/speedrun_shakespeare_long.py --data.path shakespeare.txt
-            python experiments/benchmarks/speedrun.py shakespeare.txt --experiment experiments/speedrun_shakespeare_long.py
-Expected    some passes over the text with one or two million parameters: its 10.6 million would take all the time once.
-Result      2026-11-22: 1.4486 after 228 s (five seeds; standard deviations 0.0036 and 10 s), two cores of an AMD EPYC. LOG.md
-            has what each change gave, failures too.
-Verdict     a model a tenth as large learns it in four passes over the text; dropout only slows it down.
+            python experiments/benchmarks/speedrun.py shakespeare.txt
+                --experiment experiments/speedrun_shakespeare_long.py
+Expected    several passes over the text with one or two million parameters; nanoGPT's 10.6 million would take all the
+            time for a single pass.
+Result      2026-11-22: 1.4486 after 228 s (five seeds; standard deviations 0.0036 and 10 s), two cores of an AMD EPYC.
+            LOG.md has the effect of each change, failures included.
+Verdict     a model a tenth as large reaches it in four passes over the text; dropout only slows it down.
 """
 
 import jaxgpt

@@ -1,18 +1,21 @@
-"""Study: which activation, at equal parameters?
+"""Study: which activation is best at equal parameters?
 
-Question    ReLU, GELU, squared ReLU and SwiGLU with the same number of parameters: which learns most from as many tokens,
-            and which from as many seconds of a CPU?
-Reference   GELU: arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668; SwiGLU: Shazeer 2020, arXiv:2002.05202,
-            whose gate is a third matrix, so that its hidden width is two thirds: at width 96, 256 units for 384.
-Variants    the four; all else equal: four layers of width 96, rotary positions, no biases, AdamW at 2e-3, 1,000 steps of
-            16 x 64 characters of Shakespeare. Every variant has the same 449,472 parameters (a test counts them).
+Question    ReLU, GELU, squared ReLU and SwiGLU with the same number of parameters: which learns most from the same
+            number of tokens, and which in the same CPU time?
+Reference   GELU: arXiv:1606.08415; squared ReLU: So et al. 2021, arXiv:2109.08668; SwiGLU: Shazeer 2020,
+            arXiv:2002.05202, whose gate is a third matrix, so its hidden width is two thirds: at width 96, 256 units
+            instead of 384.
+Variants    the four; all else equal: four layers of width 96, rotary positions, no biases, AdamW at 2e-3, 1,000 steps
+            of 16 x 64 characters of Shakespeare. Every variant has the same 449,472 parameters (a test counts them).
 Command     jaxgpt study experiments/study_activation.py
-Expected    SwiGLU and squared ReLU a little ahead of GELU, and GELU of ReLU.
+Expected    SwiGLU and squared ReLU a little ahead of GELU, and GELU ahead of ReLU.
 Result      five seeds, at equal tokens (standard deviation): ReLU 1.7927 (0.0044), GELU 1.8797 (0.0103), squared ReLU
-            1.7802 (0.0052), SwiGLU 1.7777 (0.0119). To ReLU: +0.0870 ± 0.0111, -0.0126 ± 0.0104, -0.0150 ± 0.0176 (2026-11-22).
-Verdict     squared ReLU is better than ReLU by more than noise, SwiGLU as far ahead but too uneven to say; GELU is worst, against
-            expectation: at this width and N(0, 0.02) its inputs begin near 0.2, where it is almost a straight line. gelu(5 x) / 5
-            has 1.7715 (0.0092), -0.0213 ± 0.0143 to ReLU: GELU wants inputs of its own scale.
+            1.7802 (0.0052), SwiGLU 1.7777 (0.0119). Against ReLU: +0.0870 ± 0.0111, -0.0126 ± 0.0104, -0.0150 ± 0.0176
+            (2026-11-22).
+Verdict     squared ReLU is better than ReLU by more than noise; SwiGLU is as far ahead, but varies too much to tell.
+            GELU is worst, against expectation: at this width and N(0, 0.02) its inputs start near 0.2, where it is
+            almost linear. gelu(5 x) / 5 has 1.7715 (0.0092), -0.0213 ± 0.0143 against ReLU: GELU needs inputs of the
+            right scale.
 """
 
 import dataclasses

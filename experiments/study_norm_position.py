@@ -1,18 +1,18 @@
-"""Study: does the place of the norm decide whether warm-up is needed?
+"""Study: does the position of the norm decide whether warm-up is needed?
 
-Question    LayerNorm before each branch (pre, GPT-2) or after the sum (post, 2017), with and without a linear warm-up of
-            the learning rate: what does each cost?
-Reference   Xiong et al. 2020, arXiv:2002.04745: at initialisation, post-norm's gradients are large near the output, so that
-            Adam's first steps want to be small; pre-norm's are not.
+Question    LayerNorm before each branch (pre, GPT-2) or after the sum (post, 2017), with and without a linear warm-up
+            of the learning rate: what does each cost?
+Reference   Xiong et al. 2020, arXiv:2002.04745: at initialisation, post-norm's gradients are large near the output, so
+            Adam's first steps must be small; pre-norm's are not.
 Variants    pre and post, each with 100 steps of warm-up and with none; all else equal: six layers of width 96, learned
             positions, AdamW at 2e-3, 800 steps of 16 x 64 characters of Shakespeare.
 Command     jaxgpt study experiments/study_norm_position.py
-Expected    pre the same either way; post worse without warm-up, or lost.
+Expected    pre the same with and without warm-up; post worse without it, or lost.
 Result      five seeds, at equal tokens (standard deviation): pre 2.0670 (0.0097), without warm-up 2.0970 (0.0087); post
-            2.0473 (0.0089), without warm-up 3.0902 (0.5762): one seed as good as with it, four at 3.35, which is the
-            unigrams' loss. To the first: +0.0301 ± 0.0185, -0.0196 ± 0.0144, +1.0232 ± 0.7196 (2026-11-22).
-Verdict     post-norm has to be warmed up; then, six layers deep, it is the better one by a little. Pre-norm does not have to
-            be, but it is worth 0.03 to it as well, against expectation.
+            2.0473 (0.0089), without warm-up 3.0902 (0.5762): one seed as good as with it, four at 3.35, the loss of
+            unigrams. Against the first: +0.0301 ± 0.0185, -0.0196 ± 0.0144, +1.0232 ± 0.7196 (2026-11-22).
+Verdict     post-norm needs warm-up; with it, and six layers deep, it is slightly better than pre-norm. Pre-norm trains
+            without warm-up, but gains 0.03 from it, against expectation.
 """
 
 import dataclasses

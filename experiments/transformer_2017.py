@@ -1,16 +1,16 @@
-"""The Transformer of 2017, whole: numbers in Spanish words to digits, and back.
+"""The Transformer of 2017, encoder and decoder: numbers in Spanish words to digits, and back.
 
-Question    do an encoder and a decoder of our blocks learn a task that wants every word to be looked at?
+Question    can an encoder and a decoder made of our blocks learn a task in which every word matters?
 Reference   Vaswani et al. 2017, arXiv:1706.03762: post-norm residuals LayerNorm(x + sublayer(x)), ReLU feed-forward
             of four times the width, sinusoidal positions, embeddings shared by both sides and the output and multiplied
             by sqrt(width), Adam with beta2 0.98 and eps 1e-9, the learning rate of equation 3, label smoothing 0.1.
 Change      two layers of width 128 instead of six of 512 (`base` has those); no dropout, since every pair is new.
-Data        200,000 numbers up to 999,999,999, each both ways, made on the spot; the last 10,000 are held out.
+Data        200,000 generated numbers up to 999,999,999, each in both directions; the last 10,000 are held out.
 Command     python experiments/transformer_2017.py && jaxgpt evaluate runs/transformer-2017 --average 5
-            jaxgpt train experiments/transformer_2017.py:base --data.path PAIRS.tsv      (the paper's size; an accelerator)
-Expected    99.5% of the held-out numbers exact, within ten minutes of two CPU cores.
-Result      99.83% of 20,000 pairs (10,000 numbers both ways; standard error 0.03%) after 262 s on two CPU cores, 2026-11-22.
-Verdict     it does, by the paper's averaging: the best single checkpoint has 98.51%.
+            jaxgpt train experiments/transformer_2017.py:base --data.path PAIRS.tsv  (the paper's size; an accelerator)
+Expected    99.5% of the held-out numbers exact, within ten minutes on two CPU cores.
+Result      99.83% of 20,000 pairs (10,000 numbers; standard error 0.03%) after 262 s on two CPU cores, 2026-11-22.
+Verdict     it can, with the paper's averaging of checkpoints: the best single checkpoint has 98.51%.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ experiment = Experiment(
         position="sinusoidal",
         scale_embeddings=True,
     ),
-    # So many tokens have most words whole, and every digit by itself.
+    # With 352 tokens most words are one token, and every digit is a token of its own.
     data=DataConfig(corpus="spanish-numbers.tsv", tokenizer="bpe", bpe_vocab_size=352, val_fraction=0.05),
     optim=OptimConfig(
         learning_rate=(128 * 1000) ** -0.5,  # 1 / sqrt(n_embd warmup_steps)

@@ -156,7 +156,7 @@ def test_the_data_benchmark_shrunken(tmp_path, text_file):
 def test_the_startup_benchmark_shrunken(tmp_path):
     argv = ["--rounds", 1, "--trains", 1, "--peer-python", "false"]
     said, found = benchmark("startup", *argv, deadline=300, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| jaxgpt --help |" in said and found["train"]["warm"][0]["at"]["the end"] > 0
+    assert "| jaxgpt --help |" in said and found["train"]["warm"][0]["at"]["the process ends"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
-"""How long until the first training step is done? Ours, nanoGPT's and transformers' GPT-2, with cold and warm caches.
+"""How long does the first training step take? jaxgpt, nanoGPT and transformers' GPT-2, with cold and warm caches.
 
-Question:  seconds of a fresh process to the end of its first step: imports, the model, compilation.
-Command:   python experiments/benchmarks/compilation.py --nanogpt DIR        (wants what training.py wants)
+Question:  seconds from the start of a new process to the end of its first step: imports, the model, compilation.
+Command:   python experiments/benchmarks/compilation.py --nanogpt DIR        (needs what training.py needs)
            --shape wide; --systems jaxgpt nanogpt-compiled; --rounds N; --json FILE
-Method:    the workers of training.py, one at a time, in turns. Cold: an empty cache directory, for XLA's programs and for
-           torch's; warm: the same directory again. The eager peers keep nothing, and show what is not compilation.
+Method:    the workers of training.py, one at a time, in turns. Cold: an empty cache directory, for XLA's programs and
+           for torch's. Warm: the same directory again. The eager peers cache nothing, and show the cost without
+           compilation.
 Result:    see LOG.md.
 """
 
@@ -16,6 +17,7 @@ from training import Worker, arguments, systems
 
 
 def main() -> None:
+    """Measure all systems in turns, and print the table."""
     options = arguments(__doc__, rounds=3).parse_args()
     names = systems(options)
     took: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in names}

@@ -1,14 +1,14 @@
-"""Is data ever in the way? Tokenising, batches, and the memory of a large corpus.
+"""Is data ever the bottleneck? Tokenisation, batches, and the memory of a large corpus.
 
 Question:  MB/s from text to token files, tokens/s of the training batches, and megabytes to open a corpus of 10 GB.
 Command:   python experiments/benchmarks/data.py TEXT... [--megabytes 60] [--rounds 3] [--gigabytes 10] [--json FILE]
-           (BPE wants `jaxgpt[bpe]`, the batches' peer torch)
-Method:    the lines of TEXT, shuffled again and again until they are long enough. Ours is the whole of `prepare`, both
-           passes over the text and the token files on disk included; its peer is the encoding alone of what is already
-           in memory: nanoGPT's `[stoi[c] for c in s]`, bytes in a list, and one call of `tokenizers`. Everything in
-           turns, medians of the rounds; "a core" is by the processor's time of all processes, "all" by the clock.
-           Batches against nanoGPT's get_batch, which draws starts at random and stacks slices. Memory is anonymous
-           memory over that after the imports: pages that are mapped of the file are the kernel's to take back.
+           (BPE needs `jaxgpt[bpe]`, the peer of the batches needs torch)
+Method:    the lines of TEXT, shuffled and repeated until they reach the size. Ours is all of `prepare`: both passes
+           over the text, and the token files on disk. Its peer only encodes a text in memory: nanoGPT's `[stoi[c] for c
+           in s]`, bytes in a list, and one call of `tokenizers`. All take turns; medians of the rounds. "By the clock"
+           is elapsed time, "per CPU second" the CPU time of all processes. Batches are compared with nanoGPT's
+           get_batch, which draws starts at random and stacks slices. Memory is anonymous memory above that after the
+           imports: the kernel can reclaim mapped pages of the file.
 Result:    see LOG.md.
 """
 
@@ -34,7 +34,7 @@ from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pipeline import training_batches
 from jaxgpt.data.tokens import Tokens
 
-PEER_CHARACTERS = 8_000_000  # the peers' share of the text: their lists of all of it would be gigabytes
+PEER_CHARACTERS = 8_000_000  # the part of the text that peers encode: lists of all of it would take gigabytes
 SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}
 LOAD = """
 import sys, threading, time
@@ -59,7 +59,10 @@ print(max([*seen, anonymous()]) - before, seconds, len(data.train) + len(data.va
 
 
 def timed(work: Callable[[], float]) -> tuple[float, float]:
-    """(of what `work` says it did, so much a second by the clock, and by the processor's time, ended children's too)."""
+    """Return (rate by the clock, rate by CPU time), for the amount of work that `work` returns.
+
+    CPU time includes that of child processes that have ended.
+    """
 
     def processor() -> float:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -71,6 +74,7 @@ def timed(work: Callable[[], float]) -> tuple[float, float]:
 
 
 def ours(tokenizer: str, text: Path) -> float:
+    """Prepare a text with an empty cache; return its size in MB."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["JAXGPT_CACHE"] = cache
         prepare(DataConfig(path=str(text), tokenizer=tokenizer), block_size=64)
@@ -78,6 +82,7 @@ def ours(tokenizer: str, text: Path) -> float:
 
 
 def batches(tokens: Tokens, B: int, T: int, steps: int) -> float:
+    """Read batches from the training pipeline; return the number of tokens."""
     made = training_batches(tokens, block_size=T, batch_size=B, seed=0)
     next(made)  # imports Grain
     for _ in itertools.islice(made, steps):
@@ -87,10 +92,11 @@ def batches(tokens: Tokens, B: int, T: int, steps: int) -> float:
 
 
 def nanogpts(path: Path, B: int, T: int, steps: int) -> float:
+    """Read batches as nanoGPT's get_batch does; return the number of tokens."""
     import torch
 
     for _ in range(steps):
-        data = np.memmap(path, dtype=np.uint16, mode="r")  # anew for each batch, as there
+        data = np.memmap(path, dtype=np.uint16, mode="r")  # opened for each batch, as nanoGPT does
         ix = torch.randint(len(data) - T, (B,))
         torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
         torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
@@ -98,6 +104,7 @@ def nanogpts(path: Path, B: int, T: int, steps: int) -> float:
 
 
 def main() -> None:
+    """Measure all, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--megabytes", type=float, default=60)
@@ -107,7 +114,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measured(options, Path(directory))
-    print("| what | unit | jaxgpt, all | jaxgpt, a core | the peer | all / peer | a core / peer's |")
+    print(
+        "| what | unit | jaxgpt, by the clock | jaxgpt, per CPU second | the peer "
+        "| clock / peer's | per CPU second / peer's |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, (unit, mine, peer) in found["rates"].items():
         (wall, core), (peer_wall, peer_core) = (
@@ -127,6 +137,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, directory: Path) -> dict:
+    """Generate the text and the tokens, and return the rates and the memory of a large corpus."""
     lines = [line for path in options.texts for line in path.read_text(encoding="utf-8").splitlines(keepends=True)]
     random.seed(0)
     text, pieces, length = directory / "text.txt", [], 0

@@ -1,11 +1,12 @@
-"""Weights in and out: seconds and peak memory of import, export, and transformers' own load, of a model made on the spot.
+"""Measure seconds and peak memory of import, export and transformers' own load, for a generated model.
 
-    python experiments/benchmarks/interop.py [--size 1558M] [--rounds 3]       (wants `jaxgpt[hf,bench]`)
+    python experiments/benchmarks/interop.py [--size 1558M] [--rounds 3]       (needs `jaxgpt[hf,bench]`)
 
-The checkpoint has GPT-2's shape, random numbers in bfloat16 and one file. Each measurement is a process of its own;
-peak is the largest resident memory of its life, base that of a process which only imports the same packages. Files have
-been read once before, so that no measurement waits for the disk alone; but import and export write theirs, and wait until
-they are on the disk. What of the import is like transformers' load is its reading.
+The checkpoint has GPT-2's shape, random parameters in bfloat16, and one file. Each measurement is a process of its own.
+Its peak is the largest resident memory of that process; the base is the peak of a process that only imports the same
+packages. All files have been read once before, so that no measurement waits for reading from the disk; import and
+export also write, and wait until their files are on the disk. "import, reading only" is the part of
+import that corresponds to transformers' load.
 """
 
 import argparse
@@ -29,21 +30,21 @@ print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_S
 OURS = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
     "import": OURS + "from jaxgpt.tools.convert.import_hf import import_hf",
-    "its reading": OURS + "from jaxgpt.hf.params import read_params; from jaxgpt.hf.source import open_source",
+    "import, reading only": OURS + "from jaxgpt.hf.params import read_params; from jaxgpt.hf.source import open_source",
     "export": OURS + "from jaxgpt.tools.convert.export_hf import export_hf",
     "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
 }
 WORK = {
     "import": "import_hf(sys.argv[1] + '/hf', sys.argv[2], tokenizer='ids')",
-    "its reading": "s = open_source(sys.argv[1] + '/hf', 'ids'); params = read_params(s.tensors, s.family, s.config)",
+    "import, reading only": "s = open_source(sys.argv[1] + '/hf', 'ids'); params = read_params(s.tensors, s.family, s.config)",
     "export": "export_hf(sys.argv[1] + '/run', sys.argv[2])",
     "transformers": "model = Model.from_pretrained(sys.argv[1] + '/hf', dtype=torch.bfloat16)\n"
-    "sum(float(x.sum()) for x in model.parameters())",  # else its pages are mapped and not read
+    "sum(float(x.sum()) for x in model.parameters())",  # otherwise its pages are mapped but not read
 }
 
 
 def make(directory: Path, size: str) -> int:
-    """A random checkpoint; its bytes."""
+    """Write a random checkpoint and return its size in bytes."""
     import ml_dtypes
     import numpy as np
 
@@ -67,6 +68,7 @@ def make(directory: Path, size: str) -> int:
 
 
 def measure(what: str, place: Path, number: int, work: str | None = None) -> tuple[float, int]:
+    """Return (seconds, peak bytes) of one measurement in a process of its own."""
     code = MEASURE.format(imports=IMPORTS[what], work=WORK[what] if work is None else work)
     target = place / f"{what.split()[-1]}-{number}"
     done = subprocess.run([sys.executable, "-c", code, str(place), str(target)], capture_output=True, text=True)
@@ -81,22 +83,23 @@ def measure(what: str, place: Path, number: int, work: str | None = None) -> tup
 
 
 def main() -> None:
+    """Measure all in turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="1558M", help="of GPT-2: 124M, 350M, 774M, 1558M")
+    parser.add_argument("--size", default="1558M", help="size of GPT-2: 124M, 350M, 774M, 1558M")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         place = Path(root)
         began = time.monotonic()
-        with ProcessPoolExecutor(1) as pool:  # apart: a process begins with the peak of the one that started it
+        with ProcessPoolExecutor(1) as pool:  # a child inherits the peak of the process that started it
             size = pool.submit(make, place / "hf", given.size).result()
         print(f"{given.size}: {size / 1e9:.2f} GB in bfloat16, made in {time.monotonic() - began:.0f} s\n")
         print(
-            "| what | seconds, median (least to most) | peak GB, over the base | times the checkpoint |\n|---|---|---|---|"
+            "| what | seconds, median (least to most) | peak GB above the base | times the checkpoint |\n|---|---|---|---|"
         )
         base = {what: measure(what, place, 99, work="pass")[1] for what in WORK}
         found: dict[str, list[tuple[float, int]]] = {what: [] for what in WORK}
-        for number in range(given.rounds):  # in turn, so that the machine's moods hit all alike
+        for number in range(given.rounds):  # in turns, so that the machine's load affects all alike
             for what in WORK:
                 found[what].append(measure(what, place, number))
         for what, rounds in found.items():

@@ -1,10 +1,10 @@
-"""What the ways to train cost: memory by option, compilation by depth, the host's work by strategy.
+"""Measure what training options cost: memory by option, compilation by depth, host time by strategy.
 
-    python experiments/benchmarks/parallel.py [memory] [depth] [overhead]       (none named: all three)
+    python experiments/benchmarks/parallel.py [memory] [depth] [overhead]       (default: all three)
 
-memory      GPT-2 124M, 32 x 1024 tokens on one TPU v5p, by the compiler's account (wants `jaxgpt[tpu]`, no TPU)
-depth       seconds to trace and to compile the training step of 12 and of 48 layers, scanned and not, on this machine
-overhead    one step of a tiny model on one device through jit, pmap and mesh: the difference is the host's
+memory      GPT-2 124M, 32 x 1024 tokens on one TPU v5p, as estimated by the compiler (needs `jaxgpt[tpu]`, but no TPU)
+depth       seconds to trace and to compile the training step of 12 and of 48 layers, scanned and unrolled, on this host
+overhead    one step of a tiny model on one device through jit, pmap and mesh: the difference is host time
 """
 
 import argparse
@@ -31,8 +31,9 @@ ROUNDS, STEPS = 5, 200
 
 
 def memory() -> None:
+    """Print the memory of the training step with each option, as the TPU compiler estimates it."""
     rows = {
-        "nothing": {},
+        "none": {},
         "splash attention": {"attention": "auto"},
         "scan": {"scan_layers": True},
         "remat dots": {"remat": "dots"},
@@ -47,7 +48,7 @@ def memory() -> None:
             **{"attention": "auto", "loss_chunk": 128, "scan_layers": True, "remat": "full", "micro_batch_size": 8},
         },
     }
-    print("| with | GiB | of it state | executed FLOPs per token | ms, at least |\n|---|---|---|---|---|")
+    print("| options | GiB | state, GiB | executed FLOPs per token | ms, at least |\n|---|---|---|---|---|")
     for name, options in rows.items():
         model = {k: v for k, v in options.items() if k in ("scan_layers", "remat")}
         parallel = {k: v for k, v in options.items() if k in ("loss_chunk", "micro_batch_size")}
@@ -66,11 +67,13 @@ def memory() -> None:
 
 
 def trainer(config: GPTConfig, strategy: str) -> Trainer:
+    """Return a trainer of the model under the given strategy, with a batch of two."""
     parallel = ParallelConfig(strategy=strategy)
     return make_trainer(Experiment(name="benchmark", model=config, train=TrainConfig(batch_size=2), parallel=parallel))
 
 
 def depth() -> None:
+    """Print seconds to trace and to compile the step by number of layers."""
     print("| layers | scan | trace, s | compile, s |\n|---|---|---|---|")
     for scan, layers in ((True, 12), (True, 48), (True, 12), (True, 48), (False, 12), (False, 48)):
         config = dataclasses.replace(GPT2, n_layer=layers, scan_layers=scan)
@@ -83,12 +86,13 @@ def depth() -> None:
 
 
 def overhead() -> None:
+    """Print the time of a tiny step by strategy."""
     config = GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=1, n_embd=8)
     tokens = np.zeros((2, 8), np.int32)
     made = {name: trainer(config, name) for name in ("single", "pmap", "mesh")}
     states, key = {name: m.init_state(jax.random.key(0)) for name, m in made.items()}, jax.random.key(1)
     times, placing = ({name: [] for name in made} for _ in range(2))
-    for number in range(1 + ROUNDS):  # in turns, since the machine's speed wanders; the first compiles
+    for number in range(1 + ROUNDS):  # in turns, since the machine's speed drifts; the first round compiles
         for name, m in made.items():
             began, placed = time.perf_counter(), 0.0
             for _ in range(STEPS):

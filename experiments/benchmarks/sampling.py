@@ -1,11 +1,11 @@
 """How fast is sampling? GPT-2 124M, random weights, greedy, against transformers' `generate` with its cache.
 
-Question:  tokens per second at batch 1, 8 and 32, 64 prompt tokens and 64 new ones, prefill included.
-Command:   python experiments/benchmarks/sampling.py            (wants pip install ".[bench]")
-           --weights int8 --weights bfloat16: ours in fewer bits as well; --peer-python PYTHON: transformers elsewhere
-Method:    each system in a process of its own, one warm-up call for each batch, then the median of three; systems
-           take turns, round by round, and the table has the median round. The ceiling at batch 1 is what memory
-           allows: all weights are read for each token, at the speed at which a sum over them runs here.
+Question:  tokens per second at batch 1, 8 and 32, with 64 prompt tokens and 64 new ones, prefill included.
+Command:   python experiments/benchmarks/sampling.py            (needs pip install ".[bench]")
+           --weights int8 --weights bfloat16: fewer bits as well; --peer-python PYTHON: an interpreter with transformers
+Method:    each system in a process of its own, one warm-up call for each batch, then the median of three calls. Systems
+           take turns, round by round, and the table has the median round. The ceiling at batch 1 is memory bandwidth:
+           each token reads all weights, at the measured speed of a sum over as much memory.
 Result:    see LOG.md.
 """
 
@@ -20,7 +20,11 @@ PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
 
 
 def measure(system: str) -> dict:
-    """{batch: {total: tokens/s, decode: tokens/s after the first token}}, in this process."""
+    """Measure a system in this process.
+
+    Returns {batch: {"total": tokens/s, "decode": tokens/s after the first token, "first": seconds to it}}, and the
+    system's size in megabytes.
+    """
     generate, extra = transformers_generate() if system == "transformers" else jaxgpt_generate(system)
     found = {}
     for batch in BATCHES:
@@ -32,12 +36,14 @@ def measure(system: str) -> dict:
 
 
 def seconds(generate, *args) -> float:
+    """Return the seconds that `generate(*args)` takes."""
     began = time.perf_counter()
     generate(*args)
     return time.perf_counter() - began
 
 
 def jaxgpt_generate(weights: str):
+    """Return (generate, measures): jaxgpt with random weights of the given kind, and the ceiling of this machine."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -65,7 +71,7 @@ def jaxgpt_generate(weights: str):
         assert [len(row) for row in out.tokens] == [new] * batch
 
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    numbers = jnp.ones(2**27)  # 512 MiB, as many as the weights in float32
+    numbers = jnp.ones(2**27)  # 512 MiB, about the size of the weights in float32
     add = jax.jit(jnp.sum)
     add(numbers).block_until_ready()
     bandwidth = numbers.nbytes / min(seconds(lambda: add(numbers).block_until_ready()) for _ in range(5))
@@ -73,6 +79,7 @@ def jaxgpt_generate(weights: str):
 
 
 def transformers_generate():
+    """Return (generate, measures): transformers' GPT-2 with random weights."""
     import torch
     import transformers
 
@@ -97,12 +104,17 @@ def transformers_generate():
 
 
 def main() -> None:
+    """Measure all systems in turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", action="append", default=[], choices=("bfloat16", "int8"), help="besides float32")
+    parser.add_argument(
+        "--weights", action="append", default=[], choices=("bfloat16", "int8"), help="in addition to float32"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has transformers and torch")
-    parser.add_argument("--system", help="measure this one here, and print JSON; each round does")
-    parser.add_argument("--json", help="write all rounds there")
+    parser.add_argument(
+        "--system", help="measure only this system, in this process, and print JSON; used by each round"
+    )
+    parser.add_argument("--json", help="write all rounds to this file")
     options = parser.parse_args()
     if options.system:
         print(json.dumps(measure(options.system)))
@@ -120,7 +132,7 @@ def main() -> None:
     def median(name: str, batch: int, what: str) -> float:
         return statistics.median(run[str(batch)][what] for run in runs[name])
 
-    print("| system | MB | batch | tokens/s (rounds) | ratio | decoding alone | ratio | prefill and first token, ms |")
+    print("| system | MB | batch | tokens/s (rounds) | ratio | decode only | ratio | prefill and first token, ms |")
     print("|---|---|---|---|---|---|---|---|")
     for name in systems:
         for batch in BATCHES:

@@ -1,12 +1,12 @@
-"""How long does the speedrun take, from nothing, over several seeds?
+"""How long does the speedrun take from a cold start, over several seeds?
 
-Question:  seconds from the start of the process to the validation loss, and that loss, seed by seed.
+Question:  seconds from the start of the process to the validation loss, and that loss, for each seed.
 Command:   python experiments/benchmarks/speedrun.py shakespeare.txt
-           --experiment FILE: another one; --seeds N; --json FILE; all other options go to the experiment, as
-           --train.steps 300
-Method:    each seed is a process of its own with an empty cache directory, one after the other. The validation loss is
-           there when its line is in metrics.jsonl, which is looked at twenty times a second; what comes after it
-           (saving, the picture, the sample) is in the last column only.
+           --experiment FILE: another experiment; --seeds N; --json FILE. All other options go to the experiment,
+           such as --train.steps 300
+Method:    each seed runs in a process of its own with an empty cache directory, one after the other. The clock stops
+           when the line of the last validation is in metrics.jsonl, which is polled twenty times a second. What follows
+           (saving, the picture, the sample) counts only in the last column.
 Result:    see LOG.md.
 """
 
@@ -26,7 +26,10 @@ LONGEST = 3600  # seconds of a run
 
 
 def one(experiment: Path, text: str, seed: int, options: list[str]) -> dict:
-    """{"seed", "seconds" to the last validation loss, "val_loss", "whole": seconds to the end of the process}."""
+    """Run one seed in a process of its own.
+
+    Returns {"seed", "seconds" to the last validation loss, "val_loss", "whole": seconds to the end of the process}.
+    """
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         command = [sys.executable, str(experiment), "--data.path", text, "--run-dir", str(run)]
@@ -45,15 +48,16 @@ def one(experiment: Path, text: str, seed: int, options: list[str]) -> dict:
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
+        _, errors = process.communicate()
         if process.returncode or not found:
-            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {said.decode()[-2000:]}")
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}: {errors.decode()[-2000:]}")
         found["line"] = last_validation(run / "metrics.jsonl")
     seconds = {"seconds": found["seconds"], "whole": time.perf_counter() - began}
     return {"seed": seed, "val_loss": found["line"]["val_loss"]} | seconds
 
 
 def last_validation(path: Path) -> dict | None:
+    """Return the last complete line of metrics.jsonl with a validation loss; None: there is none yet."""
     if not path.exists():
         return None
     lines = [json.loads(line) for line in path.read_text().splitlines() if "val_loss" in line and line.endswith("}")]
@@ -61,13 +65,14 @@ def last_validation(path: Path) -> dict | None:
 
 
 def main() -> None:
+    """Run all seeds, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("text", help="Tiny Shakespeare")
+    parser.add_argument("text", help="file of Tiny Shakespeare")
     parser.add_argument("--experiment", type=Path, default=SPEEDRUN)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", help="write all runs there")
+    parser.add_argument("--json", help="write all runs to this file")
     options, of_experiment = parser.parse_known_args()
     runs = []
     print("| seed | validation loss | seconds to it | to the end |\n|---|---|---|---|")

@@ -1,12 +1,12 @@
-"""How long until the first step? Imports, help, and `jaxgpt train` with a cold and a warm compilation cache.
+"""How long does it take to reach the first step? Imports, help, and `jaxgpt train` with a cold and a warm cache.
 
 Question:  seconds from the start of a process, and where they go.
 Command:   python experiments/benchmarks/startup.py [--rounds 5] [--trains 3] [--json FILE]
-           --peer-python PYTHON: an interpreter that has transformers and torch, else this one if it has them
+           --peer-python PYTHON: an interpreter with transformers and torch; default: this one, if it has them
 Method:    every command in a process of its own, in turns, round by round; medians, least and most. The training is
-           of the quickstart, one step, its validation and its checkpoint; what is cold has an empty JAXGPT_CACHE of its
-           own. A milestone is when it was reached since the start of the process; tracing, lowering and compiling are
-           sums over all programs, as JAX tells them.
+           one step of the quickstart, with its validation and its checkpoint. Cold runs have an empty JAXGPT_CACHE of
+           their own. A milestone is the time from the start of the process until it is reached; tracing, lowering and
+           compiling are sums over all programs, as JAX reports them.
 Result:    see LOG.md.
 """
 
@@ -39,10 +39,10 @@ def started():
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
-    def told(name, seconds, **_):
+    def record(name, seconds, **_):
         if (what := names.get(name.split("/")[-1])) is not None:
             sums[what] = sums.get(what, 0.0) + seconds
-    jax.monitoring.register_event_duration_secs_listener(told)
+    jax.monitoring.register_event_duration_secs_listener(record)
     def after(owner, name, what):
         plain = getattr(owner, name)
         def timed(*arguments, **options):
@@ -57,12 +57,13 @@ def started():
     after(session.Checkpoints, "wait", "it is saved")
 train.configure_jax = started
 __main__.main(sys.argv[1:])
-reached("the end")
+reached("the process ends")
 print(json.dumps({"at": at, "sums": sums}))
 """
 
 
 def once(command: list[str], **env: str) -> tuple[float, str]:
+    """Run a command and return (seconds, its output)."""
     began = time.time()
     done = subprocess.run(
         [word.replace("BEGAN", repr(began)) for word in command],
@@ -77,6 +78,7 @@ def once(command: list[str], **env: str) -> tuple[float, str]:
 
 
 def trained(directory: str, cache: str) -> dict:
+    """Train the quickstart for one step; return its milestones and sums, in seconds."""
     run = tempfile.mkdtemp(dir=directory)
     command = [sys.executable, "-c", TRAIN, "BEGAN", "train", "quickstart", "--run-dir", f"{run}/r"]
     _, said = once(
@@ -86,10 +88,12 @@ def trained(directory: str, cache: str) -> dict:
 
 
 def spread(seconds: list[float]) -> str:
+    """Format the median, least and most as table cells."""
     return f"{statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f}"
 
 
 def main() -> None:
+    """Measure all commands in turns, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trains", type=int, default=3)
@@ -124,7 +128,7 @@ def main() -> None:
                 runs[kind].append(trained(directory, cache))
 
     base = statistics.median(took["import jax, flax.linen"])
-    print("| command | median, s | least to most | to import jax, flax.linen |")
+    print("| command | median, s | least to most | relative to import jax, flax.linen |")
     print("|---|---|---|---|")
     for name, seconds in took.items():
         print(f"| {name} | {spread(seconds)} | {statistics.median(seconds) / base:.2f} |")

@@ -1,12 +1,12 @@
-"""How fast is a training step? Ours, nanoGPT's and transformers' GPT-2, in turns.
+"""How fast is a training step? jaxgpt, nanoGPT and transformers' GPT-2, in turns.
 
 Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm clipped at 1, float32), each with its own
            way of fetching a batch.
-Command:   python experiments/benchmarks/training.py --nanogpt DIR        (wants pip install ".[bench]", and for the
-           compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
-Method:    each system in a process of its own, compiled and warm, waits for its turn: a few seconds of steps, then the
-           next one's, round after round, so that a busy minute of the machine meets all of them. Ratios are medians of
-           the ratios within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, read from where it is.
+Command:   python experiments/benchmarks/training.py --nanogpt DIR        (needs pip install ".[bench]", and
+           for the compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
+Method:    each system runs in a process of its own, compiled and warm. They take turns: a few seconds of steps each,
+           round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
+           within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place.
 Result:    see LOG.md.
 """
 
@@ -21,16 +21,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-SHAPES = {  # nanoGPT's for a CPU, by its README, and that of its config/train_shakespeare_char.py with a smaller batch
+SHAPES = {  # nanoGPT's CPU configuration from its README, and config/train_shakespeare_char.py with a smaller batch
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0},
     "wide": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 12, "dropout": 0.0},
 }
 VOCAB, TEXT = 65, 1_000_000
 PEERS = ("nanogpt", "nanogpt-compiled", "transformers", "transformers-compiled")
-Steps = Callable[[int], float]  # how many -> the last loss, when all are done
+Steps = Callable[[int], float]  # number of steps -> the last loss, when all are done
 
 
 def jaxgpt_steps(shape: dict, options) -> Steps:
+    """Build jaxgpt's training step for a shape."""
     from jaxgpt.parallel.jax_setup import configure_jax
 
     configure_jax()
@@ -71,6 +72,7 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
 
 
 def torch_steps(shape: dict, options, name: str) -> Steps:
+    """Build the training step of a peer, eager or compiled."""
     import torch
 
     torch.manual_seed(0)
@@ -132,7 +134,10 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
 
 
 def worker(options) -> None:
-    """Build, compile, warm up ("first": seconds to the first step, imports included); then run as many steps as each line of stdin says, and tell the seconds."""
+    """Build and compile a system, then run as many steps as each line of stdin asks for.
+
+    Prints {"first": seconds to the first step, imports included}, then {"seconds": per step, "loss"} for each line.
+    """
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     began = time.perf_counter()
     run = jaxgpt_steps(shape, options) if options.worker == "jaxgpt" else torch_steps(shape, options, options.worker)
@@ -148,7 +153,10 @@ def worker(options) -> None:
 
 
 class Worker:
+    """A process that runs training steps of one system on demand."""
+
     def __init__(self, name: str, options, **env: str):
+        """Start the process and wait for its first step."""
         command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
         command += [] if options.nanogpt is None else ["--nanogpt", options.nanogpt]
         self.process = subprocess.Popen(
@@ -157,40 +165,47 @@ class Worker:
         self.first = self.answer()["first"]
 
     def answer(self) -> dict:
+        """Return the next line of JSON that the process prints."""
         for line in self.process.stdout:
-            if line.startswith("{"):  # nanoGPT tells how large it is, too
+            if line.startswith("{"):  # nanoGPT also prints its size
                 return json.loads(line)
         raise SystemExit(f"{' '.join(self.process.args)} ended with {self.process.wait()}")
 
     def seconds(self, steps: int) -> float:
+        """Run some steps and return the seconds per step."""
         self.process.stdin.write(f"{steps}\n")
         self.process.stdin.flush()
         return self.answer()["seconds"]
 
     def close(self) -> None:
+        """End the process."""
         self.process.stdin.close()
         self.process.wait(60)
 
 
 def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """What there is to choose where workers are compared."""
+    """Return a parser with the options that the benchmarks of workers share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--sizes", default="{}", help='over the shape\'s, as JSON: {"dropout": 0.2, "batch_size": 64}')
+    parser.add_argument(
+        "--sizes", default="{}", help='overrides of the shape, as JSON: {"dropout": 0.2, "batch_size": 64}'
+    )
     parser.add_argument("--systems", nargs="+", choices=("jaxgpt", *PEERS))
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", help="write all times there")
+    parser.add_argument("--json", help="write all times to this file")
     return parser
 
 
 def systems(options) -> list[str]:
+    """Return the systems to compare; nanoGPT's only with a checkout."""
     return options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
 
 
 def main() -> None:
+    """Measure all systems in turns, and print the table."""
     parser = arguments(__doc__, rounds=9)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
