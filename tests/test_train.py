@@ -14,7 +14,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import OptimConfig
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.strategy import Strategy
+from jaxgpt.parallel.strategy import SingleDevice
 from jaxgpt.skip import MIN_NORMS, NOT_FINITE, NUM_NORMS, SPIKE, TAKEN, skip_bad_steps, skip_metrics
 from jaxgpt.train import eval_step, init_state, train_step
 from tests.helpers import TINY, tokens_BT
@@ -147,7 +147,7 @@ def test_one_compilation_and_donated_state():
     state = jax.tree.map(jnp.copy, state)
     chex.clear_trace_counter()
     traced = chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1)
-    compiled = Strategy().jit_train_step(traced, state)
+    compiled = SingleDevice().jit_train_step(traced, state)
     for seed in range(3):
         before = state
         state, _ = compiled(state, make_batch(), jax.random.key(seed))

@@ -1,7 +1,8 @@
-"""How one training step runs on the devices: plainly on one, and what every strategy offers."""
+"""How one training step runs on the devices: what every strategy offers, and the one of a single device."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,25 +25,20 @@ StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
 
 
-class Strategy:
-    """Compile and feed `train.train_step` on one device; subclasses do so on several. A test holds all of them equal.
+class Strategy(abc.ABC):
+    """Compile and feed `train.train_step` on certain devices. Every strategy computes the same step; a test holds them equal.
 
     A strategy knows devices. The model, the optimizer and the data come in as arguments.
     Host batches are NumPy arrays [B, T], of which each process reads the rows that its own devices need.
     """
 
-    name: str = "one device"  # in words: "pmap over 8 devices"
+    name: str  # "pmap over 8 devices"
     devices: tuple[jax.Device, ...]  # of all processes, in the order in which programs count them
     data_parallel_size: int = 1  # parts that a batch is cut into
     num_replicas: int | None = None  # programs side by side, each with its own rows and dropout key; None: one for all
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
     _checkpoint: Sharding  # of the arrays of a state, where all have the same, as checkpoints are read
-    _batch: Sharding  # of the arrays of a batch
-
-    def __init__(self, devices: Sequence[jax.Device] | None = None):
-        """Take the first of `devices`. None: those of this process."""
-        self.devices = ((devices or jax.local_devices())[0],)
-        self._checkpoint = self._batch = SingleDeviceSharding(self.devices[0])
+    _batch: Sharding  # of the arrays of a batch, where that is one of the whole batch
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
         """Return the kernel as this strategy runs it."""
@@ -61,13 +57,13 @@ class Strategy:
         """
         return jax.jit(init, out_shardings=shardings_of(state))
 
+    @abc.abstractmethod
     def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
         """Compile `step(state, batch, key)`. The result donates the old state's memory to the new one."""
-        return jax.jit(step, donate_argnums=0)
 
+    @abc.abstractmethod
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
         """Compile `step(params, batch)`. The result's sums are over all devices."""
-        return jax.jit(step)
 
     def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
         """Compile state -> uint32 [copies, parts]: a checksum of what each of `devices` holds. None: there is one copy."""
@@ -92,6 +88,23 @@ class Strategy:
     def from_checkpoint(self, state: Any) -> Any:
         """Return what was read from a checkpoint, state or parameters alone, as the compiled steps take it."""
         return state
+
+
+class SingleDevice(Strategy):
+    """`jax.jit` on one device."""
+
+    name = "one device"
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        """Take the first of `devices`. None: of this process's."""
+        self.devices = ((devices or jax.local_devices())[0],)
+        self._checkpoint = self._batch = SingleDeviceSharding(self.devices[0])
+
+    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+        return jax.jit(step, donate_argnums=0)
+
+    def jit_eval_step(self, step: EvalFn) -> EvalFn:
+        return jax.jit(step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

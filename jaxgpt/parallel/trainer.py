@@ -21,7 +21,7 @@ from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.parallel.mesh import MeshStrategy
 from jaxgpt.parallel.pmap import PmapStrategy
 from jaxgpt.parallel.sharding import check_divisible
-from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, StepFn, Strategy, split_batch
+from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
 from jaxgpt.skip import skip_bad_steps
 from jaxgpt.train import MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
 
@@ -178,7 +178,7 @@ def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices =
     if name == "single":
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return Strategy(devices)
+        return SingleDevice(devices)
     if name == "pmap":
         return PmapStrategy(devices)
     strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor)
