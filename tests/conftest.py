@@ -96,7 +96,7 @@ def real_text():
 LONGEST = (
     "test_lessons.py",
     "tools/plan/test_slices.py",
-    "test_readme.py",
+    "test_docs.py",
     "parallel/test_strategies.py",
     "encdec/test_encoder.py",
     "test_session.py",

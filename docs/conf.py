@@ -1,0 +1,24 @@
+"""Settings of the documentation site: `python -m sphinx -W docs docs/_build`."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing modules for the API reference needs no accelerator
+
+project = "jaxgpt"
+author = "the jaxgpt authors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+html_theme = "sphinx_book_theme"
+html_title = "jaxgpt"
+html_theme_options = {"show_toc_level": 2}
+html_last_updated_fmt = None  # the same sources give the same pages
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # tests/test_lessons.py runs the lessons; here they are rendered as they are
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True

@@ -1,0 +1,138 @@
+"""README and docs: every command and every piece of Python runs, links resolve, and the site builds without a warning."""
+
+import contextlib
+import functools
+import importlib.util
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+from tests.zygote import Zygote
+
+README = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
+INDEX = (DOCS / "index.md").read_text(encoding="utf-8")
+# In reading order, so that a page may use what an earlier one has trained.
+PAGES = [README, *(DOCS / f"{name}.md" for name in re.findall(r"^([a-z-]+)$", INDEX, flags=re.MULTILINE))]
+WRITTEN = [*PAGES, DOCS / "index.md", DOCS / "step.md", REPOSITORY / "CONTRIBUTING.md"]
+TRAIN = "python -m pip install -e . && jaxgpt train"
+TEST = 'python -m pip install -e ".[test]" && python -m pytest'
+
+SMALL = """
+    --model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --optim.warmup-steps 1 --train.steps 2
+    --train.batch-size 2 --train.eval-every 2 --train.eval-tokens 64 --train.sample-tokens 5
+"""
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    lines = "".join(blocks(page, "bash")).splitlines()
+    return [re.split("  +#", line)[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_the_two_lines_are_there_and_ci_runs_the_second():
+    assert TRAIN in commands(README) and TEST in commands(README)
+    assert TEST in (REPOSITORY / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, text_file):
+    """The working directory of a reader: a text and pairs of their own, and the experiments."""
+    directory = tmp_path_factory.mktemp("reader")
+    (directory / "mytext.txt").write_text("The text of the user. " + text_file.read_text() * 3)
+    (directory / "mypairs.tsv").write_text("".join(f"uno {n}\t{n}\n" for n in range(100)))
+    (directory / "experiments").symlink_to(REPOSITORY / "experiments")
+    return directory
+
+
+@pytest.mark.slow
+def test_every_command_in_order(directory):
+    """In forks of one process that has imported everything; programs of their own in processes of their own."""
+    ran = 0
+    with contextlib.closing(Zygote()) as zygote:
+        for page in PAGES:
+            for command in commands(page):
+                if command == TEST or (command.startswith("python -m pip install") and command != TRAIN):
+                    continue  # CI itself, an accelerator's wheels, or the build of the site, which has its own test
+                verb, *argv = shlex.split(command.removeprefix("python -m pip install -e . && "))
+                run = functools.partial(zygote.run, deadline=240) if verb == "jaxgpt" else run_program
+                done = run(argv + smaller(verb, argv), directory)
+                assert done.returncode == 0, (page.name, command, done.stderr)
+                assert done.stdout.strip(), (page.name, command)
+                ran += 1
+            for written in ("xray.html", "exported", "adapted"):  # which an earlier page may have written as well
+                subprocess.run(["rm", "-rf", written], cwd=directory, check=True, timeout=60)
+    assert ran >= 20
+
+
+def smaller(verb, argv):
+    """Return options that make a training small and give it a text that is there."""
+    if "train" not in argv and verb != "python":
+        return []
+    if {"--data.path", "--run-dir"} & set(argv):
+        return SMALL.split()
+    return [*SMALL.split(), "--data.path", "mypairs.tsv" if any("2017" in word for word in argv) else "mytext.txt"]
+
+
+def run_program(argv, cwd):
+    return run_command(*argv, cwd=cwd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_python_runs(page, directory):
+    for code in blocks(page, "python"):
+        done = run_command("-c", code, cwd=directory)
+        assert done.returncode == 0, (code, done.stderr)
+
+
+def test_the_tree_is_the_tree():
+    """The README names every folder and no file that does not exist; the API reference has every module."""
+    (tree,) = [block for block in blocks(README, "text") if block.startswith("jaxgpt/")]
+    inside, _ = tree.split("experiments/", 1)
+    named = set(re.findall(r"^  ([\w.]+)/? ", inside, flags=re.MULTILINE))
+    package = REPOSITORY / "jaxgpt"
+    folders = {p.name for p in package.iterdir() if p.is_dir() and not p.name.startswith("_")}
+    assert folders <= named and all((package / name).exists() for name in named)
+    modules = {".".join(p.relative_to(REPOSITORY).with_suffix("").parts) for p in package.rglob("*.py")}
+    api = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    described = set(re.findall(r"^\.\. automodule:: (\S+)", api, flags=re.MULTILINE))
+    assert described - {"jaxgpt.layers"} == {m for m in modules if not m.endswith(("__init__", "__main__"))}
+
+
+def test_links_within_the_repository_resolve():
+    for page in WRITTEN:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
+            link = "".join(target)
+            assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
+
+
+def test_every_table_row_has_its_command():
+    rows = [
+        line
+        for page in (README, DOCS / "results.md")
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and "loss" not in line and "experiments/" in line
+    ]
+    assert rows and all("`" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("myst_nb") is None, reason='Sphinx is not installed: pip install "jaxgpt[docs]"'
+)
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = run_command("-m", "sphinx", "-W", "-q", str(DOCS), str(tmp_path / "site"), cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "lessons" / "es" / "3_attention.html").exists()
