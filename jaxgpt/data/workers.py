@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
+import struct
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 
 Label = TypeVar("Label")
+HEAD = struct.Struct("<?Q")  # of a message: whether it is an error, and how many bytes follow
 
 
 def count_cores() -> int:
@@ -85,19 +86,18 @@ class _Worker:
 
     def send(self, text: str) -> None:
         try:
-            _write(self._process.stdin, text)
+            _write(self._process.stdin, text.encode("utf-8", errors="surrogatepass"))
         except BrokenPipeError:
             raise self._explain_end() from None
 
     def receive(self) -> np.ndarray:
-        assert self._process.stdout is not None
-        try:
-            answer = pickle.load(self._process.stdout)
-        except (EOFError, pickle.UnpicklingError):  # at its end, or within an answer
-            raise self._explain_end() from None
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
+        answer = _read(self._process.stdout)
+        if answer is None:
+            raise self._explain_end()
+        is_error, raw = answer
+        if is_error:
+            raise UserError(raw.decode())
+        return np.frombuffer(raw, np.int32)
 
     def _explain_end(self) -> UserError:
         status = self._process.wait()
@@ -107,21 +107,33 @@ class _Worker:
         )
 
 
-def _write(stream: IO[bytes] | None, value: Any) -> None:
+def _write(stream: IO[bytes] | None, raw: bytes, *, is_error: bool = False) -> None:
     assert stream is not None
-    pickle.dump(value, stream)
+    stream.write(HEAD.pack(is_error, len(raw)) + raw)
     stream.flush()
+
+
+def _read(stream: IO[bytes] | None) -> tuple[bool, bytes] | None:
+    """Return (whether it is an error, its bytes) of the next message, or None at the end."""
+    assert stream is not None
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    is_error, length = HEAD.unpack(head)
+    raw = stream.read(length)
+    return (is_error, raw) if len(raw) == length else None
 
 
 def serve() -> None:
     """Encode texts from the standard input until it ends. Ctrl-C is for the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tokenizer = BPETokenizer(pickle.load(sys.stdin.buffer))
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # also where the asker was killed as it wrote
-        while True:
-            text = pickle.load(sys.stdin.buffer)
-            try:
-                answer = tokenizer.encode(text)
-            except UserError as e:
-                answer = e
-            _write(sys.stdout.buffer, answer)
+    tokenizer = None
+    while (message := _read(sys.stdin.buffer)) is not None:
+        text = message[1].decode("utf-8", errors="surrogatepass")
+        if tokenizer is None:
+            tokenizer = BPETokenizer(text)
+            continue
+        try:
+            _write(sys.stdout.buffer, tokenizer.encode(text).tobytes())
+        except UserError as e:
+            _write(sys.stdout.buffer, str(e).encode(), is_error=True)
