@@ -92,19 +92,20 @@ class Run:
         if beams is not None and (given := [name for name, value in drawing.items() if value]):
             raise UserError(f"beams={beams} draws nothing, so leave out {', '.join(given)}")
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, every)
+        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype)
         ids, sources = self.prompt_format.encode(prompts, chat)
         if beams is not None:
             found = beam_search(*self.decode_params, ids, decoding, beams=beams, sources=sources)
             texts = [self.tokenizer.decode(best) for best, *_ in found.tokens]
         elif draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, sources=sources)
+            batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
             texts = join_texts(self.tokenizer, batches, len(ids), stop)
         else:
             texts = []
             for number, row in enumerate(ids):
                 earlier = prompts[:number].count(prompts[number])  # equal prompts draw by keys of their own
-                new_ids = self._speculate(draft, row, decoding, jax.random.fold_in(key, earlier) if earlier else key)
+                row_key = jax.random.fold_in(key, earlier) if earlier else key
+                new_ids = self._speculate(draft, row, decoding, row_key, every)
                 texts.append("".join(iter_text(self.tokenizer, new_ids, stop)))
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -113,7 +114,7 @@ class Run:
         prompt: str,
         *,
         max_new_tokens: int = MAX_NEW_TOKENS,
-        every: int = 8,
+        every: int | None = 8,
         seed: int = 0,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -128,18 +129,18 @@ class Run:
     ) -> Iterator[str]:
         """Yield the text that `sample` returns in pieces, as it is generated: the first token at once.
 
-        every: tokens between two pieces. The other options are those of `sample`.
+        every: tokens between two pieces. None means one piece, at the end. The other options are those of `sample`.
         """
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
-        key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), check_count("every", every)
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, every)
+        key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
+        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype)
         ids, sources = self.prompt_format.encode([prompt], chat)
         if draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, sources=sources)
+            batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
             new_ids = (batch[0] for batch in batches)
         else:
-            new_ids = self._speculate(draft, ids[0], decoding, key)
+            new_ids = self._speculate(draft, ids[0], decoding, key, every)
         yield from iter_text(self.tokenizer, new_ids, stop)
 
     def score(self, texts: list[str]) -> list[Score]:
@@ -175,7 +176,7 @@ class Run:
         return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
-        self, max_new_tokens: int, filters: dict[str, Any], chat: bool, cache_dtype: Precision | None, every: int | None
+        self, max_new_tokens: int, filters: dict[str, Any], chat: bool, cache_dtype: Precision | None
     ) -> Decoding:
         """Return the options of decoding. filters: the fields of `Sampling`."""
         if filters["temperature"] is None:
@@ -189,17 +190,18 @@ class Run:
             stop_tokens=self.prompt_format.stop_tokens(chat),
             vocab_size=self.tokenizer.vocab_size,
             cache_dtype=cache_dtype,
-            every=every,
         )
 
-    def _speculate(self, draft: Run, prompt: list[int], decoding: Decoding, key: jax.Array) -> Iterator[list[int]]:
+    def _speculate(
+        self, draft: Run, prompt: list[int], decoding: Decoding, key: jax.Array, every: int | None
+    ) -> Iterator[list[int]]:
         if fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
             raise UserError(
                 f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
             )
         if self.model.config.n_encoder_layer:
             raise UserError("a draft guesses for a model without an encoder: leave it out")
-        return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key)
+        return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
 
 def load(run: str | Path | None = None, *, which: str | int = "best", average: int | None = None) -> Run:

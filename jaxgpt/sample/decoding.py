@@ -19,9 +19,8 @@ BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How prompts are continued, whatever the model and the prompts. `generate` says what each option means.
+    """Options of decoding that depend on neither the model nor the prompts: see `generate`.
 
-    every: tokens between two results, of which the first has one token. None means one result, at the end.
     Raises `UserError` for values out of range.
     """
 
@@ -32,10 +31,9 @@ class Decoding:
     cache_dtype: Precision | None = None
     bucket: int = BUCKET
     logprobs: bool = False
-    every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "vocab_size", "bucket", "every"):
+        for name in ("max_new_tokens", "vocab_size", "bucket"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
@@ -43,11 +41,13 @@ class Decoding:
         if self.cache_dtype not in (None, *get_args(Precision)):
             raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
 
-    @property
-    def limits(self) -> list[int]:
-        """How many new tokens each result has, at most, together with those before it."""
+    def limits(self, every: int | None) -> list[int]:
+        """Return the most new tokens that a stream has yielded after each item: 1, then `every` more each time.
+
+        every: None means one item, at the end. Raises `UserError` if it is below 1.
+        """
         most = self.max_new_tokens
-        return [most] if self.every is None else [*range(1, most, self.every), most]
+        return [most] if every is None else [*range(1, most, check_count("every", every)), most]
 
     def known_ids(self, model: GPT) -> int:
         """Return how many ids may be drawn: those below `vocab_size` that the model has."""

@@ -92,7 +92,7 @@ def generate(
         cache_dtype=cache_dtype,
         bucket=bucket,
     )
-    ((start, state),) = _decode(model, params, prompts, decoding, key=key, sources=sources)
+    ((start, state),) = _decode(model, params, prompts, decoding, key=key, every=None, sources=sources)
     ends = start + np.asarray(state.length_B)
 
     def completions(values_BX: jax.Array | None) -> list[list]:
@@ -115,15 +115,17 @@ def stream(
     decoding: Decoding,
     *,
     key: jax.Array,
+    every: int | None = 8,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[list[int]]]:
-    """Continue prompts like `generate`, but yield new ids as they are drawn: the first at once, then every `every`.
+    """Continue prompts like `generate`, by the same compiled program, but yield new ids as they are drawn.
 
-    Each item is a list of new ids for each prompt. Joined, they are what `generate` returns, by the same program.
-    Prompts are checked at the first `next`.
+    Each item is a list of new ids for each prompt; joined, they are what `generate` returns.
+    every: tokens between two items; the first has one token. None means one item, at the end.
+    Arguments are checked at the first `next`.
     """
     shown_B = np.zeros(len(prompts), int)
-    for start, state in _decode(model, params, prompts, decoding, key=key, sources=sources):
+    for start, state in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
         length_B, tokens_BX = np.asarray(state.length_B), np.asarray(state.tokens_BX)
         yield [row[start + a : start + b].tolist() for row, a, b in zip(tokens_BX, shown_B, length_B, strict=True)]
         shown_B = length_B
@@ -136,12 +138,13 @@ def _decode(
     decoding: Decoding,
     *,
     key: jax.Array,
+    every: int | None,
     sources: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[int, DecodeState]]:
-    """Yield (column of the first new token, state) at each of the limits, until all rows have stopped."""
+    """Yield (column of the first new token, state) at each of `decoding.limits(every)`, until all rows have stopped."""
     state = init_state(model, params, prompts, decoding, key=key, sources=sources)
     start, stops = int(state.cursor), pad_stop_tokens(decoding.stop_tokens)
-    for limit in decoding.limits:
+    for limit in decoding.limits(every):
         state = advance(model, params, state, decoding.sampling, stops, start + limit, decoding.known_ids(model))
         yield start, state
         if np.asarray(state.stopped_B).all():

@@ -39,17 +39,20 @@ def speculate(
     decoding: Decoding,
     *,
     key: jax.Array,
+    every: int | None = 8,
     num_draft_tokens: int = 4,
 ) -> Iterator[list[int]]:
-    """Yield the completion of one prompt as lists of new ids, about `every` at a time.
+    """Yield the completion of one prompt as lists of new ids.
 
     draft is a model of the same tokenizer. One prompt, since the rows of a batch would accept different numbers of
     tokens. The same key gives the same completion on every call, but another than `generate` gives, unless greedy.
+    every: tokens between two items, or a few more; the first has at least one. None means one item, at the end.
     num_draft_tokens: tokens that the draft proposes between two passes of the model, at most half of either's
         block_size.
     Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
     """
-    vocab_size, every = decoding.known_ids(model), decoding.every or decoding.max_new_tokens
+    limit, every = decoding.limits(every)[0], every or decoding.max_new_tokens
+    vocab_size = decoding.known_ids(model)
     if decoding.known_ids(draft) < vocab_size:
         raise UserError(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
@@ -63,7 +66,7 @@ def speculate(
     t = init(model, params, [prompt], extra_slots=G + 1)
     d = init(draft, draft_params, [prompt[-draft.config.block_size :]], extra_slots=G + 1)
     sampling, stops = decoding.sampling, pad_stop_tokens(decoding.stop_tokens)
-    start, shown, limit = int(t.cursor), 0, 1
+    start, shown = int(t.cursor), 0
     while True:
         t, d = _advance(model, draft, params, draft_params, t, d, sampling, stops, start + limit, vocab_size, G)
         length = min(int(t.length_B[0]), decoding.max_new_tokens)

@@ -452,8 +452,8 @@ def _stream() -> Any:
 
     run = trained("gpt2")
     decoder = jaxgpt.for_decoding(run.model, run.params)
-    decoding = jaxgpt.Decoding(max_new_tokens=40, every=7)
-    return list(jaxgpt.stream(*decoder, _ids(run), decoding, key=jax.random.key(2)))
+    decoding = jaxgpt.Decoding(max_new_tokens=40)
+    return list(jaxgpt.stream(*decoder, _ids(run), decoding, key=jax.random.key(2), every=7))
 
 
 @case("sample.speculate")
@@ -469,8 +469,9 @@ def _speculate() -> Any:
             *jaxgpt.for_decoding(run.model, run.params),
             *jaxgpt.for_decoding(draft.model, draft.params),
             _ids(run)[2],
-            jaxgpt.Decoding(max_new_tokens=32, sampling=jaxgpt.Sampling(**how), every=8),
+            jaxgpt.Decoding(max_new_tokens=32, sampling=jaxgpt.Sampling(**how)),
             key=jax.random.key(4),
+            every=8,
         )
         found[name] = list(news)
     return found | {"text": run.sample(["The ", "The "], draft=draft, max_new_tokens=20, seed=1)}

@@ -33,8 +33,8 @@ def run(model, params, prompts, new=12, seed=0, **kwargs):
     return generate(model, params, prompts, key=jax.random.key(seed), max_new_tokens=new, **kwargs)
 
 
-def run_stream(model, params, prompts, **options):
-    return list(stream(model, params, prompts, Decoding(**options), key=jax.random.key(0)))
+def run_stream(model, params, prompts, *, every, **options):
+    return list(stream(model, params, prompts, Decoding(**options), key=jax.random.key(0), every=every))
 
 
 def restarting(model, params, prompt, new):
@@ -233,14 +233,14 @@ def test_misuse_is_told(prompts, kwargs, said):
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_what_no_stream_takes(every):
     with pytest.raises(UserError, match=f"every={every}: needs"):
-        Decoding(max_new_tokens=3, every=every)
+        Decoding(max_new_tokens=3).limits(every)
 
 
 def test_options_of_decoding_are_a_value():
     """Equal ones are equal and hash alike, whatever kind of numbers and lists they were made of."""
     one = Decoding(max_new_tokens=np.int64(3), stop_tokens=np.array([1, 2]), sampling=Sampling(top_k=2))
     assert {one} == {Decoding(max_new_tokens=3, stop_tokens=[1, 2], sampling=Sampling(top_k=2))}
-    assert one.limits == [3] and dataclasses.replace(one, every=1).limits == [1, 2, 3]
+    assert one.limits(None) == [3] and one.limits(1) == [1, 2, 3]
 
 
 def test_ids_and_counts_may_be_numpys():

@@ -27,8 +27,9 @@ def lively(position, seed=0, **kwargs):
 
 
 def run(big, small, prompt, new=4 * C, num_draft_tokens=3, every=8, **kwargs):
-    decoding = Decoding(max_new_tokens=new, every=every, **kwargs)
-    pieces = speculate(*big, *small, prompt, decoding, key=jax.random.key(0), num_draft_tokens=num_draft_tokens)
+    decoding = Decoding(max_new_tokens=new, **kwargs)
+    options = {"every": every, "num_draft_tokens": num_draft_tokens}
+    pieces = speculate(*big, *small, prompt, decoding, key=jax.random.key(0), **options)
     return [token for piece in pieces for token in piece]
 
 

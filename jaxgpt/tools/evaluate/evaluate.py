@@ -154,7 +154,7 @@ def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = N
         inputs = sources if isinstance(pairs, Pairs) else None
         if beams is None:
             key = jax.random.key(0)
-            (completions,) = stream(*run.decode_params, prompts, decoding, key=key, sources=inputs)
+            (completions,) = stream(*run.decode_params, prompts, decoding, key=key, every=None, sources=inputs)
         else:
             found = beam_search(*run.decode_params, prompts, decoding, beams=beams, sources=inputs)
             completions = [best for best, *_ in found.tokens]

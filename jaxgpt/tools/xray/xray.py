@@ -67,7 +67,8 @@ def _generate_target(run: Run, source: list[int]) -> list[int]:
     T, vocab_size = run.model.config.block_size, run.tokenizer.vocab_size
     greedy = Sampling(greedy=True)
     decoding = Decoding(max_new_tokens=max(T - 1, 1), sampling=greedy, stop_tokens=[end], vocab_size=vocab_size)
-    ((target,),) = stream(*run.decode_params, [[start]], decoding, key=jax.random.key(0), sources=[source])
+    key = jax.random.key(0)
+    ((target,),) = stream(*run.decode_params, [[start]], decoding, key=key, every=None, sources=[source])
     return [start, *target][:T]
 
 
