@@ -1,4 +1,4 @@
-"""Rules that convert between `config.json` and `GPTConfig`; each rule converts in both directions."""
+"""Rules that convert between `config.json` and `GPTConfig`, each in both directions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Json = dict[str, Any]
 
 
 class ConfigRule(NamedTuple):
-    """One thing that a configuration says."""
+    """Convert some keys of config.json to fields of `GPTConfig`, and back."""
 
-    keys: tuple[str, ...]  # of config.json, which `read` looks at
-    read: Callable[[Json], Json]  # their config.json -> fields of GPTConfig
-    write: Callable[[GPTConfig], Json] = lambda config: {}  # an explicit GPTConfig -> keys of theirs
+    keys: tuple[str, ...]  # of config.json, those that `read` uses
+    read: Callable[[Json], Json]  # config.json -> fields of GPTConfig
+    write: Callable[[GPTConfig], Json] = lambda config: {}  # explicit GPTConfig -> keys of config.json
 
 
 def required(**fields: str) -> ConfigRule:
-    """Return the rule for fields of ours, each with a key of theirs that a config.json has to have."""
+    """Return the rule for fields whose key must be present. fields: GPTConfig's name -> key in config.json."""
 
     def read(hf: Json) -> Json:
         for key in fields.values():
@@ -36,30 +36,30 @@ def required(**fields: str) -> ConfigRule:
 
 
 def optional(ours: str, theirs: str, default: Any) -> ConfigRule:
-    """Return the rule for one field and one key. default: their value where a config.json leaves the key out."""
+    """Return the rule for one field and one key. default: the value in transformers if the key is absent."""
     return ConfigRule(
         (theirs,), lambda hf: {ours: hf.get(theirs, default)}, lambda config: {theirs: getattr(config, ours)}
     )
 
 
 def always(**ours: Any) -> ConfigRule:
-    """Return the rule for fields that all models of a family have, and no key says."""
+    """Return the rule for fields that have the same value in all models of a family, without a key."""
     return ConfigRule((), lambda hf: ours)
 
 
 def never(**theirs: Any) -> ConfigRule:
-    """Return the rule for keys that must be absent or have this value: our layers cannot do what others mean."""
+    """Return the rule for keys that must be absent or have this value: our layers do not support any other."""
 
     def read(hf: Json) -> Json:
         for key, value in theirs.items():
             if hf.get(key, value) not in (value, None):
-                raise UserError(f"{key}={short(hf[key])}, of which only {value!r} can be expressed")
+                raise UserError(f"{key}={short(hf[key])}: only {value!r} is supported")
         return {}
 
     return ConfigRule(tuple(theirs), read)
 
 
-# What transformers looks at in the config.json of any model, and our layers cannot do.
+# Keys that transformers reads for any model, with the only values that our layers support.
 CAUSAL_DECODER = never(
     is_causal=True,
     is_encoder_decoder=False,
@@ -73,7 +73,10 @@ CAUSAL_DECODER = never(
 
 
 def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
-    """Return the rule for another name of a key: absent, or with the same value. default: of the key."""
+    """Return the rule for `theirs`, a second name of `key`: absent, or with the same value.
+
+    default: the value of `key` if it is absent.
+    """
 
     def read(hf: Json) -> Json:
         merge_agreeing({key: {key: hf.get(key, default)}, theirs: {key: hf.get(theirs)}})
@@ -83,7 +86,10 @@ def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
 
 
 def merge_agreeing(places: dict[str, Json]) -> Json:
-    """Return what several places say, without None. Raises `UserError` if two of them differ."""
+    """Merge the values of several places, without None. Raises `UserError` if two of them differ in a key.
+
+    places: name of each place, for the message -> its values.
+    """
     found: Json = {}
     where: dict[str, str] = {}
     for place, values in places.items():
@@ -92,23 +98,27 @@ def merge_agreeing(places: dict[str, Json]) -> Json:
                 continue
             if found.setdefault(key, value) != value:
                 raise UserError(
-                    f"{key}={short(found[key])} by {where[key]}, and {short(value)} by {place}: "
-                    "one of them is wrong, so take it out"
+                    f"conflicting {key}: {short(found[key])} in {where[key]}, {short(value)} in {place}. "
+                    "Remove the wrong one."
                 )
             where.setdefault(key, place)
     return found
 
 
 def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
-    """Return the rule for a field whose values have other names there.
+    """Return the rule for a field whose values have other names in config.json.
 
-    values: theirs -> ours. Of several names for one value the first is written; null if there is none.
+    Args:
+        ours: the field of `GPTConfig`.
+        theirs: the key in config.json.
+        values: their name -> ours. If several names mean the same, the first is written; null if none does.
+        default: their name if the key is absent or null.
     """
 
     def read(hf: Json) -> Json:
         value = hf.get(theirs) or default
         if not isinstance(value, str) or value not in values:
-            raise UserError(f"{theirs}={short(value)}: known are {', '.join(values)}")
+            raise UserError(f"{theirs}={short(value)}: needs one of {', '.join(values)}")
         return {ours: values[value]}
 
     def write(config: GPTConfig) -> Json:
@@ -119,7 +129,7 @@ def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> Conf
 
 
 def attention_bias(default: bool = False) -> ConfigRule:
-    """Return the rule for biases of all of attention's projections, or of none."""
+    """Return the rule for biases in all projections of attention, or in none."""
     return ConfigRule(
         ("attention_bias",),
         lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), hf.get("attention_bias", default)),
@@ -135,7 +145,7 @@ SIZES = required(
 def llama_config(
     *, tied: bool = False, eps: float = 1e-6, context: int = 2048, head_dim: int | None = None
 ) -> tuple[ConfigRule, ...]:
-    """Return the rules of all families since Llama; the arguments are their values where a config.json has none."""
+    """Return the rules that Llama and later families share. The arguments are defaults for absent keys."""
     return (
         SIZES,
         optional("n_kv_head", "num_key_value_heads", None),
@@ -153,12 +163,12 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_count(hf: Json, key: str, default: int) -> int:
-    """Return a number of layers."""
+    """Return the number of layers under a key, checked."""
     return check_count(key, hf.get(key, default), 0, LARGEST_COUNT)
 
 
 def _layer_types(hf: Json) -> list[str]:
-    """Return `layer_types`, empty if there are none."""
+    """Return `layer_types`, an empty list if it is absent."""
     kinds = hf.get("layer_types") or []
     if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
         raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
@@ -170,13 +180,13 @@ def _window(hf: Json) -> int | None:
 
 
 def no_window() -> ConfigRule:
-    """Return the rule for attention over all tokens in every layer."""
+    """Return the rule for full attention in every layer."""
 
     def read(hf: Json) -> Json:
         if hf.get("sliding_window") is not None or SLIDING in _layer_types(hf):
             raise UserError(
-                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_layer_types(hf))}: a model of this "
-                "model_type has no windows, so leave them out"
+                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_layer_types(hf))}: this "
+                "model_type has no sliding window, so remove both keys"
             )
         return {}
 
@@ -184,14 +194,14 @@ def no_window() -> ConfigRule:
 
 
 def window_everywhere() -> ConfigRule:
-    """Return Mistral's rule: a window in all layers, or in none."""
+    """Return the rule of Mistral: a sliding window in all layers, or in none."""
 
     def read(hf: Json) -> Json:
         size, kinds = _window(hf), _layer_types(hf)
         if (SLIDING if size is None else FULL) in kinds:
             raise UserError(
-                f"layer_types={short(kinds)} and sliding_window={short(size)}: all layers of this model_type have the "
-                "window, or none has, so leave layer_types out"
+                f"layer_types={short(kinds)} and sliding_window={short(size)}: in this model_type all layers "
+                "have the window or none has, so remove layer_types"
             )
         return {"sliding_window": size}
 
@@ -205,28 +215,28 @@ def windows(
     size: Callable[[Json], int | None] = _window,
     **more: Callable[[GPTConfig], Any],
 ) -> ConfigRule:
-    """Return the rule for `layer_types`, a list of which layers have a window.
+    """Return the rule for `layer_types`, which lists the layers that have a sliding window.
 
     Args:
-        usual: (layer, config.json) -> whether a layer has a window if there is no list.
+        usual: (layer, config.json) -> whether the layer has a window if there is no list.
         keys: further keys that `usual` and `size` read.
-        size: config.json -> tokens of the window. None means there is none.
-        more: further keys to write -> their values.
+        size: config.json -> tokens of the window, or None for full attention.
+        more: further keys to write, each with a function of the configuration.
     """
 
     def read(hf: Json) -> Json:
         layers, kinds = read_count(hf, "num_hidden_layers", 0), _layer_types(hf)
         slides = [kind == SLIDING for kind in kinds] if kinds else [usual(i, hf) for i in range(layers)]
         if len(slides) != layers:
-            raise UserError(f"layer_types={short(kinds)}: needs {layers}, as many as num_hidden_layers")
+            raise UserError(f"layer_types={short(kinds)}: needs {layers} entries, one per layer")
         if not any(slides):
             return {"sliding_window": None}
         if size(hf) is None:
             values = ", ".join(f"{key}={short(hf.get(key))}" for key in ("layer_types", "sliding_window", *keys))
-            raise UserError(f"{values}: needs the size of a window, or no layers of {SLIDING}")
+            raise UserError(f"{values}: needs the size of a window, or no {SLIDING} layers")
         every = None if all(slides) else slides.index(False) + 1
         if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
-            raise UserError("layer_types has no period: only each n-th layer can read all tokens")
+            raise UserError("layer_types has no period: only every n-th layer can have full attention")
         return {"sliding_window": size(hf), "global_every": every}
 
     def write(config: GPTConfig) -> Json:

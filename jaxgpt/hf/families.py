@@ -1,4 +1,4 @@
-"""The families of models on the Hugging Face Hub that are configurations of our GPT: none needs a layer of its own."""
+"""Model families on the Hugging Face Hub that `GPTConfig` can express, without layers of their own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxgpt.hf.rotations import rope, rope_by_layer
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}
-# Gemma 1's first config.json files say "gelu" and mean the tanh form: transformers issue 29402.
+# The first config.json files of Gemma 1 have "gelu" but mean the tanh form: transformers issue 29402.
 GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 
 INV_FREQ = ".rotary_emb.inv_freq"  # a buffer
@@ -49,14 +49,14 @@ GPT2 = Family(
         optional("norm_eps", "layer_norm_epsilon", 1e-5),
         optional("tie_embeddings", "tie_word_embeddings", True),
         choice("activation", "activation_function", PLAIN, "gelu_new"),
-        # Three dropouts: ours is one number, and matters for training alone.
+        # They have three rates of dropout, we have one; it only matters in training.
         ConfigRule(
             ("resid_pdrop",),
             lambda hf: {"dropout": hf.get("resid_pdrop", 0.1)},
             lambda config: dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
         ),
         never(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
-        # transformers lets these win.
+        # If both names are present, transformers uses these.
         alias("hidden_size", "n_embd"),
         alias("num_hidden_layers", "n_layer"),
         alias("num_attention_heads", "n_head"),
@@ -175,7 +175,7 @@ GEMMA3 = llama_like(
     *_gemma2(131_072),
     rope_by_layer(),
     optional("logit_softcap", "final_logit_softcapping", None),
-    never(attn_logit_softcapping=None),  # transformers has it, and does not read it
+    never(attn_logit_softcapping=None),  # transformers has the key but ignores it
     always(qk_norm=True),
     windows(
         lambda layer, hf: bool((layer + 1) % max(1, read_count(hf, "sliding_window_pattern", 6))),
@@ -198,7 +198,7 @@ GPT_NEOX = Family(
         choice("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
         rope("rotary_emb_base", "rotary_pct"),
         attention_bias(default=True),
-        # Heads share the width whatever `head_dim` says: tensors of other heads are refused.
+        # The head size follows from the width, whatever `head_dim` is: the check of the shapes refuses another.
         ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}),
         no_window(),
         CAUSAL_DECODER,
@@ -228,7 +228,7 @@ OLMO2 = llama_like(
     norms=OUTPUT,
 )
 
-# Where several can express an architecture, the first is written: the one that most programs read.
+# If several families can express an architecture, the first is written, which most programs can read.
 FAMILIES = {
     family.model_type: family
     for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA1, GEMMA2, GEMMA3, GPT_NEOX, OLMO2)
@@ -236,24 +236,24 @@ FAMILIES = {
 
 
 def get_family(hf: dict[str, Any]) -> Family:
-    """Return the family of a config.json. Raises `UserError` if it is not one of ours, or quantised."""
+    """Return the family of a config.json. Raises `UserError` if it is unknown or the weights are quantised."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         close = difflib.get_close_matches(kind, FAMILIES, n=1) if isinstance(kind, str) else []
-        near = f" (near: {close[0]})" if close else ""
-        raise UserError(f"model_type={short(kind)} is unknown{near}: known are {', '.join(FAMILIES)}")
+        near = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"model_type={short(kind)} is unknown{near}: needs one of {', '.join(FAMILIES)}")
     if hf.get("quantization_config") is not None:
-        raise UserError("its weights are quantised (quantization_config): import those that are not")
+        raise UserError("its weights are quantised (quantization_config): give a copy that is not")
     return FAMILIES[kind]
 
 
 def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
-    """Return a family that has this architecture, `wanted` if it does. Raises `UserError` if none does."""
+    """Return a family that can express this architecture, `wanted` if it can. Raises `UserError` if none can."""
     ours, missing = canonical_form(config), {}
     for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted):
         try:
             theirs = canonical_form(family.read(family.write(config)))
-        except UserError:  # far from that family
+        except UserError:  # too different to compare field by field
             continue
         differs = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
         if not differs:
@@ -261,5 +261,6 @@ def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
         missing[family.model_type] = sorted(f"{name}={getattr(config, name, ours.get(name))}" for name in differs)
     nearest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(
-        f"no family on the Hub has a model like this one. The nearest, {nearest}, cannot be {', '.join(missing[nearest])}"
+        f"no family on the Hub has this architecture. The nearest, {nearest}, does not support "
+        + ", ".join(missing[nearest])
     )

@@ -1,4 +1,4 @@
-"""A family of models: two tables, one for config.json and one for the tensors, each applied in both directions."""
+"""Describe a model family by rules for config.json and for the tensors, which apply in both directions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.hf.config_rules import ConfigRule
 from jaxgpt.hf.rotations import SCALINGS
 
-# How the elements lie. same: alike. transposed: [out, in] there, [in, out] here. columns: q, k and v side by side along
-# the last axis, as GPT-2's Conv1D has them. heads: q, k and v of the first head, then of the second, ..., as GPT-NeoX.
+# Layout of the elements in a file. same: as ours. transposed: [out, in], where ours is [in, out]. columns: q, k and v
+# concatenated along the last axis (GPT-2's Conv1D). heads: q, k and v of the first head, of the second, ... (GPT-NeoX).
 Layout = Literal["same", "transposed", "columns", "heads"]
 
 
 class WeightRule(NamedTuple):
-    """One of their tensors, and the one or several parameters of ours that it holds. "{}" is the layer's number."""
+    """Map one tensor of a file to the parameters that it holds. "{}" is the index of the layer."""
 
     ours: tuple[str, ...]  # "h_{}/attn/q/kernel"
     theirs: str  # "model.layers.{}.self_attn.q_proj.weight"
@@ -26,6 +26,7 @@ class WeightRule(NamedTuple):
 
 
 def linear(ours: str, theirs: str, layout: Layout = "transposed") -> list[WeightRule]:
+    """Return the rules of a linear layer: kernel and bias."""
     return [
         WeightRule((f"{ours}/kernel",), f"{theirs}.weight", layout),
         WeightRule((f"{ours}/bias",), f"{theirs}.bias"),
@@ -33,16 +34,17 @@ def linear(ours: str, theirs: str, layout: Layout = "transposed") -> list[Weight
 
 
 def qkv(theirs: str, layout: Layout) -> list[WeightRule]:
-    """Return the rules of queries, keys and values in one tensor."""
+    """Return the rules of queries, keys and values that share a tensor."""
     parts = {"kernel": "weight", "bias": "bias"}
     return [WeightRule(tuple(f"h_{{}}/attn/{x}/{p}" for x in "qkv"), f"{theirs}.{t}", layout) for p, t in parts.items()]
 
 
 def norm(ours: str, theirs: str) -> list[WeightRule]:
+    """Return the rules of a norm: scale and bias."""
     return [WeightRule((f"{ours}/scale",), f"{theirs}.weight"), WeightRule((f"{ours}/bias",), f"{theirs}.bias")]
 
 
-# Names of the norms of a layer, ours -> those of families with Llama's names.
+# Norms of a layer in families with Llama's names of tensors: our name -> theirs.
 PRE = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 OUTPUT = {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
 SANDWICH = {
@@ -54,7 +56,7 @@ SANDWICH = {
 
 
 def split(theirs: np.ndarray, layout: Layout, n_head: int) -> list[np.ndarray]:
-    """Return our arrays of their tensor; views where possible."""
+    """Split a tensor of a file into our arrays, views where possible."""
     if layout == "transposed":
         return [theirs.T]
     if layout == "columns":
@@ -67,7 +69,7 @@ def split(theirs: np.ndarray, layout: Layout, n_head: int) -> list[np.ndarray]:
 
 
 def join(ours: Sequence[np.ndarray], layout: Layout, n_head: int) -> np.ndarray:
-    """Return their tensor of our arrays: the inverse of `split`."""
+    """Join our arrays into the tensor of a file, the inverse of `split`."""
     if layout == "transposed":
         return ours[0].T
     if layout == "columns":
@@ -79,7 +81,7 @@ def join(ours: Sequence[np.ndarray], layout: Layout, n_head: int) -> np.ndarray:
 
 
 def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
-    """Return the shape of their tensor, from the shapes of ours."""
+    """Return the shape of the tensor that `join` makes of arrays with these shapes."""
     first = ours[0]
     if layout == "transposed":
         return first[::-1]
@@ -90,24 +92,24 @@ def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, .
     return first
 
 
-# Keys of config.json that do not change the logits, in any family. A key that is not here, and that no rule of its
-# family reads, is unknown.
+# Keys of config.json that do not change the logits in any family. A key is unknown if it is not here and no rule of its
+# family reads it.
 IGNORED = frozenset(
-    # What the file is, and how the weights are stored.
+    # File and storage.
     "model_type architectures transformers_version dtype torch_dtype quantization_config name_or_path "
     "_name_or_path _commit_hash "
-    # How it is computed: the same up to rounding.
+    # Implementation: the same result up to rounding.
     "attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal "
     "_experts_implementation _experts_implementation_internal chunk_size_feed_forward gradient_checkpointing "
     "pretraining_tp reorder_and_upcast_attn torchscript use_bfloat16 use_cache cache_implementation "
-    # What else a call returns.
+    # Further outputs of a call.
     "output_attentions output_hidden_states return_dict use_return_dict tie_last_hidden_states "
-    # Training, and weights that are not there yet.
+    # Training and initialisation.
     "attention_dropout attn_pdrop embd_pdrop hidden_dropout initializer_range tie_encoder_decoder tf_legacy_loss "
-    # Heads of classifiers.
+    # Classification heads.
     "classifier_dropout finetuning_task id2label label2id num_labels problem_type summary_activation "
     "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params "
-    # What is written: tokens with a canonical_form, and how one is drawn.
+    # Special tokens and sampling.
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix tokenizer_class bad_words_ids "
     "begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
     "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
@@ -115,46 +117,51 @@ IGNORED = frozenset(
     "repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p "
     # Notes of other tools.
     "is_llama_config transformers.js_config unsloth_fixed unsloth_version "
-    # Read by transformers in other families alone, or where layer_types is missing in other versions.
+    # Read by transformers only in other families, or in other versions if layer_types is absent.
     "is_decoder cross_attention_hidden_size n_ctx _sliding_window_pattern".split()
 )
-# Fields for training, which do not change what the parameters compute; and those that `canonical_form` has otherwise.
+# Fields that only matter in training, and fields that `canonical_form` replaces by a list over the layers.
 TRAINING = ("dropout", "residual_init", "scan_layers", "remat")
 BY_LAYER = ("sliding_window", "global_every")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
+    """A model family: names in transformers, and the rules for config.json and for the tensors."""
+
     model_type: str  # transformers' name for it, in config.json
     architecture: str  # transformers' class
-    prefix: str  # of all tensors but the output matrix; checkpoints of the bare body leave it out
+    prefix: str  # of all tensors except the output matrix; absent in checkpoints of the base model
     config_rules: tuple[ConfigRule, ...]
     weight_rules: tuple[WeightRule, ...]
-    buffers: tuple[str, ...] = ()  # ends of names of tensors that are not weights: older checkpoints have them
+    buffers: tuple[str, ...] = ()  # suffixes of tensors in older checkpoints that are not weights
 
     def read(self, hf: dict[str, Any]) -> GPTConfig:
-        """Return the architecture that a config.json describes. Raises `UserError` for what our layers cannot be."""
+        """Return the architecture that a config.json describes. Raises `UserError` if our layers do not support it."""
         fields: dict[str, Any] = {}
         for rule in self.config_rules:
             fields |= rule.read(hf)
-        if fields.get("sliding_window") is None:  # there are no layers with rotations of their own
+        if fields.get("sliding_window") is None:  # no layer has the local rotation
             fields.pop("rope_local_theta", None)
         return GPTConfig(**fields)
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the config.json of an architecture, without what concerns the tokenizer."""
+        """Return the config.json of an architecture, without the keys of the tokenizer."""
         hf: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
         for rule in self.config_rules:
             hf |= rule.write(config.explicit())
         return hf
 
     def unknown_keys(self, hf: dict[str, Any]) -> list[str]:
-        """Return the keys of a config.json that are unknown, without those that are null or false."""
+        """Return the unknown keys of a config.json, except those that are null or false."""
         known = IGNORED.union(*(rule.keys for rule in self.config_rules))
         return sorted(key for key, value in hf.items() if key not in known and value not in (None, False))
 
     def expand_rules(self, config: GPTConfig, paths: Container[str]) -> Iterator[WeightRule]:
-        """Yield the rules of this model's parameters, layer by layer. paths: of our parameters."""
+        """Yield the rule of each tensor of a model, with layer indices filled in.
+
+        paths: paths of the model's parameters; rules for others are skipped.
+        """
         for rule in self.weight_rules:
             for layer in range(config.n_layer) if "{}" in rule.theirs else (0,):
                 ours = tuple(path.format(layer) for path in rule.ours)
@@ -169,7 +176,7 @@ def llama_like(
     norms: dict[str, str] = PRE,
     buffers: tuple[str, ...] = (),
 ) -> Family:
-    """Return a family whose tensors have Llama's names. norms: of a layer."""
+    """Return a family whose tensors have Llama's names. norms: our names of a layer's norms -> theirs."""
     layer = "model.layers.{}"
     rules = [
         WeightRule(("wte/embedding",), "model.embed_tokens.weight"),
@@ -195,7 +202,7 @@ def llama_like(
 
 
 def canonical_form(config: GPTConfig) -> dict[str, Any]:
-    """Return all that decides the logits, in one form: two configurations with equal forms are the same model."""
+    """Return all that determines the logits: configurations with equal forms describe the same model."""
     c = config.explicit()
     form = {
         name: value

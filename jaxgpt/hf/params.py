@@ -1,4 +1,4 @@
-"""Convert their tensors to our parameters and back, by a family's table."""
+"""Convert tensors of Hugging Face checkpoints to our parameters and back, by the rules of a family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_finite, r
 from jaxgpt.model import GPT
 
 
-@functools.lru_cache(maxsize=4)  # a model is asked for several times, and 48 layers take seconds to trace
+@functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds
 def shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter by its path: {"h_0/attn/q/kernel": (768, 768)}. Needs `scan_layers` off."""
     assert not config.scan_layers
@@ -31,7 +31,7 @@ def _flat(params: dict) -> dict[str, Any]:
 
 
 def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
-    """Return the family with the names of these tensors: a checkpoint of the bare body, as GPT-2's, has no prefix."""
+    """Return the family without its prefix if these tensors have none, as in checkpoints of the base model (GPT-2)."""
     if any(name.startswith(family.prefix) for name in tensors):
         return family
     rules = (rule._replace(theirs=rule.theirs.removeprefix(family.prefix)) for rule in family.weight_rules)
@@ -39,23 +39,23 @@ def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
 
 
 def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
-    """Raise `UserError` with all tensors that are missing, unknown or misshapen."""
+    """Raise `UserError` if tensors are missing, unknown or misshapen; the message lists all of them."""
     family, shapes = _as_in_files(family, tensors), shapes_of(config)
     wanted = {
         rule.theirs: their_shape([shapes[path] for path in rule.ours], rule.layout)
         for rule in family.expand_rules(config, shapes)
     }
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.buffers)}
-    if config.tie_embeddings:  # many files have the output matrix all the same: it is the embedding
+    if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == ("lm_head",)}
     there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
-    misshapen = [f"{n} is {list(x.shape)}, config.json makes it {list(s)}" for n, x, s in there if x.shape != s]
+    misshapen = [f"{n} is {list(x.shape)}, config.json implies {list(s)}" for n, x, s in there if x.shape != s]
     misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
     if problems := problems + misshapen:
         raise UserError(
-            f"the tensors are not those of this {family.model_type}: {'; '.join(problems)}. Is config.json of another model?"
+            f"the tensors do not fit config.json ({family.model_type}): {'; '.join(problems)}. Is it of another model?"
         )
 
 
@@ -67,14 +67,17 @@ def read_params(
     dtype: DTypeLike | None = None,
     places: dict[str, jax.sharding.Sharding] | None = None,
 ) -> dict:
-    """Read the parameters one tensor at a time: in memory are the model and that tensor.
-
-    Raises `UserError` for an output matrix that differs from the embedding it is tied to.
+    """Read the parameters one tensor at a time, so that memory holds the model and one more tensor.
 
     Args:
-        tensors: those that `check` accepts.
+        tensors: by name, accepted by `check`.
+        family: the family of the model.
+        config: the architecture, with `scan_layers` off.
         dtype: of the parameters. None means as stored.
         places: sharding of each parameter, by path. None means the first device.
+
+    Raises:
+        UserError: the output matrix differs from the embedding that config.json ties it to.
     """
     family = _as_in_files(family, tensors)
     _check_tied(tensors, family, config)
@@ -89,7 +92,7 @@ def read_params(
             params[path] = _place(part, dtype, here if places is None else places[path])
     if broken:
         warnings.warn(
-            f"{summarize_names(broken)} have NaN or infinite numbers, and so may all that the model says: download it again",
+            f"{summarize_names(broken)} have NaN or infinite values, and so may the logits: download the model again",
             UserWarning,
             stacklevel=2,
         )
@@ -97,7 +100,7 @@ def read_params(
 
 
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
-    """Raise `UserError` for two matrices if config.json has one: transformers 5 uses both, others one of them."""
+    """Raise `UserError` if tied matrices differ: transformers 5 uses both, other programs one of them."""
     names = {rule.ours: rule.theirs for rule in family.weight_rules}
     embedding, head = names["wte/embedding",], names["lm_head",]
     if not config.tie_embeddings or head not in tensors:
@@ -107,20 +110,23 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
         if ((x == y) | (np.isnan(x) & np.isnan(y))).all():
             return
     raise UserError(
-        f"{head} differs from {embedding}, and config.json makes them one (tie_word_embeddings is true, or is left "
-        f"out): set it to false to use both, or take {head} out of {tensors[head].file}"
+        f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent): "
+        f"set it to false to use both, or remove {head} from {tensors[head].file}"
     )
 
 
 def _place(x: np.ndarray, dtype: DTypeLike | None, place: jax.sharding.Sharding) -> jax.Array:
-    # A copy, and contiguous: a view would keep the whole of their tensor alive.
+    # A contiguous copy: a view would keep their tensor in memory.
     return jax.make_array_from_callback(x.shape, place, lambda index: np.array(x[index], dtype=dtype, order="C"))
 
 
 def to_tensors(
     params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
 ) -> dict[str, LazyTensor]:
-    """Return their tensors, each to be made when it is written. dtype: None means that of the parameters."""
+    """Return the tensors of a checkpoint by name, each made when it is written.
+
+    dtype: of the tensors. None means that of the parameters.
+    """
     flat = _flat(params)
     made = {}
     for rule in family.expand_rules(config, flat):

@@ -1,4 +1,4 @@
-"""Rotary positions in `config.json`, as transformers 4 and 5 spell them."""
+"""Convert rotary position embeddings between `config.json`, as transformers 4 and 5 write it, and `GPTConfig`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import FULL, SLIDING, ConfigRule, Json, merge_agreeing
 
 THETA, FRACTION, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
-# What the types of rope_parameters in transformers 5 have, with our names for it.
+# For each type of rope_parameters in transformers 5: its key -> our field.
 SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "rope_factor"},
@@ -28,15 +28,17 @@ def rope(theta: str = THETA, fraction: str | None = None) -> ConfigRule:
 
     transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`: either is read, both are written.
 
-    theta, fraction: keys of a family in transformers 4. fraction=None means that all of each head is rotated.
+    Args:
+        theta: the family's key in transformers 4 for the base of the wavelengths.
+        fraction: its key for the rotated fraction of each head. None means that heads are rotated in full.
     """
 
     def read(hf: Json) -> Json:
         usual = {THETA: 10_000.0, FRACTION: 1.0 if fraction is None else 0.25}
         older = {THETA: hf.get(theta), FRACTION: hf.get(fraction or FRACTION)}
         rotation = usual | _read_rotation(hf, hf.get("rope_parameters"), "rope_parameters", older)
-        for key in (THETA, FRACTION):  # the names of most families, which some files have beside their own
-            merge_agreeing({"what this model_type reads": {key: rotation[key]}, key: {key: hf.get(key)}})
+        for key in (THETA, FRACTION):  # the usual names; some files have them as well as the family's
+            merge_agreeing({"the keys of this model_type": {key: rotation[key]}, key: {key: hf.get(key)}})
         if fraction is None:
             return _to_fields(rotation)
         return _to_fields(rotation | {FRACTION: 1.0}) | {"rope_fraction": rotation[FRACTION]}
@@ -52,7 +54,7 @@ def rope(theta: str = THETA, fraction: str | None = None) -> ConfigRule:
 
 
 def rope_by_layer() -> ConfigRule:
-    """Return Gemma 3's rule: layers with a sliding window have a rotation of their own."""
+    """Return the rule of Gemma 3, whose layers with a sliding window have their own rotation."""
     local_theta = "rope_local_base_freq"
 
     def read(hf: Json) -> Json:
@@ -64,7 +66,9 @@ def rope_by_layer() -> ConfigRule:
         older = {THETA: hf.get(local_theta)}
         local = {THETA: 10_000.0} | _read_rotation({}, newer.get(SLIDING), f"rope_parameters.{SLIDING}", older)
         if local.get("rope_type", "default") != "default":
-            raise UserError("rope_parameters scale the layers with a sliding window: only the others can be")
+            raise UserError(
+                "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
+            )
         return _to_fields(full) | {"rope_local_theta": _to_fields(local)["rope_theta"]}
 
     def write(config: GPTConfig) -> Json:
@@ -77,16 +81,16 @@ def rope_by_layer() -> ConfigRule:
 
 
 def _read_rotation(hf: Json, newer: Any, name: str, older: Json) -> Json:
-    """Return the rotation of some layers, with the keys of transformers 5. Raises `UserError` where two places differ.
+    """Return a rotation with the keys of transformers 5. Raises `UserError` if two places differ.
 
-    newer: the object `name` of transformers 5. older: the keys of transformers 4 outside `rope_scaling`.
+    newer is the object `name` of transformers 5, older has the keys of transformers 4 outside `rope_scaling`.
     """
     places = {
         name: _read_parameters(newer, name),
         "rope_scaling": _read_parameters(hf.get("rope_scaling"), "rope_scaling"),
         "config.json": older,
     }
-    if merge_agreeing(places).get("rope_type") == "llama3":  # the other types do not look at it
+    if merge_agreeing(places).get("rope_type") == "llama3":  # other types ignore it
         places["config.json"] = older | {ORIGINAL: hf.get(ORIGINAL)}
     return merge_agreeing(places)
 
@@ -98,7 +102,7 @@ def _read_object(value: Any, name: str) -> Json:
 
 
 def _read_parameters(value: Any, name: str) -> Json:
-    """Return an object of rope parameters with its type, which files before transformers 4.43 call `type`."""
+    """Return rope parameters with `rope_type`, which files older than transformers 4.43 call `type`."""
     parameters = _read_object(value, name)
     if not parameters:
         return {}
@@ -107,24 +111,26 @@ def _read_parameters(value: Any, name: str) -> Json:
 
 
 def _to_fields(rotation: Json) -> Json:
-    """Return our fields for a rotation with the keys of transformers 5."""
+    """Return the fields of `GPTConfig` for a rotation with the keys of transformers 5."""
     kind = rotation.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UserError(f"rope_type={short(kind)}: known are {', '.join(SCALINGS)}")
+        raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
     names = SCALINGS[kind]
     if missing := [name for name in names if name not in rotation]:
         raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
     if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
-        raise UserError(f"rope_type={kind} has no {', '.join(sorted(more))}: give the type that has, or take it out")
+        raise UserError(
+            f"rope_type={kind} does not use {', '.join(sorted(more))}: give the type that does, or remove it"
+        )
     if rotation.get(FRACTION, 1.0) != 1.0:
-        raise UserError(f"{FRACTION}={short(rotation[FRACTION])}, of which only 1.0 can be expressed")
+        raise UserError(f"{FRACTION}={short(rotation[FRACTION])}: only 1.0 is supported")
     scaling = {} if kind == "default" else {"rope_scaling": kind}
     factors = {ours: rotation[theirs] for theirs, ours in names.items()}
     return {"position": "rope", "rope_theta": rotation[THETA]} | scaling | factors
 
 
 def _write_rotation(config: GPTConfig, theta: str) -> tuple[Json, Json]:
-    """Return the keys of transformers 4, and the `rope_parameters` of 5."""
+    """Return (the keys of transformers 4, the `rope_parameters` of transformers 5)."""
     kind = "default" if config.rope_scaling == "none" else config.rope_scaling
     scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
     older = {theta: config.rope_theta, "rope_scaling": None if kind == "default" else scaling}

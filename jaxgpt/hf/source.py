@@ -1,4 +1,4 @@
-"""A model in Hugging Face's format: its files, found here or on the Hub, and checked before any tensor is read."""
+"""Find the files of a model in Hugging Face's format, on disk or on the Hub, and check them before a tensor is read."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from jaxgpt.hf.params import check
 from jaxgpt.hf.safetensors_files import Tensor, list_tensors
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
-# What goes with a model when it is exported again. In a run directory the tokenizer's files lie beside tokenizer.json,
-# where a chat looks for its template, and the others in a folder.
+# Files that an export copies. In a run directory those of the tokenizer are next to tokenizer.json, where a chat finds
+# its template, and the others in a folder.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HF_FOLDER = "hf"
 IN_HF_FOLDER = ("config.json", "generation_config.json")
-# What is downloaded: never pickled weights, those of other frameworks, or other copies of them in folders.
+# Files to download: no pickled weights, none for other frameworks, no copies in folders.
 WANTED = [*IN_HF_FOLDER, "*.safetensors", "*.safetensors.index.json", "tokenizer.json", *BESIDE_TOKENIZER]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-PADDING = 1024  # ids that a model may have beyond its tokenizer's without a word: vocabularies are rounded up
+PADDING = 1024  # ids beyond the tokenizer's that do not cause a warning: vocabularies are rounded up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
+    """A model to import: its directory, architecture and tokenizer, and where its tensors are."""
+
     directory: Path
     family: Family
     config: GPTConfig
@@ -39,18 +41,18 @@ class Source:
 
 
 def find_directory(name: str) -> Path:
-    """Return the directory itself, or the one in which `huggingface_hub` keeps the model with this id, downloaded if needed.
+    """Return the directory of a model, downloaded from the Hub if needed. Raises `UserError` if it is not available.
 
-    Raises `UserError` if it is not available.
+    name: a directory, or an id on the Hub, for which the directory is that of huggingface_hub's cache.
     """
     path = Path(name)
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
         if path.is_dir():
             return path
-        raise UserError(f"{path} is a file: give the directory that holds it, with config.json and tokenizer.json")
+        raise UserError(f"{path} is a file: give the directory that has config.json and tokenizer.json")
     if not HUB_ID.fullmatch(name):
         raise UserError(
-            f"no directory at {path}, and an id of a model on the Hub would look like openai-community/gpt2: give one of the two"
+            f"no directory at {path}, and not an id on the Hub, such as openai-community/gpt2: give one of the two"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -61,20 +63,25 @@ def find_directory(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns="*/*"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         raise UserError(
-            f"no directory at {path}, and {name} could not be downloaded: {first_line(e)[:200]}. Download it where there is "
-            f"a network (hf download {name} --local-dir DIR) and give that directory instead."
+            f"no directory at {path}, and {name} could not be downloaded: {first_line(e)[:200]}. Download it where "
+            f"there is a network (hf download {name} --local-dir DIR) and give that directory instead."
         ) from None
 
 
 def open_source(name: str, tokenizer: str | None = None) -> Source:
-    """Open a model. Raises `UserError` for what is missing, damaged or unknown, before any tensor is read.
+    """Open a model and check it, before any tensor is read.
 
-    name: a directory, or an id on the Hub. tokenizer: the path of another tokenizer.json, or "ids" for none.
+    Args:
+        name: a directory, or an id on the Hub.
+        tokenizer: path of a tokenizer.json, or "ids" for none. None means the one in the directory.
+
+    Raises:
+        UserError: something is missing, damaged or unknown.
     """
     directory = find_directory(name)
     path = directory / "config.json"
     if not path.exists():
-        raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download has made")
+        raise UserError(f"{directory} has no config.json: give a directory that save_pretrained or a download made")
     hf = read_json(path, LARGEST_CONFIG)
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds {type(hf).__name__}, needs an object: download it again")
@@ -85,8 +92,8 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
         raise UserError(f"{path}: {e}") from None
     if unknown := family.unknown_keys(hf):
         warnings.warn(
-            f"{path} has keys that jaxgpt does not know, {short(unknown)}: where one of them changes what the model "
-            "computes, what is imported computes something else",
+            f"{path} has keys that jaxgpt does not know, {short(unknown)}: if one of them changes the logits, "
+            "the imported model is wrong",
             UserWarning,
             stacklevel=2,
         )
@@ -106,9 +113,9 @@ def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> To
     path = directory / "tokenizer.json" if named is None else Path(named)
     if named is None and not path.exists():
         raise UserError(
-            f"{directory} has no tokenizer.json. Where other tokenizer files are there, transformers makes it: "
-            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'); or give another one with "
-            "--tokenizer FILE (where it is to be trained, --data.tokenizer FILE), or do without (ids for FILE)"
+            f"{directory} has no tokenizer.json. If it has other tokenizer files, transformers converts them: "
+            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'). Or give another "
+            "tokenizer with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
         )
     tokenizer = load_tokenizer(path)
     over = config.vocab_size - tokenizer.vocab_size
@@ -121,8 +128,8 @@ def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> To
 
 
 def end_tokens(run: Path) -> list[int]:
-    """Return the end tokens that an imported model's files name; none for other runs."""
-    for name in reversed(IN_HF_FOLDER):  # generation_config.json counts before config.json
+    """Return the end tokens in the files of an imported model; an empty list for other runs."""
+    for name in reversed(IN_HF_FOLDER):  # generation_config.json takes precedence
         path = run / HF_FOLDER / name
         values = read_json(path, LARGEST_CONFIG) if path.exists() else None
         ends = values.get("eos_token_id") if isinstance(values, dict) else None
@@ -132,7 +139,7 @@ def end_tokens(run: Path) -> list[int]:
 
 
 def keep_companions(source: Path, run: Path) -> None:
-    """Copy the files beside the weights into a run directory. source: a model's directory, or that of another run."""
+    """Copy the files that accompany the weights into a run directory. source: a model's directory, or a run's."""
     kept = source / HF_FOLDER if (source / "experiment.json").exists() else source
     for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / HF_FOLDER, IN_HF_FOLDER)):
         for name in names:

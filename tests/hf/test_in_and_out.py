@@ -232,9 +232,9 @@ def test_a_template_puts_its_first_token_before_a_prompt():
 def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
     config = dataclasses.replace(quickstart().model, vocab_size=60)
     assert find_family(config).model_type == "qwen3"
-    with pytest.raises(UserError, match=r"nearest, qwen3, cannot be activation=relu2$"):
+    with pytest.raises(UserError, match=r"nearest, qwen3, does not support activation=relu2$"):
         find_family(dataclasses.replace(config, activation="relu2"))
-    with pytest.raises(UserError, match=r"The nearest, .* cannot be .*position=sinusoidal"):
+    with pytest.raises(UserError, match=r"The nearest, .* does not support .*position=sinusoidal"):
         find_family(dataclasses.replace(config, position="sinusoidal"))
 
 
