@@ -35,7 +35,7 @@ def started():
     reached("jax is imported")
     import jax.monitoring
     from jaxgpt import session
-    from jaxgpt.runs import callbacks
+    from jaxgpt.runs import callbacks, training
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
@@ -51,7 +51,7 @@ def started():
             return found
         setattr(owner, name, timed)
     after(session, "prepare_for", "the data is there")
-    after(session, "restore_or_init", "the state is there")
+    after(training.Training, "restore_or_init", "the state is there")
     after(session.Log, "compiled", "the first step is done")
     after(callbacks, "mean_loss", "the validation loss is known")
     after(session.Checkpoints, "wait", "it is saved")
