@@ -1,6 +1,7 @@
 """Settings of the documentation site: `python -m sphinx -W docs docs/_build`."""
 
 import os
+import re
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing modules for the API reference needs no accelerator
 
@@ -10,15 +11,31 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "sphinx_book_theme"
 html_title = "jaxgpt"
-html_theme_options = {"show_toc_level": 2}
+html_theme_options = {"show_toc_level": 2, "navbar_persistent": []}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_last_updated_fmt = None  # the same sources give the same pages
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # tests/test_lessons.py runs the lessons; here they are rendered as they are
 
+suppress_warnings = ["ref.python"]  # a name in a signature that several modules have: `Log`, `dtype`
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
+
+
+def shorten(app, what, name, object_, options, signature, returns):
+    """Drop linen's own fields from a signature, and the form in which Python prints defaults and paths of types."""
+    if signature is not None:
+        signature = re.sub(r", parent: .*?, name: str \| None = None", "", signature)
+        signature = re.sub(r"<(?:function|class|factory) ?'?([\w.]*).*?>", r"\1", signature)
+        signature = re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", signature)
+    return signature, returns and re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", returns)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", shorten)
