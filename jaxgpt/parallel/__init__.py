@@ -1,1 +1,1 @@
-"""Where programs meet devices: nothing outside this package names one."""
+"""Train on devices: strategies, shardings, the limits of devices, and the compiled steps of an experiment."""

@@ -1,4 +1,4 @@
-"""What the device at hand is, and how to compute on it."""
+"""The devices at hand: their memory, and the dtype and attention kernel to compute with."""
 
 import ctypes
 import dataclasses
@@ -28,20 +28,20 @@ KERNELS: dict[str, AttentionFn] = {
 }
 CAPPED = "it cannot cap scores (model.attention_softcap)"
 MALLOC = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4, "M_ARENA_MAX": -8}  # from malloc.h
-PACKED = "it cannot keep several conversations in a row apart"
+PACKED = "it cannot separate the conversations that are packed into a row"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
-    """How a model computes on this machine."""
+    """The dtype and attention kernel that a model computes with on this machine."""
 
     dtype: DTypeLike
-    attention: str  # the name of the kernel
-    reason: str  # both in words, and why
+    attention: str  # a key of `KERNELS`
+    reason: str  # dtype and kernel, and why the kernel was chosen
 
     @property
     def attention_fn(self) -> AttentionFn:
-        """Return the kernel."""
+        """Return the attention kernel."""
         return KERNELS[self.attention]
 
 
@@ -49,10 +49,11 @@ def all_devices() -> list[jax.Device]:
     """Return the devices of all processes. Raises `UserError` if JAX finds none."""
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as e:  # no such platform, or no driver for it: for cuda JAX only asserts
+    except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver; for cuda JAX fails an assertion
         named, said = os.environ.get("JAX_PLATFORMS"), str(e) or "no such platform is installed"
         raise UserError(
-            f"JAX finds no device (JAX_PLATFORMS={named!r}): {said.splitlines()[0]}. JAX_PLATFORMS=cpu computes on the CPU"
+            f"JAX finds no device (JAX_PLATFORMS={named!r}): {said.splitlines()[0]}. "
+            "Set JAX_PLATFORMS=cpu to compute on the CPU"
         ) from None
 
 
@@ -74,12 +75,17 @@ def compute_options(
     is_packed: bool = False,
     required: bool = True,
 ) -> ComputeOptions:
-    """Choose float32 and the plain kernel on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
+    """Choose float32 and plain attention on CPU, bfloat16 elsewhere, splash attention on TPU, cuDNN's on Nvidia GPUs.
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
-    device: None: the first one. is_packed: rows hold several documents, which are to be kept apart.
-    required: a named kernel that cannot do what is asked raises `UserError`; False: it was named for another device,
-        and where this one cannot run it, the kernel is chosen as by auto.
+
+    Args:
+        model: the model's configuration.
+        train: the dtype and kernel that are asked for, or "auto".
+        device: the device to compute on. None: the first.
+        is_packed: rows hold several documents, between which there must be no attention.
+        required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
+            device; choose as for "auto" if this one cannot run it.
     """
     device = first_device() if device is None else device
     model = model.explicit()
@@ -96,7 +102,7 @@ def compute_options(
     }
     refused = why_not.get(train.attention)
     if refused and required:
-        raise UserError(f"train.attention={train.attention} is not to be had here: {refused}. Take auto or plain.")
+        raise UserError(f"train.attention={train.attention} is not available here: {refused}. Use auto or plain.")
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
     attention = train.attention
     if attention == "auto" or refused:
@@ -114,14 +120,14 @@ def compute_options(
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
     try:
         capability = float(getattr(device, "compute_capability", None) or "none")
-    except ValueError:  # it has none, or is AMD's, where it is like "gfx942"
+    except ValueError:  # it has none, or is AMD's, with a capability such as "gfx942"
         return f"the device is {device.device_kind}"
     assert model.head_dim
     largest_head = 256 if capability >= 9.0 else 128
     if capability < 8.0:
         return f"compute capability {capability} is below 8.0"
     if dtype != "bfloat16":
-        return f"it needs 16-bit numbers and dtype is {dtype}"
+        return f"it needs a 16-bit dtype, not {dtype}"
     if model.attention_softcap is not None:
         return CAPPED
     if model.head_dim % 8 or model.head_dim > largest_head:
@@ -130,27 +136,27 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return the bytes that programs on this device may use. Of the machine's memory, a CPU device has its share."""
+    """Return the bytes that programs can use on this device; None: unknown. CPU devices have equal shares of RAM."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     limits = PEAKS.get(device.device_kind)
     stated = None if limits is None else limits.memory
     try:
         return (device.memory_stats() or {}).get("bytes_limit", stated)
-    except jax.errors.JaxRuntimeError:  # a device of a topology, which is not there
+    except jax.errors.JaxRuntimeError:  # a device of a topology, which is not attached
         return stated
 
 
 def bytes_per_device(state: Any) -> int:
-    """Count the bytes of a state on each of its devices: all of an array or a part of it, as its sharding says."""
+    """Count the bytes that a state's arrays, or their shards, take on each of its devices."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) -> None:
-    """Raise `UserError` if a training state cannot be in memory, whatever is compiled: the system would kill the process.
+    """Raise `UserError` if a training state cannot fit in memory: otherwise the system would kill the process.
 
-    state: shapes and shardings. activations: bytes per device that a step needs at the very least. What would fit,
-    `plan` tells.
+    `state` holds shapes and shardings. `activations` is a lower bound of the other bytes per device that a step needs.
+    `jaxgpt plan` finds what fits.
     """
     needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
     if memory is not None and needed > memory:
@@ -161,28 +167,28 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next step, instead of giving it back to the kernel.
+    """Let the C library keep the memory that a step frees for the next step, instead of returning it to the kernel.
 
-    XLA on CPU allocates its temporaries anew each step, in pieces that glibc maps and unmaps: 13,000 page faults and
-    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this). The process then stays
-    as large as its largest step. Best called before the first use of a device, whose threads would otherwise have
-    heaps of their own. Does nothing where there is no glibc.
+    XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
+    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
+    stays as large as its largest step. Call this before a device is first used: its threads would get heaps of their
+    own. Without glibc, nothing happens.
     """
     _tune_malloc(
-        M_MMAP_MAX=0,  # from the heap, whatever the size,
-        M_TRIM_THRESHOLD=2**31 - 1,  # whose top stays,
-        M_ARENA_MAX=1,  # and which all threads share
+        M_MMAP_MAX=0,  # allocate all sizes from the heap
+        M_TRIM_THRESHOLD=2**31 - 1,  # never shrink the heap
+        M_ARENA_MAX=1,  # one heap for all threads
     )
 
 
 def return_freed_memory() -> None:
-    """Let the C library give an array's memory back as soon as it is freed, for who only reads and writes.
+    """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
 
-    By itself glibc takes arrays of up to 32 MB from the heap once it has seen one freed, and of a model's copies on
-    the way, a tenth of it stays behind in holes. Like `keep_freed_memory`, best called early, and for glibc alone.
+    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one; a tenth of a model's size then
+    stays behind in holes. Call this early, like `keep_freed_memory`. Without glibc, nothing happens.
     """
     _tune_malloc(
-        M_MMAP_THRESHOLD=2**17,  # glibc's own at first, which it no longer raises once it is told
+        M_MMAP_THRESHOLD=2**17,  # glibc's initial value, which it no longer raises once it is set
         M_ARENA_MAX=1,
     )
 
@@ -196,9 +202,9 @@ def _tune_malloc(**options: int) -> None:
 def enable_compilation_cache() -> None:
     """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
 
-    JAX runs what it finds there, so the directory is the user's alone (mode 0700), never a shared /tmp.
-    `JAX_COMPILATION_CACHE_DIR` names another one; empty, it turns the cache off. JAX's variable for the shortest
-    compilation that is worth keeping stands too.
+    JAX runs the programs it finds there, so only the user can access the directory (mode 0700); it is never in /tmp.
+    `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` is respected too.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -206,7 +212,7 @@ def enable_compilation_cache() -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.chmod(0o700)
-    except OSError:  # a read-only home, or a directory of somebody else's: compile anew then
+    except OSError:  # a read-only home, or another user's directory: run without a cache
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:

@@ -1,23 +1,27 @@
-"""Counts from first principles: parameters and FLOPs."""
-
-from typing import Any
+"""Count parameters and FLOPs from first principles."""
 
 import jax
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.train import Params
 
 
-def count_parameters(params: Any) -> int:
-    """Count the elements of all arrays of a tree."""
+def count_parameters(params: Params) -> int:
+    """Count the elements of all arrays in a tree."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
 def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0) -> float:
-    """Return the FLOPs of both passes: 6 per weight in a matrix product, 12 L N H T for attention's two products.
+    """Return the FLOPs per token of both passes: 6 per weight in matrix products, 12 L N H T for attention's products.
 
-    Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Looked-up embeddings multiply nothing, unless
-    they are the output matrix as well. The causal half that kernels skip is counted, as is usual. in_adapters:
-    parameters of adapters, if they alone are trained: the others then have no gradient, which is 2 of the 6.
+    Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Embedding lookups count as 0, but a tied table counts as
+    the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
+
+    Args:
+        config: the model.
+        n_params: number of the model's parameters, without adapters.
+        in_adapters: number of parameters in adapters, if only these are trained: the others need no gradient, which is
+            2 of their 6 FLOPs.
     """
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:
@@ -27,10 +31,10 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
 
 
 def attention_flops(config: GPTConfig) -> float:
-    """Return those of one of attention's products over all layers, per token, the masked half included: 2 L N H T.
+    """Return the FLOPs per token of one of attention's two products over all layers, masked half included: 2 L N H T.
 
-    A layer with a sliding window has that for T. With an encoder, whose text counts as long as the other, its layers
-    and the decoder's second attention come on top; all is counted per token that is written.
+    In a layer with a sliding window, T is its size. With an encoder, the encoder's layers and cross-attention are
+    added, as if the source were as long as the target; the count is per target token.
     """
     read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
     if config.n_encoder_layer:

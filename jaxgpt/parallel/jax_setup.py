@@ -1,4 +1,4 @@
-"""Before JAX computes: what the environment says about it, checked, because XLA ends the process where it is wrong."""
+"""Set up JAX for a command, and check environment variables whose bad values would make XLA end the process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from jaxgpt.errors import UserError
 
 
 def configure_jax(*, computes: bool = True) -> None:
-    """Import JAX and set it up for a command; no device is touched, which other processes may have to agree on first.
+    """Import JAX and configure it for a command, without starting a backend: several processes must connect first.
 
-    computes: programs will run, step after step; False: arrays are only read and written, in the host's memory, which
-        may hold what no device does.
-    Raises `UserError` for settings in the environment that it cannot use.
+    With `computes=False`, arrays are only read and written, in host memory, where models fit that no device can hold.
+    Raises `UserError` for environment variables with unusable values.
     """
     count = os.environ.get("JAX_NUM_CPU_DEVICES")
     if count is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):
@@ -26,12 +25,10 @@ def configure_jax(*, computes: bool = True) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory, return_freed_memory
-    except ValueError as e:  # an environment variable of jax's that it cannot parse
-        raise UserError(
-            f"jax cannot be imported: {e}. Look at the environment variables that begin with JAX_"
-        ) from None
+    except ValueError as e:  # JAX cannot parse one of its environment variables
+        raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
     _try_flags()
-    for name in ("absl", "asyncio"):  # Orbax tells every save in a dozen lines, and a failed one in a hundred
+    for name in ("absl", "asyncio"):  # Orbax logs a dozen lines per save, a hundred if it fails
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if computes:
         keep_freed_memory()
@@ -41,7 +38,7 @@ def configure_jax(*, computes: bool = True) -> None:
 
 
 def _try_flags() -> None:
-    """XLA ends the process at a flag that it does not know, with a page of those it does: let a fork of it try them."""
+    """Raise `UserError` for XLA flags that XLA does not know. A fork tries them, since XLA would end the process."""
     flags = os.environ.get("XLA_FLAGS")
     if not flags or not hasattr(os, "fork"):
         return
@@ -49,15 +46,15 @@ def _try_flags() -> None:
 
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which the fork does without
+        warnings.simplefilter("ignore")  # about threads, which the fork does not use
         child = os.fork()
     if not child:
         os.dup2(write, 2)
         _jax.CompileOptions()
         os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as told:
-        said = told.read().decode("utf-8", "replace")
+    with os.fdopen(read, "rb") as stderr:
+        output = stderr.read().decode("utf-8", "replace")
     if os.waitpid(child, 0)[1]:
-        first = re.sub(r"^.*?\] ", "", said.splitlines()[0]) if said else "XLA ended"
-        raise UserError(f"XLA_FLAGS={flags!r} will not do: {first}. Correct it, or unset it.")
+        first = re.sub(r"^.*?\] ", "", output.splitlines()[0]) if output else "XLA ended"
+        raise UserError(f"XLA cannot use XLA_FLAGS={flags!r}: {first}. Correct it, or unset it.")

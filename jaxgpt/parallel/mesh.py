@@ -1,7 +1,7 @@
-"""jit over a mesh of devices: data x fsdp x tensor. The compiler inserts the exchanges that the placing asks for.
+"""`jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives that shardings need.
 
-The context stays whole: to cut T as well, each device would need the keys and values of the others' tokens, in turn
-(ring attention, arXiv:2310.01889), which no rule of placing gives.
+Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass keys and values
+around. No sharding rule produces this.
 """
 
 import functools
@@ -26,18 +26,25 @@ from jaxgpt.train import TrainState
 
 
 class MeshStrategy(Strategy):
-    """`jax.jit` of one program over a mesh, whose arrays are sharded as `sharding.RULES` say."""
+    """Run one program over a mesh, by `jax.jit`, with arrays sharded by `sharding.RULES`."""
 
     def __init__(self, devices: Sequence[jax.Device] | None = None, *, data: int = -1, fsdp: int = 1, tensor: int = 1):
-        """Take all of `devices`. None: all there are, those of other processes too.
+        """Arrange devices in a mesh. At most one size is -1: the number of devices that the other axes leave.
 
-        data, fsdp, tensor: sizes of the mesh; -1: the rest. Raises `UserError` unless they multiply to the devices.
+        Args:
+            devices: devices to use. None: the devices of all processes.
+            data: size of the axis over which only the batch is sharded.
+            fsdp: size of the axis over which the batch and the parameters are sharded.
+            tensor: size of the axis over which heads, hidden units and vocabulary are sharded.
+
+        Raises:
+            UserError: the product of the sizes is not the number of devices.
         """
         devices = jax.devices() if devices is None else devices
         sizes = mesh_shape(len(devices), data, fsdp, tensor)
-        # Split: tensor=4 on an 8x8x8 torus is half of one of its rings.
+        # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
         grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-        # Auto: the compiler spreads the arrays; jax's default axes are Explicit, which linen does not know.
+        # Auto: the compiler propagates shardings. JAX's default is Explicit, which linen does not support.
         self.mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         self.devices = tuple(self.mesh.devices.flat)
         self.data_parallel_size = sizes["data"] * sizes["fsdp"]
@@ -47,7 +54,7 @@ class MeshStrategy(Strategy):
         self._replicated = NamedSharding(self.mesh, P())
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return the kernel run by each device for its own rows and heads, with no exchange: jit cannot shard it."""
+        """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
         rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
         def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
@@ -61,7 +68,7 @@ class MeshStrategy(Strategy):
                 mesh=self.mesh,
                 in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH_SPEC),
                 out_specs=rows_heads,
-                check_vma=False,  # Pallas kernels do not say how their results vary
+                check_vma=False,  # Pallas kernels do not declare over which axes their results vary
             )
             return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
 
@@ -70,15 +77,19 @@ class MeshStrategy(Strategy):
     def abstract_state(
         self, shapes: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
     ) -> TrainState:
+        """Return the shapes of a state, with the shardings of `state_shardings`."""
         return with_shardings(shapes, state_shardings(shapes, config, optimizer, self.mesh))
 
     def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+        """Compile `step` with sharded states and replicated metrics, and donate the state."""
         return jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(state), self._replicated))
 
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
+        """Compile `step` with replicated sums."""
         return jax.jit(step, out_shardings=self._replicated)
 
     def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
+        """Compile the checksums, uint32 [data, fsdp * tensor]; return None if the axis `data` has size 1."""
         if self.mesh.shape["data"] == 1:
             return None
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings_of(state))
@@ -92,23 +103,25 @@ class MeshStrategy(Strategy):
         )
 
     def local_rows(self, B: int) -> np.ndarray:
+        """Return the sorted indices of the rows that this process's devices need."""
         parts = self._batch.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
     def shard_batch(self, batch: Batch) -> Batch:
+        """Return the global batch, sharded by rows over `data` and `fsdp`."""
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
 
 
 def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
-    """Return hooks that keep activations sharded by rows, as the batch is: the compiler alone may shard them by D."""
+    """Return hooks that keep activations sharded by rows, like the batch: the compiler might shard them by D."""
 
     def constrain(x_BTD: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(mesh, BATCH_SPEC))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Look each device's tokens up in its tensor group's part of the table, gathered over fsdp.
+        """Look up each device's tokens in its part of the vocabulary, gathered over fsdp, and sum over tensor.
 
-        Left to itself the compiler makes the vectors of all of the batch on every device.
+        Without this hook, the compiler computes the embeddings of the full batch on every device.
         """
 
         def embed_locally(table_VD, tokens_BT):
@@ -123,13 +136,13 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
             mesh=mesh,
             in_specs=(P("tensor", "fsdp"), BATCH_SPEC),
             out_specs=BATCH_SPEC,
-            check_vma=False,  # all_gather's result counts as varying
+            check_vma=False,  # JAX assumes that the result of all_gather varies over fsdp
         )(table_VD, tokens_BT)
 
     def reduce_loss(function: Callable) -> Callable:
-        """Return `function` over all rows: each device gathers the parameters once and sums its own rows first.
+        """Return `function` for sharded rows: each device gathers the parameters once and sums over its own rows first.
 
-        Left to itself the compiler all-reduces the parameters' gradient for every chunk of the loss.
+        Without this hook, the compiler all-reduces the parameters' gradient for every chunk of the loss.
         """
 
         def reduce_locally(params, *arrays):
@@ -156,5 +169,5 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
 
 
 def _width_axis(name: str) -> int:
-    """Return the axis of D in a matrix over the vocabulary."""
+    """Return the axis of D in the embedding table or in `lm_head`."""
     return 0 if name == "lm_head" else 1

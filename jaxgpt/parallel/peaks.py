@@ -1,4 +1,4 @@
-"""What devices can do at best: arithmetic, memory, links. And the least time that a communication takes."""
+"""Peak rates of devices (arithmetic, memory, links), and lower bounds for the time of collectives."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,27 +14,26 @@ class Peaks:
     flops: float  # dense bfloat16 FLOP/s
     memory: int  # bytes of HBM
     memory_bandwidth: float  # bytes/s
-    link_bandwidth: float  # bytes/s in one direction: of one link of a TPU, of all NVLinks of a GPU
-    torus: int  # dimensions of the torus of links; 0: all devices of a host on one switch
+    link_bandwidth: float  # bytes/s in one direction, of one TPU link or all NVLinks of a GPU
+    torus: int  # dimensions of the torus of links; 0: one switch connects all devices of a host
 
 
 _GB, _GiB = 10**9, 2**30
 
 # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; bandwidths from jax-ml.github.io/scaling-book/tpus,
-# whose links are a tenth below the data sheets' (v5e: 1600 Gbit/s over 4 ports). Of this memory the compiler leaves a
-# program 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e (libtpu 0.0.42; its out-of-memory message).
+# where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4 ports). Of the memory, programs can
+# use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory message of libtpu 0.0.42.
 _V4 = Peaks(flops=275e12, memory=32 * _GiB, memory_bandwidth=1.2e12, link_bandwidth=4.5e10, torus=3)
 _V5E = Peaks(flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandwidth=4.5e10, torus=2)
 _V5P = Peaks(flops=459e12, memory=96 * _GiB, memory_bandwidth=2.8e12, link_bandwidth=9e10, torus=3)
 _V6E = Peaks(flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2)
 
-# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL: FLOP/s without sparsity, half of a link's
-# total of both directions. PCIe cards have PCIe here, for an NVLink bridge joins but two of them, of the H200 NVL four.
+# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL: FLOP/s without sparsity, and half of the sum
+# of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects only two of them (four H200 NVL).
 _A100 = Peaks(flops=312e12, memory=40 * _GB, memory_bandwidth=1.555e12, link_bandwidth=300e9, torus=0)
 _H100 = Peaks(flops=989e12, memory=80 * _GB, memory_bandwidth=3.35e12, link_bandwidth=450e9, torus=0)
 
-# By what JAX calls the device, whole: of "NVIDIA A100-SXM4-40GB MIG 1g.5gb" or "TPU v4 lite" nothing is known. A "TPU
-# v5" is a v5p.
+# By JAX's full name of the device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown. "TPU v5" is v5p.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": _A100,
     "NVIDIA A100-SXM4-80GB": replace(_A100, memory=80 * _GB, memory_bandwidth=2.039e12),
@@ -56,12 +55,12 @@ PEAKS = {
 
 
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
-    """Return the bytes/s that one device of a group can send to the others, all of them sending; None: unknown.
+    """Return the bytes/s that each device of a group can send while all of them send. None: unknown.
 
-    group: positions in `devices`, which are a whole slice. On a TPU every dimension in which the group extends adds
-    a link, or two where it closes to a ring and the group runs all the way round: on v5e and v6e only 16 chips close;
-    on v4 and v5p every dimension of a slice that consists of cubes of 4x4x4, whose faces the optical switches join.
-    On GPUs it is NVLink's, within one host.
+    `group` holds indices into `devices`, which are a full slice. On a TPU, each dimension in which the group extends
+    adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16 chips is a
+    ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical switches connect.
+    On GPUs, the result is the link's bandwidth if the group is within one host.
     """
     members = [devices[i] for i in group]
     limits = PEAKS.get(members[0].device_kind)
@@ -77,18 +76,24 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
         closes = cubes or (limits.torus == 2 and size == 16)
         if reached > 1:
             links += 2 if closes and reached == size else 1
-    return links * limits.link_bandwidth or None  # alone, or the cores of one chip: no links
+    return links * limits.link_bandwidth or None  # one device, or the cores of one chip: no links
 
 
 def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
-    """Return the least seconds of one communication, if nothing but bandwidth (bytes/s, of `ring_bandwidth`) limits it.
+    """Return the seconds that one collective takes if bandwidth is the only limit.
 
-    size: bytes as `jaxgpt.tools.plan.program.Collective` has them; n: devices in the group; switched: every device reaches every
-    other directly, as GPUs do. Each device passes on n - 1 parts of n; an all-reduce is a reduce-scatter and an
-    all-gather (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold
-    crosses the middle: n size / 4 bytes, over the one link of a line or the two of a ring, and on a torus of more
-    dimensions this is an upper bound. A permutation is taken to use all links; between neighbours it uses one.
-    Latency, of the order of a microsecond per link, comes on top.
+    Each device sends n - 1 of n parts; an all-reduce is a reduce-scatter and an all-gather
+    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold crosses the
+    middle: n * size / 4 bytes, over the one link of a line or the two of a ring; on a torus of more dimensions this is
+    an upper bound. A permutation is assumed to use all links; between neighbours it uses one. Latency, about a
+    microsecond per link, is not included.
+
+    Args:
+        kind: name of the collective in HLO, such as "all-reduce".
+        size: bytes, as in `jaxgpt.tools.plan.program.Collective`.
+        n: number of devices in the group.
+        bandwidth: bytes/s, from `ring_bandwidth`.
+        switched: every device reaches every other directly, as GPUs do.
     """
     if n == 1:
         return 0.0

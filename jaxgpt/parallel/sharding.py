@@ -1,4 +1,4 @@
-"""The sharding of each parameter on a mesh: one table from paths to logical axes, one from those to the mesh's."""
+"""Shardings on a mesh: one table maps parameters to logical axes, another maps logical axes to mesh axes."""
 
 import re
 from typing import Any, cast
@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
-from jaxgpt.train import TrainState
+from jaxgpt.train import Params, TrainState
 
 MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # the rows of a batch; every device of a tensor group reads the same ones
+BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # rows of a batch; all devices of a tensor group read the same rows
 
-# Logical axes of each parameter, by the end of its path. Every parameter matches exactly one, which a test holds.
+# Logical axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     r"wte/embedding": ("vocab", "embed"),
     r"wpe/embedding": (None, "embed"),
@@ -29,13 +29,13 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     r"mlp/c_proj/kernel": ("mlp", "embed"),
     r"c_proj/bias": ("embed",),
     r"(encoder_)?ln_\w+/(scale|bias)": ("embed",),
-    r"(attn|cross)/[qk]_norm/scale": (None,),  # over one head; of all heads side by side: heads_bias
+    r"(attn|cross)/[qk]_norm/scale": (None,),  # [H]; for a norm over all heads: heads_bias
 }
 
 # Mesh axes of each logical axis.
-# fsdp cuts each matrix along the model's width, to be gathered when its layer runs (ZeRO, arXiv:1910.02054).
-# tensor cuts the work: each device has some heads, some hidden units and some of the vocabulary, and only the sums
-# over them are exchanged (Megatron, arXiv:1909.08053).
+# fsdp shards each matrix along D; the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
+# tensor shards the computation: each device has some of the heads, hidden units and vocabulary, and only sums over
+# them are all-reduced (Megatron, arXiv:1909.08053).
 RULES = [
     ("embed", "fsdp"),
     ("heads", "tensor"),
@@ -43,12 +43,12 @@ RULES = [
     ("vocab", "tensor"),
     ("heads_bias", ("tensor", "fsdp")),
     ("mlp_bias", ("tensor", "fsdp")),
-    ("layers", None),  # each block is needed at once on all devices
+    ("layers", None),  # all devices run the same block at a time
 ]
 
 
-def parameter_axes(params: Any, config: GPTConfig) -> Any:
-    """Return the logical axes of each parameter, or adapter, as a PartitionSpec: an adapter's rank is never cut."""
+def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
+    """Return a tree with the logical axes of each parameter as a PartitionSpec. The rank of adapters is not sharded."""
     rules = dict(PARAMETER_AXES)
     if config.qk_norm_over == "heads":
         rules[r"(attn|cross)/[qk]_norm/scale"] = ("heads_bias",)
@@ -67,12 +67,12 @@ def parameter_axes(params: Any, config: GPTConfig) -> Any:
 def state_shardings(
     state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """Return a NamedSharding for every array of a state: the optimiser's are those of the parameters they belong to.
+    """Return a NamedSharding for each array of a state; the optimiser's arrays are sharded like their parameters.
 
-    state: shapes. config: of the model.
+    `state` holds shapes; `config` is the model's.
     """
 
-    def shard(params: Any) -> Any:
+    def shard(params: Params) -> Any:
         return nn.logical_to_mesh_sharding(parameter_axes(params, config), mesh, RULES)
 
     params = shard(state.params)
@@ -84,13 +84,13 @@ def state_shardings(
         opt_state,
         params,
         transform_non_params=lambda _: replicated,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # where Muon and AdamW leave parameters to each other
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # a parameter that Muon leaves to AdamW, or AdamW to Muon
     )
     return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
 
 
 def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
-    """Raise `UserError` unless every logical axis divides over its devices: an array would silently stay replicated."""
+    """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
     config = config.explicit()
     assert config.n_kv_head and config.head_dim and config.mlp_dim
     axes = {
@@ -118,20 +118,24 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
     for field, size in vectors.items():
         if size % both:
             raise UserError(
-                f"a bias or scale of {field} = {size} numbers does not divide over parallel.fsdp x tensor = {both}: "
+                f"a bias or scale of {field} = {size} elements does not divide over parallel.fsdp x tensor = {both}: "
                 "take other sizes, or --model.no-bias"
             )
 
 
 def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int]:
-    """Return the three sizes with -1 replaced by what is left. Raises `UserError` unless they multiply to the devices."""
+    """Return the size of each axis, with -1 replaced by the number of devices that the other axes leave.
+
+    Raises `UserError` unless the product of the sizes is the number of devices.
+    """
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name}={n}" for name, n in sizes.items())
-    known = data * fsdp * tensor  # less than 0: one of them is -1
+    known = data * fsdp * tensor  # negative: one of them is -1
     rest, left_over = divmod(devices, abs(known))
     if left_over or (known > 0 and rest > 1):
         divisors = [d for d in range(1, devices + 1) if devices % d == 0]
         raise UserError(
-            f"parallel {given} does not make the {devices} devices there are: each size divides {devices} ({divisors}), and at most one is -1, the rest"
+            f"parallel {given} does not make the {devices} devices there are: each size must divide {devices} "
+            f"({divisors}), and at most one may be -1 (the devices that the others leave)"
         )
     return {name: rest if n == -1 else n for name, n in sizes.items()}

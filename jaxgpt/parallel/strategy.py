@@ -1,11 +1,11 @@
-"""How one training step runs on the devices: what every strategy offers, and the one of a single device."""
+"""Strategies: how one training step runs on the devices. Here are the base class and the strategy for one device."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,105 +18,114 @@ from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.train import TrainState
+from jaxgpt.train import Params, TrainState
 
 InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
 StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key) -> (state, metrics)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
+Tree = TypeVar("Tree", bound=TrainState | Params)
 
 
 class Strategy(abc.ABC):
-    """Compile and feed `train.train_step` on certain devices. Every strategy computes the same step; a test holds them equal.
+    """Compile `train.train_step` for a set of devices, and shard its batches.
 
-    A strategy knows devices. The model, the optimizer and the data come in as arguments.
-    Host batches are NumPy arrays [B, T], of which each process reads the rows that its own devices need.
+    All strategies compute the same step, which a test checks. A strategy knows only devices: the model, the optimiser
+    and the data are arguments. Host batches are NumPy arrays [B, T]; each process reads the rows for its own devices.
     """
 
-    name: str  # "pmap over 8 devices"
-    devices: tuple[jax.Device, ...]  # of all processes, in the order in which programs count them
-    data_parallel_size: int = 1  # parts that a batch is cut into
-    num_replicas: int | None = None  # programs side by side, each with its own rows and dropout key; None: one for all
+    name: str  # as logged, such as "pmap over 8 devices"
+    devices: tuple[jax.Device, ...]  # of all processes, in the order of the devices in a program
+    data_parallel_size: int = 1  # number of parts that a batch is split into
+    num_replicas: int | None = None  # programs, if each has its own rows and dropout key; None: one
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
-    _checkpoint: Sharding  # of the arrays of a state, where all have the same, as checkpoints are read
-    _batch: Sharding  # of the arrays of a batch, where that is one of the whole batch
+    _checkpoint: Sharding  # for restoring checkpoints, if all arrays of the state share it
+    _batch: Sharding  # of the global batch, if the strategy has one
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return the kernel as this strategy runs it."""
+        """Return an attention kernel that runs on this strategy's devices."""
         return attention_fn
 
     def abstract_state(
         self, shapes: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
     ) -> TrainState:
-        """Return the shapes of a state with shardings, in the form in which checkpoints are read."""
+        """Return the shapes of a state, with the shardings to restore checkpoints with."""
         return with_shardings(shapes, self._checkpoint)
 
     def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
-        """Compile `init(key, params=None)`. Each array is created directly with its sharding.
+        """Compile `init(key, params=None)`: each array is created directly with its sharding.
 
-        state: from `abstract_state`, as in the methods below.
+        Here and in the methods below, `state` is the result of `abstract_state`.
         """
         return jax.jit(init, out_shardings=shardings_of(state))
 
     @abc.abstractmethod
     def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
-        """Compile `step(state, batch, key)`. The result donates the old state's memory to the new one."""
+        """Compile `step(state, batch, key)` and donate the old state: the new one reuses its memory."""
 
     @abc.abstractmethod
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
-        """Compile `step(params, batch)`. The result's sums are over all devices."""
+        """Compile `step(params, batch)` with sums over all devices."""
 
     def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
-        """Compile state -> uint32 [copies, parts]: a checksum of what each of `devices` holds. None: there is one copy."""
+        """Compile a function from a state to the checksums of its shards on `devices`, uint32 [copies, parts].
+
+        Returns None if there is only one copy.
+        """
         return None
 
     def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a training batch's tokens, to compile ahead of time."""
+        """Return the shape and sharding of a training batch's tokens, for ahead-of-time compilation."""
         return jax.ShapeDtypeStruct((B, T), np.int32, sharding=self._batch)
 
     def local_rows(self, B: int) -> np.ndarray:
-        """Return the indices of the rows, of a batch of B, that this process reads."""
+        """Return the indices, in a batch of B rows, of the rows that this process reads."""
         return np.arange(B)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Return this process's rows as the compiled steps take them."""
+        """Return this process's rows in the form that the compiled steps take."""
         return batch
 
-    def to_checkpoint(self, state: Any) -> Any:
-        """Return a state, or parameters alone, as every strategy's checkpoints hold them: each value once."""
+    def to_checkpoint(self, state: Tree) -> Tree:
+        """Return a state, or only parameters, in the form that checkpoints of all strategies have: one copy."""
         return state
 
-    def from_checkpoint(self, state: Any) -> Any:
-        """Return what was read from a checkpoint, state or parameters alone, as the compiled steps take it."""
+    def from_checkpoint(self, state: Tree) -> Tree:
+        """Return a restored state, or only parameters, in the form that the compiled steps take."""
         return state
 
 
 class SingleDevice(Strategy):
-    """`jax.jit` on one device."""
+    """Run the step on one device, by `jax.jit`."""
 
     name = "one device"
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
-        """Take the first of `devices`. None: of this process's."""
+        """Use the first of `devices`, by default of this process's devices."""
         self.devices = ((devices or jax.local_devices())[0],)
         self._checkpoint = self._batch = SingleDeviceSharding(self.devices[0])
 
     def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+        """Compile `step` and donate the state."""
         return jax.jit(step, donate_argnums=0)
 
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
+        """Compile `step`."""
         return jax.jit(step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """How each device's part of a global batch splits into micro-batches."""
+    """The split of each device's part of a global batch into micro-batches."""
 
-    micro_batch_size: int  # sequences at once on a device
-    grad_accum_steps: int  # micro-batches that each device takes one after the other
+    micro_batch_size: int  # sequences that a device processes at once
+    grad_accum_steps: int  # micro-batches that each device processes in turn
 
 
 def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig) -> BatchSplit:
-    """Return the largest micro-batches that divide a device's part of the batch and that the configuration allows."""
+    """Split a batch into the largest micro-batches that the configuration allows and that divide each device's part.
+
+    Raises `UserError` if the batch does not divide over the devices.
+    """
     if batch_size % data_parallel_size:
         near = nearest_multiples(batch_size, data_parallel_size)
         raise UserError(
@@ -130,11 +139,11 @@ def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig
 
 
 def shardings_of(state: TrainState) -> TrainState:
-    """Return the sharding of each array."""
+    """Return the sharding of each array of a state."""
     return jax.tree.map(lambda x: x.sharding, state)
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Return shapes with shardings: one for all, or a tree of them."""
+    """Return shapes with the given shardings: one for all arrays, or a tree of them."""
     shardings = jax.tree.broadcast(shardings, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -1,4 +1,4 @@
-"""An experiment's step on its devices, put together in one place: what `fit` runs is what `plan` compiles."""
+"""Build an experiment's model, optimiser and compiled steps in one place: `plan` compiles exactly what `fit` runs."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, S
 from jaxgpt.skip import skip_bad_steps
 from jaxgpt.train import MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
 
-Devices = Sequence[jax.Device] | None  # None: all there are; a topology's, to compile for them
+Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The compiled steps of one experiment on its devices, and the arrays that they take."""
+    """The compiled steps of one experiment on its devices, and the shapes of their arguments."""
 
     options: ComputeOptions
-    model: GPT  # with the dtype, the kernel and the sharding of its devices
+    model: GPT  # with the dtype, kernel and sharding hooks for the devices
     strategy: Strategy
     split: BatchSplit
     init_state: InitFn  # (key, params=None) -> the state of step 0
@@ -41,22 +41,22 @@ class Trainer:
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
     merge: MergeFn  # see `merged_params`
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy.jit_checksums`
-    abstract_state: TrainState  # shapes and shardings, as checkpoints are read
+    abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
-    fallback: str | None = None  # how the strategy differs from the recorded one, in words; None: it does not
+    fallback: str | None = None  # message if the strategy is not the recorded one
 
     def merged_params(self, state: TrainState) -> Params:
-        """Return the parameters that `eval_step` takes: adapters, if there are any, merged into the model's."""
+        """Return the parameters for `eval_step`, with adapters, if any, merged into the model's."""
         return self.merge(state.params, state.frozen_params)
 
     def lower(self) -> Any:
-        """Lower `train_step` for the states and batches of this experiment, to be compiled by XLA."""
+        """Lower `train_step` for this experiment's states and batches, to be compiled by XLA."""
         jitted: Any = self.train_step
         return jitted.lower(self.abstract_state, self.abstract_batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Count the parameters (of the model, in adapters)."""
+        """Return the number of parameters of the model, and that of its adapters."""
         state = self.abstract_state
         if state.frozen_params is None:
             return count_parameters(state.params), 0
@@ -64,12 +64,16 @@ class Trainer:
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
-    """Build the model, its optimizer and the compiled steps of an experiment.
+    """Build the model, the optimiser and the compiled steps of an experiment.
 
-    experiment: with the size of its vocabulary.
-    recorded: the experiment of a run that is resumed, perhaps on other hardware: a kernel or a strategy that is still the
-        recorded one gives way to what these devices can do. None: a new run.
-    Raises `UserError` for sizes that do not divide over the devices, and for what they cannot do.
+    Args:
+        experiment: an experiment whose vocabulary size is set.
+        devices: devices to compile for. None: the devices of all processes.
+        recorded: the experiment that a resumed run was started with, perhaps on other hardware. A kernel or strategy
+            that has not changed since is replaced if these devices do not support it. None: a new run.
+
+    Raises:
+        UserError: sizes do not divide over the devices, or the devices do not support the kernel or strategy.
     """
     train, lora, loss_chunk = experiment.train, experiment.lora, experiment.parallel.loss_chunk
     device = None if devices is None else devices[0]
@@ -123,9 +127,9 @@ def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:
 
 
 def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:
-    """Return (nats per target, number of targets) over all batches; eval_step: `train.eval_step`, compiled.
+    """Return (nats per target, number of targets) over all batches, by the compiled `train.eval_step`.
 
-    Sums are added in float64 on the host, so that a million windows lose nothing.
+    The sums of batches are added in float64 on the host, which stays exact enough over a million windows.
     """
     nats, count = 0.0, 0.0
     pending: deque = deque()
@@ -143,9 +147,9 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
 def choose_layout(
     experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None
 ) -> tuple[Strategy, BatchSplit, str | None]:
-    """Return the strategy, the split of a batch, and how they differ from the recorded ones, in words or None.
+    """Return the strategy, the split of a batch, and a message if the strategy is not the recorded one, or None.
 
-    recorded: see `make_trainer`. Raises `UserError` where they do not fit the devices.
+    `recorded` is that of `make_trainer`. Raises `UserError` if no permitted strategy fits the devices.
     """
     parallel = experiment.parallel
     choices = [parallel]
@@ -167,13 +171,14 @@ def choose_layout(
 
 
 def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices = None) -> Strategy:
-    """Return the strategy that a configuration asks for. Raises `UserError` where devices or model do not fit it."""
+    """Return the strategy that a configuration selects. Raises `UserError` if devices or model do not fit it."""
     name = config.strategy
     if name == "auto":
         name = "single" if (jax.device_count() if devices is None else len(devices)) == 1 else "pmap"
     if name != "mesh" and (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
         raise UserError(
-            f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, not {config.strategy}"
+            f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
+            f"not {config.strategy}"
         )
     if name == "single":
         if devices is None and jax.process_count() > 1:
@@ -191,7 +196,7 @@ def _layout(config: ParallelConfig) -> tuple[str, int, int, int]:
 
 
 def alternatives(config: ParallelConfig, devices: int) -> list[ParallelConfig]:
-    """Return what to try on other devices: sharded as before over those there are, then auto, then one device."""
+    """Return fallbacks for another number of devices: the same kind of sharding if it was a mesh, auto, one device."""
     found = []
     if config.strategy == "mesh" and devices > 1:
         rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": 1, "fsdp": -1}

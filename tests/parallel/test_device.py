@@ -54,8 +54,10 @@ def test_kernels_without_dropout_say_so(monkeypatch):
 def test_packed_conversations_want_a_kernel_that_keeps_them_apart(monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu", device_kind="a gpu", compute_capability="9.0")
     options = compute_options(GPTConfig(), TrainConfig(), gpu, is_packed=True)
-    assert options.reason.endswith("plain attention (cudnn: it cannot keep several conversations in a row apart)")
-    with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: it cannot keep several"):
+    assert options.reason.endswith(
+        "plain attention (cudnn: it cannot separate the conversations that are packed into a row)"
+    )
+    with pytest.raises(UserError, match="train.attention=cudnn is not available here: it cannot separate"):
         compute_options(GPTConfig(), TrainConfig(attention="cudnn"), gpu, is_packed=True)
     tpu = types.SimpleNamespace(platform="tpu", device_kind="a tpu")
     assert compute_options(GPTConfig(), TrainConfig(), tpu, is_packed=True).attention == "splash"
@@ -63,7 +65,7 @@ def test_packed_conversations_want_a_kernel_that_keeps_them_apart(monkeypatch):
 
 def test_what_is_named_is_taken_or_refused(monkeypatch):
     assert chosen(monkeypatch, "cpu", dtype="bfloat16", attention="xla") == ("bfloat16", "xla")
-    with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: the device is a cpu"):
+    with pytest.raises(UserError, match="train.attention=cudnn is not available here: the device is a cpu"):
         chosen(monkeypatch, "cpu", attention="cudnn")
 
 
@@ -86,12 +88,10 @@ def test_a_kernel_that_was_named_for_another_device_gives_way():
                 f"{auto.attention} attention instead of {attention} (the device is {device.device_kind})"
                 in found.reason
             )
-            with pytest.raises(UserError, match=f"train.attention={attention} is not to be had here"):
+            with pytest.raises(UserError, match=f"train.attention={attention} is not available here"):
                 compute_options(GPTConfig(), train, device)
         elif (attention, dtype) == ("cudnn", "float32"):  # of a run that goes on in float32
-            assert found.reason.endswith(
-                "plain attention instead of cudnn (it needs 16-bit numbers and dtype is float32)"
-            )
+            assert found.reason.endswith("plain attention instead of cudnn (it needs a 16-bit dtype, not float32)")
         else:
             assert found == compute_options(GPTConfig(), train, device) and attention in ("auto", found.attention)
 
@@ -111,7 +111,7 @@ def test_a_platform_that_is_not_there_is_told(monkeypatch, error):
     monkeypatch.setattr(jax, "devices", devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(
-        UserError, match=r"no device \(JAX_PLATFORMS='cuda'\): no .*\. JAX_PLATFORMS=cpu computes on the CPU"
+        UserError, match=r"no device \(JAX_PLATFORMS='cuda'\): no .*\. Set JAX_PLATFORMS=cpu to compute on the CPU"
     ):
         first_device()
 

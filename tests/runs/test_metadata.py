@@ -109,7 +109,7 @@ def test_what_is_asked_for_now_is_taken_or_refused(moved):
         changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in groups.items()}
         return fit(dataclasses.replace(given, **changed), run, progress=False)
 
-    with pytest.raises(UserError, match="train.attention=cudnn is not to be had here: the device is cpu"):
+    with pytest.raises(UserError, match="train.attention=cudnn is not available here: the device is cpu"):
         again(train={"attention": "cudnn"})
     with pytest.raises(UserError, match="does not make the 1 devices"):
         again(parallel={"strategy": "mesh", "fsdp": 2})
