@@ -1,5 +1,5 @@
 """From logits to text.
 
-Letters beside those of `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens, G tokens of a
-draft.
+Letters in addition to those of `layers`: X columns of tokens, W beams, R rows of any kind, M = B T flattened tokens,
+G tokens of a draft.
 """

@@ -1,4 +1,4 @@
-"""Beam search: the most probable completion that a search of a certain width finds, in one jitted program."""
+"""Beam search for the most probable completion, in one jitted program."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import DecodeState, init_state, prefill, prefill_chunk
 
-NEVER = -1e30  # a score that nothing real has, and that stays finite when two are added
+NEVER = -1e30  # score of an impossible completion; the sum of two is still finite
 
 
 class BeamResult(NamedTuple):
-    """What a search found for each prompt, best first: at most `beams` completions."""
+    """At most `beams` completions of each prompt, best first."""
 
     tokens: list[list[list[int]]]  # without the prompt and the stop token
     scores: list[list[float]]  # log-probability in nats over the length penalty
@@ -40,17 +40,17 @@ def beam_search(
     length_penalty: float = 0.6,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> BeamResult:
-    """Continue each prompt to a stop token, keeping the `beams` most probable beginnings at every token.
+    """Continue each prompt up to a stop token, keeping the `beams` most probable partial completions at every token.
 
-    The score of a completion is its log-probability, stop token included, over ((5 + tokens) / 6) ^ length_penalty, where
-    the stop token counts too (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's). A search ends
-    when no unfinished completion could still beat the finished ones. An unfinished one is taken as it is at
-    max_new_tokens, or sooner, where the block_size-th token of prompt and completion has been read. The rows of the cache
-    follow the beams.
-    decoding: must have a stop token; its sampling is ignored, since nothing is drawn.
-    length_penalty: at least 0, where log-probabilities alone count.
-    Prompts and sources: see `generate`. What is found for a prompt does not depend on the others. Raises `UserError` for a
-    prompt of more than block_size tokens.
+    The score of a completion is its log-probability, divided by ((5 + tokens) / 6) ^ length_penalty; both include the
+    stop token (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's). The search for a prompt
+    ends when no unfinished completion could still beat the finished ones. At max_new_tokens, or when prompt and
+    completion have block_size + 1 tokens, unfinished completions compete as they are. The result for a prompt does not
+    depend on the others.
+
+    `decoding` must have a stop token; its sampling is ignored, since nothing is drawn. `length_penalty` is at least 0,
+    which compares log-probabilities only. Other arguments: see `generate`. Raises `UserError` for a prompt of more than
+    block_size tokens.
     """
     beams = check_count("beams", beams)
     if not decoding.stop_tokens:
@@ -58,7 +58,7 @@ def beam_search(
     if not 0 <= length_penalty < math.inf:
         raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
     block_size = model.config.block_size
-    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion need not be read
+    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion is not read
     if min(room_B, default=1) < 1:
         raise UserError(
             f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
@@ -107,7 +107,7 @@ class Beams(flax.struct.PyTreeNode):
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7))
 def _search(model, params, state: DecodeState, stops, limit_B, alpha, W: int, V: int) -> Any:
-    """Return (columns_BWX, length_BW, score_BW) of the best finished completions; limit_B is a column."""
+    """Return (columns_BWX, length_BW, score_BW) of the best finished completions. limit_B: columns at which to stop."""
     model, params = unstack_layers(model, params)
     (rows, X), start = state.tokens_BX.shape, state.cursor
     B = rows // W
@@ -118,7 +118,7 @@ def _search(model, params, state: DecodeState, stops, limit_B, alpha, W: int, V:
         return _extend(beams, logprob_BWV, stops, start, limit_B, alpha)
 
     def is_unfinished(beams: Beams):
-        # A log-probability only falls; the longest completion that it may become divides it by the most.
+        # A log-probability can only fall, and the longest possible completion has the largest divisor.
         bound_B = over_length(beams.logprob_BW[:, 0], limit_B - start + 1, alpha)
         return ((beams.state.cursor < limit_B) & (bound_B > beams.finished_score_BW[:, -1])).any()
 
@@ -129,7 +129,7 @@ def _search(model, params, state: DecodeState, stops, limit_B, alpha, W: int, V:
     state, x_RD = prefill(model, params, state)
     beams = Beams(
         state=state,
-        # At first the beams of a prompt are all the same: only one of them counts.
+        # At first all beams of a prompt are equal: only one of them counts.
         logprob_BW=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER)[None], (B, W)),
         finished_BWX=jnp.zeros((B, W, X), state.tokens_BX.dtype),
         finished_length_BW=jnp.zeros((B, W), jnp.int32),
@@ -140,13 +140,13 @@ def _search(model, params, state: DecodeState, stops, limit_B, alpha, W: int, V:
 
 
 def _extend(beams: Beams, logprob_BWV: jax.Array, stops, start, limit_B, alpha) -> Beams:
-    """Add a token to every beam: of all W V continuations, the best that stop and the best that do not."""
+    """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
     state, (B, W, V), X = beams.state, logprob_BWV.shape, beams.finished_BWX.shape[-1]
     logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
     is_stop_V = jnp.isin(jnp.arange(V), stops)
-    tokens = state.cursor - start + 1  # with the one that is chosen now
+    tokens = state.cursor - start + 1  # including the new one
 
-    # Only a stop among the W most probable of all continuations: with one beam, what greedy decoding would do.
+    # A stop counts only among the W most probable continuations: with one beam, that is greedy decoding.
     least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
     stopping_BW = jnp.where(is_stop_V[None, None], logprob_BWV, NEVER).max(axis=-1)
     stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
@@ -156,11 +156,11 @@ def _extend(beams: Beams, logprob_BWV: jax.Array, stops, start, limit_B, alpha) 
     going_BR = jnp.where(is_stop_V[None, None], NEVER, logprob_BWV).reshape(B, W * V)
     logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
     rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
-    # The cache of prompt and source is the same in all beams: only what was generated since differs.
+    # The encoder's keys and values are the same for all beams of a prompt: only `cache.layers` is reordered.
     layers = jax.tree.map(lambda x: x[rows_R], state.cache.layers)
     state = state.replace(tokens_BX=state.tokens_BX[rows_R], cache=state.cache.replace(layers=layers))
     state = state.append((at_BW % V).reshape(-1))
-    # At its limit a completion is taken as it is, and not extended.
+    # At its limit a completion is taken as it is.
     is_cut_B1 = (state.cursor >= limit_B)[:, None]
     score_BW = jnp.where(is_cut_B1 & (logprob_BW > NEVER / 2), over_length(logprob_BW, tokens, alpha), NEVER)
     beams = beams.finish(state.tokens_BX.reshape(B, W, X), jnp.full((B, W), tokens), score_BW)
@@ -168,5 +168,5 @@ def _extend(beams: Beams, logprob_BWV: jax.Array, stops, start, limit_B, alpha) 
 
 
 def over_length(logprob: jax.Array, tokens: jax.Array, alpha: jax.Array) -> jax.Array:
-    """Return the score of a log-probability of so many tokens."""
+    """Return the score of a completion: its log-probability over the length penalty."""
     return logprob / ((5.0 + tokens) / 6.0) ** alpha

@@ -14,7 +14,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 
-BUCKET = 64  # columns that the shortest prompts have; longer ones have twice, four times ... as many
+BUCKET = 64  # columns that the shortest prompts are padded to; longer ones to twice, four times ... as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Decoding:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
+        """Check the fields; convert ids and counts to Python's."""
         for name in ("max_new_tokens", "vocab_size", "bucket"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
@@ -50,14 +51,14 @@ class Decoding:
         return [most] if every is None else [*range(1, most, check_count("every", every)), most]
 
     def known_ids(self, model: GPT) -> int:
-        """Return how many ids may be drawn: those below `vocab_size` that the model has."""
+        """Return the number of ids that may be drawn: the smaller of `vocab_size` and the model's."""
         known = model.config.vocab_size
         assert known is not None, "a model with parameters has one"
         return known if self.vocab_size is None else min(known, self.vocab_size)
 
 
 def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
-    """Return the ids and at least as many of -1, which is never drawn: one more stop token rarely compiles anew."""
+    """Pad ids with -1, which is never drawn, to one of few lengths, so that another stop token rarely recompiles."""
     padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
     return np.array([*stop_tokens, *[-1] * padding], np.int32)
 

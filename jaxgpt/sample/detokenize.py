@@ -1,4 +1,4 @@
-"""From ids that arrive a few at a time to text that can be shown at once."""
+"""Incremental decoding of ids into text."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 
-UNFINISHED = "\ufffd"  # what decoding ends in when the last bytes are the beginning of a character
+UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
 
 
 class Detokenizer:
-    """Decode one growing list of ids in pieces that never split a character and never show a stop string.
+    """Decode one growing list of ids in pieces that never split a character and never contain a stop string.
 
-    What could still become part of a character or of a stop string is held back until it is decided, or until `rest`.
-    The pieces joined are the text of all ids, up to the first stop string.
+    Text that may be the start of a character or of a stop string is held back until more ids decide, or until `rest`.
+    Joined, the pieces are the text of all ids, up to the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        """Start with no ids. Raise `UserError` for an empty stop string."""
         self._stop = [stop] if isinstance(stop, str) else list(stop)
         if "" in self._stop:
             raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
         self.stopped = False
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Ids from `context` on are decoded each time, of which those before `shown` are out already: decoders treat the
-        # first id of a list in their own way (a leading space), so it must not be the new one.
+        # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
+        # not come first: decoders treat the first id of a list differently (a leading space).
         self._context = self._shown = 0
         self._held = ""
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the text that the next ids add."""
+        """Return the text that new ids add."""
         return "".join(self._push(i) for i in ids)
 
     def rest(self) -> str:
-        """Return what was held back, at the end of the ids."""
+        """Return the text that was held back, after the last id."""
         return "" if self.stopped else self._release(self._decode_new(), last=True)
 
     def _push(self, i: int) -> str:
@@ -52,7 +53,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
 
     def _release(self, new: str, *, last: bool = False) -> str:
-        """Return what can be shown of the text held back and the new text; hold the rest back."""
+        """Return the part of the held and the new text that no further id can change; hold the rest back."""
         text = self._held + new
         starts = [text.find(stop) for stop in self._stop if stop in text]
         if starts:
@@ -64,7 +65,7 @@ class Detokenizer:
 
 
 def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of lists of ids in pieces, none empty; end at a stop string, without asking for more ids."""
+    """Yield the text of successive lists of ids in non-empty pieces; stop reading ids at a stop string."""
     detokenizer = Detokenizer(tokenizer, stop)
     for new_ids in ids:
         if piece := detokenizer.push(new_ids):
@@ -78,7 +79,7 @@ def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence
 def join_texts(
     tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
 ) -> list[str]:
-    """Return the `size` texts of batches of new ids, each up to its stop string; end when all have met one."""
+    """Return the texts of `size` rows from batches of their new ids; stop reading once all have met a stop string."""
     detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
     for batch in batches:
         texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]
@@ -88,6 +89,6 @@ def join_texts(
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper beginning of `stop` that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

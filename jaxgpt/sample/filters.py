@@ -1,4 +1,4 @@
-"""Filters of next-token logits, and the draw: pure functions on logits_BV, composed by `Sampling`."""
+"""Filters of next-token logits, and sampling from them: pure functions on logits_BV, composed by `Sampling`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.errors import UserError
 
-COLDEST = 1e-6  # temperature: below it logits apart by float32's rounding decide, and soon they overflow
-PENALTY = 1e6  # the most that a logit is divided or multiplied by: with COLDEST it stays finite
+COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
+PENALTY = 1e6  # largest repetition penalty: logits stay finite even at COLDEST
 
 
-# The numbers are traced, so that another temperature does not compile anew; what is None, and top_k, is structure.
+# Values are traced, so that another temperature does not recompile; top_k, and which filters are None, are static.
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["temperature", "top_p", "min_p", "repetition_penalty"],
@@ -26,21 +26,22 @@ PENALTY = 1e6  # the most that a logit is divided or multiplied by: with COLDEST
 class Sampling:
     """How to draw the next token.
 
-    The order is transformers': repetition penalty, temperature, top_k, top_p, min_p; None leaves a filter out.
+    Filters apply in transformers' order: repetition penalty, temperature, top_k, top_p, min_p. None leaves one out.
     """
 
-    temperature: float = 1.0  # logits are divided by it; below 1e-6, and so 0, is greedy
+    temperature: float = 1.0  # divides the logits; below 1e-6, 0 included, decoding is greedy
     # keep the k most probable tokens (Fan et al. 2018, arXiv:1805.04833)
     top_k: int | None = None
-    # keep the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
+    # keep the smallest set of tokens with at least this total probability (Holtzman et al. 2019, arXiv:1904.09751)
     top_p: float | None = None
     # keep tokens at least this probable relative to the most probable (Nguyen et al. 2024, arXiv:2407.01082)
     min_p: float | None = None
     # above 1, tokens of prompt and completion become less probable (Keskar et al. 2019, arXiv:1909.05858)
     repetition_penalty: float | None = None
-    greedy: bool = False  # take the most probable token, after the penalty; the rest is ignored
+    greedy: bool = False  # take the most probable token after the penalty; other filters are ignored
 
     def __post_init__(self) -> None:
+        """Check each value."""
         largest = float(jnp.finfo(jnp.float32).max)
         self._check("temperature", lambda x: 0 <= x <= largest, f"0 (greedy) to {largest:.2g}")
         self._check("top_p", lambda x: 0 < x <= 1, "more than 0 and at most 1")
@@ -59,9 +60,9 @@ class Sampling:
             object.__setattr__(self, "greedy", True)
 
     def _check(self, name: str, is_right: Callable[[float], bool], needed: str) -> None:
-        """Keep a number as Python's. Raise `UserError` unless it is right.
+        """Convert a number to Python's. Raise `UserError` unless it is right.
 
-        jax rebuilds a Sampling with traced values, arrays and other objects in their place: these pass.
+        jax also builds Sampling objects of tracers, arrays and placeholders: these pass.
         """
         value = getattr(self, name)
         if isinstance(value, jax.core.Tracer):
@@ -74,7 +75,7 @@ class Sampling:
     def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
         """Return the distribution that tokens are drawn from, [B, V].
 
-        seen_BV: bool, the tokens of prompt and completion; the repetition penalty needs them.
+        The repetition penalty needs `seen_BV`, bool: which tokens occur in prompt or completion.
         """
         if self.greedy:
             return jax.nn.one_hot(self._greedy(logits_BV, seen_BV), logits_BV.shape[-1])
@@ -88,7 +89,7 @@ class Sampling:
         return jax.nn.softmax(logits_BV, axis=-1)
 
     def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """Return one token for each row, drawn by its key: token_B, int32."""
+        """Draw one token for each row with its own key: token_B, int32."""
         if self.greedy:
             return self._greedy(logits_BV, seen_BV)
         return draw(self.probabilities(logits_BV, seen_BV), keys_B)
@@ -104,42 +105,42 @@ class Sampling:
 
 
 def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
-    """Return token_B, int32, drawn by each row's key in proportion to its weights; a zero is never drawn.
+    """Draw token_B, int32, in proportion to each row's weights, with the row's key; weight 0 is never drawn.
 
-    It inverts the cumulative sum, with one random number a row: the Gumbel trick of `jax.random.categorical` needs V,
-    which takes 6 ms of CPU for GPT-2's 50,257 tokens where this takes one or two.
+    Inverts the cumulative sum with one random number per row, 1 to 2 ms on CPU for GPT-2's 50,257 tokens. The Gumbel
+    trick of `jax.random.categorical` needs V random numbers per row, and takes 6 ms.
     """
     cumulative_BV = jnp.cumsum(weights_BV, axis=-1)
     uniform_B1 = jax.vmap(jax.random.uniform)(keys_B)[:, None]
-    # A tree sum need not be monotone in its last digit, so the first token past the threshold could be one without weight.
+    # A parallel sum need not be monotone in its last bit, so the first token past the threshold could have no weight.
     past_BV = (cumulative_BV > uniform_B1 * cumulative_BV[:, -1:]) & (weights_BV > 0)
     largest_B = jnp.argmax(weights_BV, axis=-1)
     return jnp.where(past_BV.any(axis=-1), jnp.argmax(past_BV, axis=-1), largest_B).astype(jnp.int32)
 
 
 def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float | jax.Array) -> jax.Array:
-    """Divide the logits of seen tokens by the penalty where positive, multiply them by it where negative."""
+    """Divide positive logits of seen tokens by the penalty, and multiply negative ones by it."""
     return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def keep_top_k(logits_BV: jax.Array, k: int) -> jax.Array:
-    """Set all but the k largest logits of each row to -inf; ties with the k-th stay. k above V keeps all."""
+    """Set all but the k largest logits of each row to -inf; ties with the k-th are kept. k may exceed V."""
     kth_B1 = jax.lax.top_k(logits_BV, min(k, logits_BV.shape[-1]))[0][:, -1:]
     return jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
 
 
 def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
-    """Set logits outside the nucleus to -inf: the smallest set of tokens whose probability together is at least p.
+    """Set logits outside the nucleus to -inf: the smallest set of tokens with a total probability of at least p.
 
-    Of equally probable tokens at its edge all stay. No sort, which takes 21 ms of CPU for 50,257 tokens: the edge
-    is found by halving the interval of all floats, whose order is that of their bits, in 31 passes (3 ms).
+    Ties at its edge are kept. Bisection over the bits of a float, whose order is that of the floats, finds the edge in
+    31 passes: 3 ms on CPU for 50,257 tokens, where a sort takes 21 ms.
     """
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
-    p = jnp.maximum(jnp.asarray(p, jnp.float32), jnp.finfo(jnp.float32).tiny)  # with p = 0, none would stay
+    p = jnp.maximum(jnp.asarray(p, jnp.float32), jnp.finfo(jnp.float32).tiny)  # p = 0 would keep no token
 
     def halve(_, edges):
-        low_B, high_B = edges  # the mass of tokens at or above low is enough, at or above high it is not
+        low_B, high_B = edges  # tokens at or above low have enough probability, those at or above high do not
         middle_B = low_B + (high_B - low_B) // 2
         above_BV = bits_BV >= middle_B[:, None]
         enough_B = jnp.sum(jnp.where(above_BV, probability_BV, 0.0), axis=-1) >= p
@@ -148,7 +149,7 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     B = logits_BV.shape[0]
     top = jnp.full(B, 0x3F800001, jnp.int32)  # the bits of the float after 1.0
     edge_B, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros(B, jnp.int32), top))
-    # Rounded sums reach 1 without the least probable tokens, or never do; p = 1 means all.
+    # Rounded sums may reach 1 without the least probable tokens, or never; p = 1 means all.
     return jnp.where((bits_BV < edge_B[:, None]) & (p < 1.0), -jnp.inf, logits_BV)
 
 

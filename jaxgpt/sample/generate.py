@@ -1,7 +1,7 @@
-"""Tokens from a model: prefill and the whole decoding loop in one jitted program.
+"""Generate tokens: prefill and the complete decoding loop in one jitted program.
 
-The program takes state as they stand and returns them longer, so that streaming is the same program with a nearer
-limit, and no step of either goes through Python.
+The program takes a `DecodeState` and returns it with more tokens, up to a limit. Streaming calls the same program with
+nearer limits; no single token goes through Python.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from jaxgpt.sample.state import (
 class Generated:
     """The completion of each prompt, without the prompt and without the stop token.
 
-    logprobs: of each of `tokens`, in nats, by the model itself: before temperature and filters.
-    prompt_logprobs: of each token of the prompt given those before it; nan for the first.
-    Both are None unless they were asked for.
+    Log-probabilities are in nats, from the logits before temperature and filters; None unless they were requested.
     """
 
     tokens: list[list[int]]
-    logprobs: list[list[float]] | None = None
-    prompt_logprobs: list[list[float]] | None = None
+    logprobs: list[list[float]] | None = None  # of each of `tokens`
+    prompt_logprobs: list[list[float]] | None = None  # of each token of the prompt; nan for the first
 
 
 def generate(
@@ -63,25 +61,25 @@ def generate(
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
-    A completion depends on the prompt and the key alone, not on the batch: each row draws by its own key, made of `key`,
-    the prompt, and how many equal prompts come before it in the batch.
+    Past the context, positions "rope" and "none" let the window slide: each token attends to itself and the
+    block_size - 1 before it, and keys and values are computed once. "learned" and "sinusoidal" positions have a last
+    one: a full window is recomputed from its last block_size // 2 tokens at positions from 0.
 
-    Past the context, generation goes on. With positions "rope" and "none" the window slides: each token reads itself
-    and the block_size - 1 before it, through keys computed once, when their tokens were read. With "learned" and
-    "sinusoidal" positions, whose table ends, a full window is recomputed from its last block_size // 2 tokens at
-    positions from 0.
-
-    stop_tokens: a row ends before the first of these that it draws; the program ends when all rows have.
-    logprobs: also return log-probabilities of generated and prompt tokens.
-    vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
-    cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
-    bucket: prompts are padded to `bucket` tokens, or twice that, four times ..., so that another length rarely
-        recompiles (nor does another max_new_tokens up to the next power of two). Attention passes over the padding: in
-        GPT-2 124M 256 in place of 64 costs a quarter of the speed.
-    sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
-    `for_decoding` gives a faster form of `model` and `params`.
-    Raises `UserError` for no prompts, an empty prompt, max_new_tokens below 1, and ids the model does not have. Warns of a
-    prompt longer than block_size, of which only the end is read.
+    Args:
+        model: a GPT or an encoder-decoder. `for_decoding` gives a faster form of it and `params`.
+        params: its parameters.
+        prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
+        key: of all draws. Each row derives its own from it, the prompt, and how many equal prompts come before it in
+            the batch, so that a completion does not depend on other prompts.
+        max_new_tokens: at least 1.
+        sampling: filters of the logits. None means the model's own distribution.
+        stop_tokens: a row ends before the first of these that it draws; the program ends when all rows have.
+        logprobs: also return log-probabilities of generated and prompt tokens.
+        vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
+        cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
+        bucket: prompts are padded to `bucket` tokens, or twice that, four times ..., so that other lengths rarely
+            recompile. Attention reads the padding: 256 instead of 64 costs GPT-2 124M a quarter of its speed.
+        sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -120,9 +118,9 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """Continue prompts like `generate`, by the same compiled program, but yield new ids as they are drawn.
 
-    Each item is a list of new ids for each prompt; joined, they are what `generate` returns.
-    every: tokens between two items; the first has one token. None means one item, at the end.
-    Arguments are checked at the first `next`.
+    Each item is a list of new ids for each prompt; joined, they are what `generate` returns. `every` is the number of
+    tokens between two items; the first has one token. None means one item, at the end. Other arguments: see `generate`;
+    they are checked at the first `next`.
     """
     shown_B = np.zeros(len(prompts), int)
     for start, state in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
@@ -153,7 +151,7 @@ def _decode(
 
 @functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def advance(model, params, state, sampling, stops, limit, vocab_size) -> DecodeState:
-    """Generate up to column `limit`, or less if all rows stop sooner. stops: ids, padded with -1."""
+    """Generate up to column `limit`, or until all rows have stopped. stops: ids, padded with -1."""
     model, params = unstack_layers(model, params)
     rows_B = jnp.arange(state.tokens_BX.shape[0])
 

@@ -1,4 +1,4 @@
-"""Prompts as lists of ids: checked, cut, padded, and each with a random key of its own."""
+"""Check, cut and pad prompts, and derive a random key for each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxgpt.sample.decoding import next_bucket
 
 
 def check_ids(model: GPT, ids: Sequence[int], name: str) -> np.ndarray:
-    """Return ids as int32. Raise `UserError` unless the model has them: beyond the last, embeddings are silently nan."""
+    """Return ids as int32. Raise `UserError` for ids that the model lacks: their embeddings would silently be nan."""
     known = model.config.vocab_size
     assert known is not None, "a model with parameters has one"
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError):  # lists of several lengths; numbers of hundreds of digits
+    except (ValueError, OverflowError):  # lists of different lengths; integers of hundreds of digits
         array = np.asarray(None)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(f"{name} is {short(ids)}: needs a list of token ids, whole numbers from 0 to {known - 1}")
@@ -32,7 +32,7 @@ def check_ids(model: GPT, ids: Sequence[int], name: str) -> np.ndarray:
 
 
 def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the last block_size ids of each prompt, with a warning if that cuts it; raise as `generate` says."""
+    """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
     window = model.config.block_size
     if not len(prompts):
         raise UserError("no prompts: give at least one list of token ids")
@@ -47,7 +47,7 @@ def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[
 
 
 def pad_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (source_BS, segments_BS) of `size` prompts, padded to one of few lengths; None without an encoder."""
+    """Pad the sources of `size` prompts to one of few lengths: (source_BS, segments_BS), or None without an encoder."""
     window = model.config.block_size
     if not model.config.n_encoder_layer:
         if sources is not None:
@@ -69,7 +69,7 @@ def pad_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) 
 def prompt_keys(
     key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
 ) -> jax.Array:
-    """Return keys_B: of each prompt and its source, and of how many equal ones come before it in the batch."""
+    """Derive keys_B from each prompt, its source, and how many equal pairs come before it in the batch."""
     earlier: collections.Counter = collections.Counter()
     words = []
     for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters in the form that decodes fastest: unstacked layers, matrices in 32, 16 or 8 bits."""
+"""Convert parameters to the form that decodes fastest: unstacked layers, matrices in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jaxgpt.model import GPT
 def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> tuple[GPT, dict]:
     """Return (model, params) in the form that decodes fastest, for `generate` and `score`; not for training.
 
-    It is a second copy of the matrices, so drop the trained `params` where memory counts.
-    weights: "float32"; "bfloat16", half the memory; or "int8", a quarter: one scale for each output, and inputs rounded
-        to 8 bits as well. None means the model's dtype. Norms, biases and learned positions stay in float32.
+    The result has a copy of the matrices, so drop the trained `params` where memory matters. `weights` is "float32";
+    "bfloat16", half the memory; or "int8", a quarter, with one scale per output and inputs rounded to 8 bits too. None
+    means the model's dtype. Norms, biases and learned positions stay in float32.
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
@@ -36,7 +36,7 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
 
 
 def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
-    """Return the model without `scan_layers`, and its parameters as one tree for each layer."""
+    """Return the model without `scan_layers`, and its parameters with one tree per layer."""
     if not model.config.scan_layers:
         return model, params
     layers = params["h"]["block"]

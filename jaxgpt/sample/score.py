@@ -20,55 +20,49 @@ from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import next_bucket
 from jaxgpt.sample.prompts import check_ids
 
-WINDOWS_AT_ONCE = 8  # windows that are read together
-LOGITS_AT_ONCE = 256  # positions whose logits are in memory together: 50 MB for a vocabulary of 50,000
+WINDOWS_AT_ONCE = 8  # windows per batch
+LOGITS_AT_ONCE = 256  # positions whose logits are in memory at once: 50 MB for a vocabulary of 50,000
 
 
 class LogLikelihood(NamedTuple):
-    """How well a model predicts a continuation of a context."""
+    """Log-likelihood of a continuation, given its context."""
 
     logprob: float  # nats, summed over its tokens
-    is_greedy: bool  # each token was the most probable one: greedy decoding would generate it
+    is_greedy: bool  # each token is the most probable one: greedy decoding would generate the continuation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model predicts a text. Without a prefix its first token has no context and is not counted.
+    """Log-likelihood of a text. Without a prefix its first token has no context and is not counted."""
 
-    logprobs: log-probability of each token, in nats; nan for a first token without context.
-    bits: information in the counted tokens together, -log2 of their probability.
-    tokens: how many tokens are counted.
-    characters: how many characters of the text the counted tokens make.
-    """
-
-    logprobs: list[float]
-    bits: float
-    tokens: int
-    characters: int
+    logprobs: list[float]  # of each token, in nats; nan for a first token without context
+    bits: float  # -log2 of the probability of the counted tokens
+    tokens: int  # counted
+    characters: int  # that the counted tokens decode to
 
     @property
     def bits_per_token(self) -> float:
-        """Return bits per counted token; nan without any."""
+        """Bits per counted token; nan if there are none."""
         return self.bits / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_character(self) -> float:
-        """Return bits per counted character; nan without any."""
+        """Bits per counted character; nan if there are none."""
         return self.bits / self.characters if self.characters else math.nan
 
 
 def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the log-probability in nats of each token given those before it: a float32 array for each list of ids.
 
-    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half,
-    so that every token after the first window has at least block_size // 2 tokens of context.
+    The first token has no context and gets nan. Texts longer than block_size are read in windows that overlap by half:
+    every token after the first window has at least block_size // 2 tokens of context.
     Raises `UserError` for ids that the model does not have.
     """
     return [logprobs for logprobs, _ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
-    """Return the score of each text, read after the tokens that the tokenizer begins texts with."""
+    """Return the score of each text, after the prefix that the tokenizer puts before texts."""
     if isinstance(texts, str):
         raise UserError(f"texts={short(texts)}: needs a list of texts")
     prefix, ids = tokenizer.prefix, [tokenizer.encode(text).tolist() for text in texts]
@@ -92,9 +86,9 @@ def loglikelihood(
 ) -> list[LogLikelihood]:
     """Return the log-likelihood of the continuation in each pair of ids (context, continuation).
 
-    The context is not empty; it is cut from the left so that both have at most block_size + 1 ids. A continuation of
-    more than block_size ids is read in windows as `score` reads a text.
-    batch_size: pairs read together. Raises `UserError` for ids that the model does not have.
+    The context is cut from the left so that both have at most block_size + 1 ids. A continuation of more than
+    block_size ids is read in windows, as by `score`. `batch_size` is the number of windows read together. Raises
+    `UserError` for an empty context, and for ids that the model does not have.
     """
     limits = [max(model.config.block_size, len(new)) + 1 for _, new in pairs]
     texts = [[*context, *new][-limit:] for (context, new), limit in zip(pairs, limits, strict=True)]
@@ -111,10 +105,10 @@ def loglikelihood(
 def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Return the ids of a context and its continuation, as `loglikelihood` takes them.
 
-    They are encoded as one text and cut after the context; spaces at its end go over to the continuation, since most
-    tokenizers join a space to the word behind it, and the model was trained on such tokens. lm-evaluation-harness does
-    the same. With an empty context the continuation follows the start token.
-    Raises `UserError` if the tokenizer cannot spell them, or leaves nothing of the continuation.
+    They are encoded as one text and split after the context. Spaces at its end move to the continuation, since most
+    tokenizers join a space to the next word, and the model was trained on such tokens; lm-evaluation-harness does the
+    same. With an empty context the continuation follows the start token. Raises `UserError` if the tokenizer cannot
+    encode them, or if no token is left for the continuation.
     """
     context, spaces = context.rstrip(), context[len(context.rstrip()) :]
     both = tokenizer.encode(context + spaces + continuation).tolist()
@@ -126,15 +120,15 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
 
 class _Window(NamedTuple):
     length: int  # inputs
-    text: int  # its number
-    start: int  # its first input
-    new: int  # the first input whose target is wanted
+    text: int  # number of the text
+    start: int  # first input
+    new: int  # first input whose target is scored
 
 
 def _score_windows(
     model: GPT, params: dict, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch_size: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (logprobs, is_greedy) of the tokens of each text, from number `first` on; before it nan and False."""
+    """Return (logprobs, is_greedy) of the tokens of each text from its `first` on; nan and False before."""
     block_size = model.config.block_size
     stride = max(block_size // 2, 1)
     batch_size = check_count("batch_size", batch_size)
@@ -146,7 +140,7 @@ def _score_windows(
         for start in find_window_starts(targets, block_size=block_size, stride=stride):
             new = max(start + block_size - stride if start else 0, first - 1)
             windows.append(_Window(min(block_size, targets - start), number, start, new))
-    windows.sort()  # by length: a batch is as wide as its longest
+    windows.sort()  # by length: a batch is as wide as its longest window
 
     for at in range(0, len(windows), batch_size):
         batch = windows[at : at + batch_size]
@@ -169,13 +163,14 @@ def _logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (logprobs_BT, is_greedy_BT) of the wanted targets.
 
-    Only what is wanted meets the vocabulary: of a short continuation of a long context, little.
+    Logits are computed for these only: few, for a short continuation of a long context.
     """
     x_BTD: Any = model.apply({"params": params}, inputs_BT, method="hidden_states")
     B, T, D = x_BTD.shape
     M, R = B * T, min(LOGITS_AT_ONCE, B * T)
     x_MD, targets_M = x_BTD.reshape(M, D), targets_BT.reshape(M)
-    wanted = jnp.flatnonzero(wanted_BT, size=M + -M % R, fill_value=M)  # beyond the last: read clipped, written nowhere
+    # Filled up with M, an index out of range: such rows are read clipped and not written.
+    wanted = jnp.flatnonzero(wanted_BT, size=M + -M % R, fill_value=M)
 
     def score_rows(number: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at_R = jax.lax.dynamic_slice_in_dim(wanted, number * R, R)

@@ -1,7 +1,7 @@
-"""Speculative decoding: a small draft model proposes tokens, the model checks several of them in one pass.
+"""Speculative decoding: a small draft model proposes tokens, and the model checks several of them in one pass.
 
-Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. The completion has exactly the
-distribution of the model alone, and a greedy one is the same token for token; a bad draft costs time only.
+Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. A completion has exactly the
+model's own distribution, and a greedy one is the same token for token; a bad draft only costs time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,22 @@ def speculate(
 ) -> Iterator[list[int]]:
     """Yield the completion of one prompt as lists of new ids.
 
-    draft is a model of the same tokenizer. One prompt, since the rows of a batch would accept different numbers of
-    tokens. The same key gives the same completion on every call, but another than `generate` gives, unless greedy.
-    every: tokens between two items, or a few more; the first has at least one. None means one item, at the end.
-    num_draft_tokens: tokens that the draft proposes between two passes of the model, at most half of either's
-        block_size.
-    Raises `UserError` as `generate` does, for another vocabulary, and for num_draft_tokens out of range.
+    One prompt, since the rows of a batch would accept different numbers of tokens. The completion depends on the prompt
+    and the key only; unless greedy, it is not the one that `generate` draws with this key.
+
+    Args:
+        model: a GPT.
+        params: its parameters.
+        draft: a GPT with the same tokenizer.
+        draft_params: its parameters.
+        prompt: a list of ids.
+        decoding: see `generate`.
+        key: see `generate`.
+        every: tokens between two items, or a few more; the first has at least one. None means one item, at the end.
+        num_draft_tokens: tokens that the draft proposes for each pass of the model, at most half of either block_size.
+
+    Raises:
+        UserError: as `generate`; also if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
     """
     limit, every = decoding.limits(every)[0], every or decoding.max_new_tokens
     vocab_size = decoding.known_ids(model)
@@ -62,7 +72,7 @@ def speculate(
     if not 1 <= G <= most:
         raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
     init = functools.partial(init_state, decoding=decoding, key=key)
-    # One slot more than a round reads: rejected tokens must not overwrite what the window still reads.
+    # One slot more than a round reads: rejected tokens must not overwrite slots that the window still needs.
     t = init(model, params, [prompt], extra_slots=G + 1)
     d = init(draft, draft_params, [prompt[-draft.config.block_size :]], extra_slots=G + 1)
     sampling, stops = decoding.sampling, pad_stop_tokens(decoding.stop_tokens)
@@ -78,16 +88,16 @@ def speculate(
 
 
 class _Model(NamedTuple):
-    """One of the two models, as a round uses it on a batch of one."""
+    """One of the two models, for a batch of one."""
 
     model: GPT
     params: dict
     vocab_size: int
 
     def catch_up(self, state: DecodeState, ahead: int) -> DecodeState:
-        """Read up to the last token, which is left to be read with the next ones."""
+        """Read all tokens but the last, which is read with the next ones."""
         state = recompute_window(self.model, state, ahead)
-        # More than a round leaves unread: a prompt, or the half of a full window.
+        # More is unread than a round leaves: a prompt, or half of a full window.
         is_behind = state.cursor - state.cache_cursor > 1
         state = jax.lax.cond(is_behind, lambda s: prefill(self.model, self.params, s)[0], lambda s: s, state)
         return state.replace(cache_cursor=state.cursor - 1)
@@ -102,9 +112,9 @@ class _Model(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 9, 10), donate_argnums=(4, 5))
 def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, vocab_size, G):
-    """Generate at least to column `limit` of t, the model's state, unless it stops.
+    """Generate at least up to column `limit` of t, the model's state, unless it stops.
 
-    d is the draft's, with the same tokens in columns of its own.
+    d is the draft's state: the same tokens, in other columns.
     """
     target = _Model(*unstack_layers(model, params), vocab_size)
     drafter = _Model(*unstack_layers(draft, draft_params), vocab_size)
@@ -127,10 +137,10 @@ def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, v
 
 
 def _propose(drafter: _Model, d: DecodeState, sampling: Sampling, key: jax.Array, seen_1V: jax.Array | None, G: int):
-    """Let the draft generate G tokens: return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
-    # Of the round before, the draft may lack the last token, so it first reads two.
+    """Draw G tokens from the draft. Return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
+    # The draft may not have read the token before the last, so it first reads two.
     d, x_BTD = drafter.read(d.replace(cache_cursor=d.cursor - 2), 2)
-    q, tokens, seen = [], [], [seen_1V]  # without the penalty, seen has None: a tree without leaves
+    q, tokens, seen = [], [], [seen_1V]  # without the penalty its elements are None, a tree without leaves
     for i in range(G):
         if i:
             d, x_BTD = drafter.read(d, 1)
@@ -144,13 +154,13 @@ def _propose(drafter: _Model, d: DecodeState, sampling: Sampling, key: jax.Array
 
 
 def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q_GV, seen_RV):
-    """Read the last token and all G proposed: return (state, n, token), where the token follows the n that are kept."""
+    """Read the last token and the G proposed. Return (state, n, token): n are kept, and the token follows them."""
     G = len(tokens_G)
     proposed_BX = jax.lax.dynamic_update_slice(t.tokens_BX, tokens_G[None], (0, t.cursor))
     t, x_BTD = target.read(t.replace(tokens_BX=proposed_BX), G + 1)
-    p_RV = target.probabilities(x_BTD, sampling, seen_RV)  # p_RV[i] is what token i should have been drawn from
+    p_RV = target.probabilities(x_BTD, sampling, seen_RV)  # token i should have been drawn from p_RV[i]
 
-    # Token i is kept with probability min(1, p/q), while those before it are: u q < p, since q may be tiny.
+    # If all before it are kept, token i is kept with probability min(1, p/q): u q < p, since q may be tiny.
     kept_key, last_key = jax.random.split(jax.random.fold_in(key, G))
     each = jnp.arange(G)
     u_G = jax.random.uniform(kept_key, (G,))
@@ -160,18 +170,18 @@ def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q
     if is_bounded:
         kept_G &= each < room
     n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
-    # After a rejection, draw from the rest of p over q, which makes up for what was kept too rarely. At the table's end
-    # nothing was rejected: like after G kept tokens, the next one is simply p's.
+    # After a rejection, draw from the positive part of p - q, which corrects the distribution. At the end of the
+    # position table nothing was rejected: as after G kept tokens, the next one is drawn from p.
     is_rejected = n < G
     if is_bounded:
         is_rejected &= n < room
     rest_V = jnp.maximum(p_RV[n] - jnp.where(is_rejected, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
-    # Rounding can leave nothing where p and q are equal, and then p is as good.
+    # If p and q are equal up to rounding, nothing may be left: then draw from p.
     return t, n, draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
 
 
 def _accept(state: DecodeState, start: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array) -> DecodeState:
-    """Put n + 1 of the new tokens into the columns from `start` on."""
+    """Write n + 1 of the new tokens to the columns from `start` on."""
     stopped = is_end_R.any()
     state = state.replace(
         tokens_BX=jax.lax.dynamic_update_slice(state.tokens_BX, new_R[None], (0, start)),
@@ -182,6 +192,6 @@ def _accept(state: DecodeState, start: jax.Array, new_R: jax.Array, n: jax.Array
     )
     if state.seen_BV is None:
         return state
-    V = state.seen_BV.shape[1]  # beyond the last id, which "drop" drops
+    V = state.seen_BV.shape[1]  # out of range, dropped by mode="drop"
     kept_R = jnp.where(jnp.arange(len(new_R)) <= n, new_R, V)
     return state.replace(seen_BV=state.seen_BV.at[0, kept_R].set(True, mode="drop"))

@@ -1,7 +1,7 @@
 """State of batched decoding: right-aligned columns of tokens and the KV cache.
 
-All sequences of a batch end in the same column, so that decoding writes one column of tokens and one slot of the cache,
-whatever the lengths.
+All sequences of a batch end in the same column, so that decoding writes one column of tokens and one slot of the cache
+whatever their lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import Decoding, next_bucket
 from jaxgpt.sample.prompts import pad_sources, prompt_keys, truncate_prompts
 
-CHUNK = 64  # columns that prefill reads at a time; fewer waste less on padding, more use the hardware better
+CHUNK = 64  # columns per step of prefill: fewer waste less on padding, more use the hardware better
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -28,17 +28,17 @@ class DecodeState(flax.struct.PyTreeNode):
 
     tokens_BX: jax.Array
     logprobs_BX: jax.Array | None
-    cursor: jax.Array  # int32: columns that hold tokens; the next tokens of all rows go into this column
-    cache_cursor: jax.Array  # int32: columns that the cache has, or never needs
+    cursor: jax.Array  # int32: number of columns with tokens, and so the column of the next tokens of all rows
+    cache_cursor: jax.Array  # int32: columns before it are in the cache, or never needed
     start_B: jax.Array  # int32: column of position 0; columns before it are padding
-    length_B: jax.Array  # int32: tokens generated, without the stop token and what follows it
+    length_B: jax.Array  # int32: tokens generated before the stop token
     stopped_B: jax.Array  # bool
     keys_B: jax.Array
     seen_BV: jax.Array | None  # bool: tokens of prompt and completion, for the repetition penalty
     cache: KVCache
 
     def seen_ids(self, V: int) -> jax.Array | None:
-        """Return the part of `seen_BV` that is about the first V ids."""
+        """Return the first V columns of `seen_BV`."""
         return None if self.seen_BV is None else self.seen_BV[:, :V]
 
     def append(self, token_B: jax.Array) -> DecodeState:
@@ -61,9 +61,9 @@ def init_state(
     extra_slots: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> DecodeState:
-    """Return the state with the prompts in place, of which nothing is read yet but the sources.
+    """Return the state before prefill: prompts in their columns, sources encoded, caches empty.
 
-    extra_slots: of the cache, beyond block_size. Raises and warns as `generate` says.
+    `extra_slots` are slots of the cache beyond block_size. Raises and warns as `generate`.
     """
     c = model.config
     ids, padded_sources = truncate_prompts(model, prompts), pad_sources(model, sources, len(prompts))
@@ -101,13 +101,13 @@ def _read_sources(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array
 def _empty_state(
     tokens_BX, start_B, keys_B, cursor, cache_cursor, like, *, config, cache_dtype, logprobs, seen, slots
 ) -> DecodeState:
-    """like: any parameter; where it is committed to a device, so is the state, from the first call on."""
+    """Return the state of new prompts. like: any parameter, so that the state is committed to a device if it is."""
     c, (B, X) = config.explicit(), tokens_BX.shape
     seen_BV = None
     if seen:
         columns_1X = jnp.arange(X)[None]
         is_token_BX = (columns_1X >= start_B[:, None]) & (columns_1X < cursor)
-        token_or_none_BX = jnp.where(is_token_BX, tokens_BX, c.vocab_size)  # beyond the last, which "drop" drops
+        token_or_none_BX = jnp.where(is_token_BX, tokens_BX, c.vocab_size)  # out of range: dropped
         seen_BV = jnp.zeros((B, c.vocab_size), bool)
         seen_BV = seen_BV.at[jnp.arange(B)[:, None], token_or_none_BX].set(True, mode="drop")
     return DecodeState(
@@ -132,7 +132,7 @@ def _empty_state(
 
 
 def prefill_chunk(model: GPT, params: dict, state: DecodeState, T: int) -> tuple[DecodeState, jax.Array]:
-    """Read the next T columns into the cache, where they must be there; return the state and their features, x_BTD."""
+    """Read the next T columns, which must hold tokens, into the cache. Return the state and hidden states x_BTD."""
     tokens_BT = jax.lax.dynamic_slice_in_dim(state.tokens_BX, state.cache_cursor, T, axis=1)
     columns_T = state.cache_cursor + jnp.arange(T)
     positions_BT = columns_T[None] - state.start_B[:, None]
@@ -145,9 +145,9 @@ def prefill_chunk(model: GPT, params: dict, state: DecodeState, T: int) -> tuple
 
 
 def prefill(model: GPT, params: dict, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-    """Read all columns that hold tokens, a chunk at a time; return the state and the last one's features, x_BD.
+    """Read all unread columns in chunks. Return the state and the last column's hidden states x_BD.
 
-    The number of columns to read must be a multiple of the chunk's size.
+    The number of unread columns must be a multiple of the chunk size.
     """
 
     def read_chunk(carry):
@@ -159,14 +159,14 @@ def prefill(model: GPT, params: dict, state: DecodeState) -> tuple[DecodeState, 
 
 
 def is_full_B(model: GPT, state: DecodeState, ahead: int = 0) -> jax.Array:
-    """Return which rows have their last token, or the one `ahead` of it, past the last position, if there is a last."""
+    """Return which rows have their last token, or the one `ahead` of it, past the end of the position table, if any."""
     if has_unbounded_positions(model):
         return jnp.zeros_like(state.stopped_B)
     return (state.cursor - 1 + ahead - state.start_B >= model.config.block_size) & ~state.stopped_B
 
 
 def recompute_window(model: GPT, state: DecodeState, ahead: int = 0) -> DecodeState:
-    """Let full rows begin again from their last half window. The others reread those columns, to no effect."""
+    """Restart full rows from their last half window. The others read those columns again, without effect."""
     if has_unbounded_positions(model):
         return state
     full_B = is_full_B(model, state, ahead)
@@ -180,10 +180,10 @@ def recompute_window(model: GPT, state: DecodeState, ahead: int = 0) -> DecodeSt
 
 
 def has_unbounded_positions(model: GPT) -> bool:
-    """Return whether the window may slide without end; if not, full rows need `recompute_window`."""
+    """Return whether the window can slide without end. If not, full rows need `recompute_window`."""
     return model.config.position in ("rope", "none")
 
 
 def chunk_size(model: GPT) -> int:
-    """Return the columns that prefill reads at a time."""
+    """Return the number of columns that prefill reads at a time."""
     return min(CHUNK, model.config.block_size)
