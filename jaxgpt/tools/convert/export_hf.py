@@ -1,4 +1,4 @@
-"""Export a run in Hugging Face's format, which transformers, vLLM and llama.cpp's converters read."""
+"""Export a run in Hugging Face's format, which transformers, vLLM and the converters of llama.cpp read."""
 
 from __future__ import annotations
 
@@ -30,15 +30,26 @@ from jaxgpt.sample.quantize import unstack_layers
 def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None, shard: int = SHARD) -> Path:
     """Write config.json, safetensors, the tokenizer and a model card, for AutoModelForCausalLM and AutoTokenizer.
 
-    run: its directory. None means the newest under `runs/`. dtype: of the tensors. None means the run's. shard: most bytes
-    of a file. Holds the model and one more tensor in memory. Raises `UserError` before anything is written if no family
-    on the Hub has the run's architecture; see `jaxgpt.hf.families`.
+    Holds the model and one more tensor in memory.
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        out: the directory to write, absent or empty.
+        dtype: of the tensors. None means that of the run.
+        shard: most bytes of a file.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: no family on the Hub has the run's architecture (see `jaxgpt.hf.families`; nothing is written then),
+            or `out` cannot be written.
     """
     directory, out = find_run(run), Path(out)
-    if is_there(out, "Name another place with --out.") and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there and not empty: name another place with --out")
+    if is_there(out, "Name another directory with --out.") and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another directory with --out")
     metadata = read_metadata(directory)
-    imported = _read_object(directory / HF_FOLDER / "config.json")  # of the model that the weights come from, if any
+    imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
     family = find_family(metadata.model, imported.get("model_type"))
     loaded = load_run(metadata)
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
@@ -54,7 +65,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
         _write_generation(out, loaded, template)
         write_whole(out / "README.md", _model_card(loaded, family))
     except OSError as e:
-        raise UserError(f"cannot write in {out}: {e.strerror}. Name another place with --out.") from None
+        raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
     return out
 
 
@@ -73,9 +84,9 @@ def _write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None
             write_whole(out / name, read_bytes(run.directory / name, LARGEST_CONFIG))
     path = out / BESIDE_TOKENIZER[0]
     values = original = _read_object(path)
-    if "tokenizer_class" not in values:  # else it is complete, and stays as it is
+    if "tokenizer_class" not in values:  # otherwise the file is complete
         values = tokenizer_config(run.tokenizer, run.model.config.block_size) | values
-    if isinstance(template, Turns):  # our own template, which no other library knows
+    if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
         values = values | {"chat_template": template.jinja()}
     if values != original:
         _write_json(path, values)
@@ -87,7 +98,7 @@ def _write_generation(out: Path, run: Run, template: ChatTemplate | None) -> Non
         write_whole(out / original.name, read_bytes(original, LARGEST_CONFIG))
         return
     values = _special_ids(run) | _read_object(original)
-    if template is not None:  # the model has learnt to end its turns with this token
+    if template is not None:  # the model has learnt to end its turns with `turn`
         ends, turn = values["eos_token_id"], find_end_of_turn(template, run.tokenizer)
         others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, turn)]
         values = values | {"eos_token_id": [*others, turn]}
@@ -95,7 +106,7 @@ def _write_generation(out: Path, run: Run, template: ChatTemplate | None) -> Non
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where there is none."""
+    """Return the object in a JSON file, empty if there is none."""
     values = read_json(path, LARGEST_CONFIG) if path.exists() else {}
     return values if isinstance(values, dict) else {}
 
@@ -105,7 +116,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _model_card(run: Run, family: Family) -> str:
-    """Return the README in Markdown, with the header that the Hub reads."""
+    """Return README.md with the metadata header that the Hub reads."""
     config, imported = run.model.config, run.metadata.imported
     origin = [f"The weights are those of `{imported.get('from')}`, unchanged."] if imported else _training_facts(run)
     return f"""\
@@ -129,7 +140,7 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 model = AutoModelForCausalLM.from_pretrained("DIR")
 ```
 
-## How it came about
+## Origin
 
 """ + "".join(f"{line}\n" for line in origin)
 

@@ -23,21 +23,29 @@ from jaxgpt.runs.metadata import write_metadata
 def import_hf(
     name: str, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
 ) -> Source:
-    """Write a model into a new run directory, to sample, to evaluate, and to export again.
+    """Write a model into a new run directory, for sampling, evaluation and export.
 
-    name: its directory, or its id on the Hub. dtype: of the parameters. None means as stored. tokenizer: see `open_source`.
-    Holds the model and one more tensor in memory. Raises `UserError` before anything is written.
+    Holds the model and one more tensor in memory.
+
+    Args:
+        name: directory of the model, or its id on the Hub.
+        run_dir: the run directory, absent or empty.
+        dtype: of the parameters. None means as stored.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the one in the directory.
+
+    Raises:
+        UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
     """
     source = open_source(name, tokenizer)
     directory = Path(run_dir)
-    if is_there(directory, "Name another place with --run-dir.") and (
+    if is_there(directory, "Name another directory with --run-dir.") and (
         not directory.is_dir() or any(directory.iterdir())
     ):
-        raise UserError(f"{directory} is there and not empty: name another place with --run-dir")
+        raise UserError(f"{directory} exists and is not empty: name another directory with --run-dir")
     with lock_run(directory, fresh=False):
         try:
             _write(source, directory, name, dtype)
-        except BaseException:  # it was empty, and the next attempt needs it empty
+        except BaseException:  # leave it empty for the next attempt
             shutil.rmtree(directory, ignore_errors=True)
             raise
     return source
@@ -59,5 +67,5 @@ def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) 
 
 
 def _name(name: str) -> str:
-    """Return the name of the experiment: the last part of the path or id, in the letters that a name may have."""
+    """Return the name of the experiment: the last part of the path or id, with invalid characters replaced."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"

@@ -1,1 +1,1 @@
-"""Repeat a training step alone."""
+"""Repeat one training step of a run."""

@@ -1,4 +1,4 @@
-"""Repeat one training step of a run alone, to see again what was logged, or why it was skipped."""
+"""Repeat one training step of a run, to reproduce what was logged or find out why it was skipped."""
 
 from __future__ import annotations
 
@@ -26,29 +26,36 @@ from jaxgpt.train import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """One training step, taken again."""
+    """Result of a repeated training step."""
 
     step: int
     start: int  # the step whose state the replay started from
-    origin: str  # of that state: the step's autopsy, a checkpoint, or the seed
+    origin: str  # where that state is from: the autopsy of the step, a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
-    skipped: str | None  # why; None: the step was taken
-    logged: dict[str, Any] | None  # the run's own line of metrics.jsonl; None: this step was not logged
-    equal: bool | None  # bit for bit with that line, or skipped for the same reason; None: not logged. See `replay`
-    findings: NonFiniteReport | None  # if the step is not finite
+    skipped: str | None  # reason; None: the step was taken
+    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl; None: it was not logged
+    equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip; None: not logged
+    findings: NonFiniteReport | None  # None: the step is finite
 
 
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
-    """Take the steps of a run up to `step` again, with its own configuration and data, writing nothing.
+    """Repeat the steps of a run up to `step`, with its configuration and data. Writes nothing.
 
-    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed. The
-    same hardware and strategy give the same bits on CPU, which tests hold. On GPU nothing asks for deterministic
-    operations: the gradient of an embedding adds rows in any order there, cuDNN's backward pass may, and another process
-    may choose other kernels for its products. XLA_FLAGS=--xla_gpu_deterministic_ops=true asks for them; untried.
+    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed.
 
-    run: its directory. None means the newest under `runs/`. say: receives a line that says where the replay starts.
-    Raises `UserError` for a run, a step or a text that does not exist.
+    On CPU the same hardware and strategy give the same bits (tested). Operations on GPU are not deterministic by
+    default: the gradient of an embedding adds rows in any order, cuDNN's backward pass may do so too, and another
+    process may select other kernels for matrix products. `XLA_FLAGS=--xla_gpu_deterministic_ops=true` requests
+    deterministic ones (not tried).
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        step: the step to repeat, from 1.
+        say: receives a line of text with the state that the replay starts from.
+
+    Raises:
+        UserError: the run, the step or its text does not exist.
     """
     directory = find_run(run)
     metadata = read_metadata(directory)
@@ -72,7 +79,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     state, metrics = _take_steps(training, state, start, step)
     findings = None
-    if int(metrics["skipped"]) == NOT_FINITE:  # so the parameters after it are those before it
+    if int(metrics["skipped"]) == NOT_FINITE:  # so the step left the parameters unchanged
         params, batch = gather_params(trainer, state), training.whole_batch(step)
         findings = debug_step(trainer, params, batch, training.dropout_key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
@@ -95,7 +102,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
 
 
 def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
-    """Return (the newest step before `step` whose state is kept, or 0; where it is, in words; its checkpoints)."""
+    """Return (the newest step before `step` with a stored state, or 0; a description; the checkpoints that hold it)."""
     places = {
         "the state in the autopsy": autopsy_directory(directory, step) / "state",
         "the checkpoint": directory / "checkpoints",
@@ -108,12 +115,12 @@ def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
 
 
 def _take_steps(training: Training, state: TrainState, start: int, step: int) -> tuple[TrainState, Any]:
-    """Return (state, metrics) after `step`, from the state after `start`."""
+    """Train from the state after `start`. Return (state, metrics) after `step`."""
     metrics = None
     with contextlib.closing(training.batches(start)) as batches:
         for _ in range(start, step):
             state, metrics = training.trainer.train_step(state, next(batches), training.dropout_key)
-            float(metrics["loss"])  # one step in flight
+            float(metrics["loss"])  # waits, so that one step is in flight
     assert int(state.step) == step
     return state, metrics
 
@@ -121,7 +128,7 @@ def _take_steps(training: Training, state: TrainState, start: int, step: int) ->
 def format_replay(found: ReplayResult) -> str:
     """Return the result of `replay` as text."""
     logged = "not logged" if found.logged is None else str(found.logged.get("skipped", found.logged.get("loss")))
-    verdict = {True: "the same", False: "another value", None: ""}[found.equal]
+    verdict = {True: "the same", False: "different", None: ""}[found.equal]
     return "\n".join(
         [
             f"step {found.step}, from {found.origin}: {f'skipped, {found.skipped}' if found.skipped else 'taken'}",

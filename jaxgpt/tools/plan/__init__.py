@@ -1,1 +1,1 @@
-"""Compile a training step ahead of time and read its memory, collectives and speed."""
+"""Compile a training step ahead of time and estimate its memory, collectives and speed."""

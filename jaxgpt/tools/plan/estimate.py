@@ -21,18 +21,18 @@ from jaxgpt.tools.plan.program import Collective, Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveTotal:
-    """All collectives of one kind and group size in one step."""
+    """Total of the collectives of one kind and group size in one step."""
 
     kind: str
     devices: int  # in each group
     count: int
-    bytes: float  # of the full buffers, all together
-    seconds: float | None  # at the links' full speed; None: unknown
+    bytes: float  # sum over the full buffers
+    seconds: float | None  # at the full bandwidth of the links; None: unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One training step on one device, as the compiler sees it. What is unknown is None, never a guess."""
+    """Cost of one training step on one device, read from the compiled program. None: unknown."""
 
     experiment: str
     topology: str  # "v5e:4x4", or "this machine"
@@ -45,25 +45,25 @@ class Plan:
     accumulation: int
     parameters: int
     tokens_per_step: int
-    flops_per_token: float  # of the model: 6 per weight and 12 L D T
-    executed_flops_per_token: float  # what the program does, recomputation included
+    flops_per_token: float  # of the model: 6 per parameter and 12 L D T
+    executed_flops_per_token: float  # of the program, recomputation included
     memory: int  # bytes on one device: state, batch and temporaries
-    state_memory: int  # of them, parameters and optimiser state
+    state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
     fits: bool | None
     collectives: tuple[CollectiveTotal, ...]
     compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
-    memory_seconds: float | None  # per step, every operand and result of a fusion read or written once
+    memory_seconds: float | None  # per step, if each operand and result of a fusion is read or written once
     interconnect_seconds: float | None
-    step_seconds: float | None  # the longest of the three: a bound from below, all else hidden behind it
+    step_seconds: float | None  # the longest of the three, a lower bound: the others may overlap with it
     bottleneck: str | None  # compute, memory or interconnect
     tokens_per_second: float | None
-    mfu: float | None  # the model's FLOPs, which have the scores that the mask hides, over peak
+    mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
     total_tokens: int  # of the experiment
-    hours: float | None
+    hours: float | None  # of the experiment, a lower bound
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for `--json`, where two have the names of version 0.1.0."""
+        """Return the fields for `--json`, two of them under the names of version 0.1.0."""
         names = {"collectives": "exchanges", "bottleneck": "binds"}
         return {names.get(name, name): value for name, value in dataclasses.asdict(self).items()}
 
@@ -77,7 +77,11 @@ def estimate(
     memory: int,
     available: int | None,
 ) -> Plan:
-    """Return the plan of a compiled step. topology: None means this machine. memory, available: bytes on one device."""
+    """Return the plan of an experiment from the counts of its compiled step.
+
+    topology=None means this machine. `memory` is what the step needs on one device and `available` what the device has,
+    in bytes; None means unknown.
+    """
     train, config, strategy = experiment.train, experiment.model, trainer.strategy
     used = strategy.devices
     parameters, in_adapters = trainer.parameters
@@ -127,15 +131,16 @@ def estimate(
 
 
 def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
-    """Return the FLOPs of attention kernels, which do not state them: 2 products forward, 5 backward with new scores.
+    """Return the FLOPs of attention kernels that the program does not state: 2 products forward, 5 backward.
 
-    Splash attention computes whole blocks of scores; others are taken to compute the half that the mask leaves.
+    The backward pass recomputes the scores. Splash attention computes scores in whole blocks; other kernels are assumed
+    to compute only the half that is not masked.
     """
     attention = trainer.options.attention
     if attention in ("plain", "xla") or config.dropout or program.custom_flops:
         return 0.0
     calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call" or "fmha" in target)
-    # One forward and one backward for each layer and micro-batch, and those that remat runs anew.
+    # One forward and one backward call per layer and micro-batch, and the forward calls that remat repeats.
     forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0
@@ -177,24 +182,25 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
 
 
 def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
-    """Return the sum, or None if one of the values is unknown."""
+    """Return the sum, or None if a value is unknown."""
     known = [value for value in values if value is not None]
     return add(known) if len(known) == len(values) else None
 
 
 def format_gib(n: float | None) -> str:
+    """Return a number of bytes as text, in GiB."""
     return "unknown" if n is None else f"{n / 2**30:.2f} GiB"
 
 
 def format_plan(p: Plan) -> str:
-    """Return a plan as text, one line a fact."""
+    """Return a plan as text, one fact per line."""
 
     def ms(seconds: float | None) -> str:
         return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
     fits = "fits" if p.fits else "unknown whether it fits"
-    batch = f"{p.tokens_per_step // p.accumulation:,} tokens at once"
-    skips = " (it counts scores that the mask hides, and the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
+    batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
+    skips = " (it counts masked scores, which the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
@@ -205,16 +211,16 @@ def format_plan(p: Plan) -> str:
             f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
         ),
         *(
-            ("exchanges", f"{e.count} x {e.kind} over {e.devices}: {e.bytes / 1e6:,.1f} MB, {ms(e.seconds)}")
-            for e in p.collectives
+            ("collectives", f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB, {ms(c.seconds)}")
+            for c in p.collectives
         ),
         ("compute", ms(p.compute_seconds)),
         ("memory traffic", ms(p.memory_seconds)),
         ("interconnect", ms(p.interconnect_seconds)),
-        ("a step, at least", ms(p.step_seconds) + (f": {p.bottleneck} binds" if p.bottleneck else "")),
+        ("step, lower bound", ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
         ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
-        ("MFU, at most", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
-        ("the experiment", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
+        ("MFU, upper bound", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
+        ("full run", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}  # a loop fusion computes only the elements that are used
+# A loop fusion computes only those of their elements that are used.
+VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -17,40 +18,47 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
+    """Type and location of an array in the program."""
+
     dtype: str
     dims: tuple[int, ...]
-    on_chip: bool  # in a TPU's VMEM, not in main memory
+    on_chip: bool  # in a TPU's VMEM instead of main memory
 
     @property
     def bits(self) -> int:
         """Return the bits of one element."""
         digits = re.search(r"\d+", self.dtype)  # f8e4m3fn, s4, bf16
-        return 8 if self.dtype == "pred" else int(digits[0]) if digits else 0  # token and opaque have none
+        return 8 if self.dtype == "pred" else int(digits[0]) if digits else 0  # token and opaque have no size
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all elements."""
         return -(-self.bits * math.prod(self.dims) // 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
+    """One instruction of a computation."""
+
     name: str
     op: str
     arrays: tuple[Array, ...]  # the result, flattened if it is a tuple
     operands: tuple[str, ...]
-    text: str  # from the operands on
+    text: str  # operands and attributes
     is_root: bool
 
     @property
     def kind(self) -> str:
+        """Return the operation, without the suffix of an asynchronous start."""
         return self.op.removesuffix("-start")
 
     @property
     def is_start(self) -> bool:
+        """Return whether the instruction starts an asynchronous operation."""
         return self.op.endswith("-start")
 
     def attribute(self, pattern: str) -> str:
-        """Return what the first group of the pattern matches, or an empty text."""
+        """Return what the first group of a pattern matches, or an empty string."""
         match = re.search(pattern, self.text)
         return match[1] if match else ""
 
@@ -60,6 +68,8 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Module:
+    """A parsed program."""
+
     computations: dict[str, Computation]
     entry: str
     devices: int
@@ -71,7 +81,13 @@ class Module:
     def executed(
         self, name: str | None = None, times: int = 1, launcher: str | None = None
     ) -> Iterator[tuple[str, Instruction, int, str | None]]:
-        """Yield every instruction that runs: (its computation, itself, how often, the computation that launches its fusion)."""
+        """Yield (computation, instruction, times it runs, launcher) for every instruction that runs.
+
+        Args:
+            name: the computation to begin with. None means the program's entry.
+            times: how often it runs.
+            launcher: the computation that launches the outermost fusion around it. None: it is not in a fusion.
+        """
         name = self.entry if name is None else name
         for x in self.computations[name].values():
             yield name, x, times, launcher
@@ -82,7 +98,7 @@ class Module:
                     yield from self.executed(callee, often, (launcher or name) if x.op == "fusion" else launcher)
 
     def _trip_count(self, computation: Computation, loop: Instruction) -> int:
-        """Return how often a loop runs: a TPU's text does not say it, but has the start and the limit of the counter."""
+        """Return how often a loop runs, on a TPU from the start and the limit of its counter."""
         if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)")]
@@ -97,15 +113,17 @@ class Module:
 
 
 def find_root(computation: Computation) -> Instruction:
+    """Return the instruction whose result is that of the computation."""
     return next(x for x in computation.values() if x.is_root)
 
 
 def find_parameter(computation: Computation, index: int) -> Instruction:
+    """Return a parameter of the computation by its index."""
     return next(x for x in computation.values() if x.op == "parameter" and x.text.startswith(f"{index})"))
 
 
 def parse_hlo(text: str) -> Module:
-    """Return the computations of a program. A line that begins no instruction continues the one before it."""
+    """Parse the text of a program. A line that does not begin an instruction continues the previous one."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", None
     for line in text.splitlines():

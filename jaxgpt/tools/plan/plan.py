@@ -1,11 +1,10 @@
-"""Plan a training run: compile its step ahead of time, for this machine or for a TPU slice, and search what fits."""
+"""Plan a training run: compile its step for this machine or a TPU slice, and find a configuration that fits."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -20,9 +19,10 @@ from jaxgpt.tools.plan.topology import tpu_devices
 
 
 class DoesNotFit(Exception):
-    """The step needs more memory than a device has: `needed` bytes, or None where the compiler does not say."""
+    """The step needs more memory than a device has: `needed` bytes, or None if the compiler does not report them."""
 
     def __init__(self, needed: int | None):
+        """Store the bytes."""
         super().__init__(needed)
         self.needed = needed
 
@@ -36,9 +36,17 @@ def make_plan(
 ) -> Plan:
     """Compile an experiment's training step and estimate its memory and speed.
 
-    topology: a TPU slice such as "v5e:4x4", compiled for by libtpu; None: this machine. say: receives a line for each attempt.
     If it does not fit, smaller micro-batches, more recomputation and sharded state are tried, in this order, and the
-    fastest that fits is returned. Raises `UserError` if nothing fits, or for what does not divide.
+    fastest plan that fits is returned.
+
+    Args:
+        experiment: the experiment. The size of its vocabulary is replaced.
+        vocab_size: the size of the vocabulary.
+        topology: a TPU slice such as "v5e:4x4", which libtpu compiles for. None means this machine.
+        say: receives a line of text for each attempt.
+
+    Raises:
+        UserError: nothing fits, or the batch or the width is not divisible over the devices.
     """
     devices = all_devices() if topology is None else tpu_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
@@ -48,7 +56,7 @@ def make_plan(
         description = f"remat {variant.model.remat}, {_describe_layout(variant)}"
         try:
             attempts = list(_iter_micro_batches(variant, devices))
-        except UserError as e:  # a width, or a batch, that does not divide over so many
+        except UserError as e:  # the width or the batch is not divisible over the devices
             if not number:
                 raise
             say(f"{description}: {e}")
@@ -62,23 +70,23 @@ def make_plan(
                     f"{description}, micro-batch {micro}: needs {format_gib(e.needed)} of {format_gib(memory_of(devices[0]))}"
                 )
                 continue
-            if not number and smaller is attempts[0]:  # as it is
+            if not number and smaller is attempts[0]:  # the experiment as given
                 return fitting
             say(f"{description}, micro-batch {micro}: fits")
             found.append(fitting)
             break
-        if found and variant.model.remat == "full":  # all three remat policies of one sharding have been compared
+        if found and variant.model.remat == "full":  # all remat policies of one sharding have been compared
             break
     if not found:
         raise UserError(
             f"{experiment.name} does not fit on {len(devices)} x {devices[0].device_kind}, whatever the micro-batch, "
-            "remat and fsdp: take more devices, or a smaller model"
+            "remat and fsdp: use more devices or a smaller model"
         )
     return min(found, key=lambda p: p.step_seconds or 0.0)
 
 
 def _iter_variants(experiment: Experiment, devices: int) -> Iterator[Experiment]:
-    """Yield the experiment with more recomputation, then with its state over ever more devices."""
+    """Yield the experiment with more recomputation, then with its state sharded over more devices."""
     parallels = [experiment.parallel]
     if experiment.parallel.tensor == 1:
         width = experiment.model.n_embd
@@ -93,7 +101,7 @@ def _iter_variants(experiment: Experiment, devices: int) -> Iterator[Experiment]
 
 
 def _iter_micro_batches(experiment: Experiment, devices: list[jax.Device]) -> Iterator[Experiment]:
-    """Yield the experiment with the micro-batches of its configuration, then with halves, down to one sequence."""
+    """Yield the experiment as configured, then with the micro-batch halved repeatedly, down to one sequence."""
     trainer = make_trainer(experiment, devices)
     split = trainer.split
     while True:
@@ -130,12 +138,13 @@ def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | 
     return estimate(experiment, trainer, program, topology=topology, memory=memory, available=available)
 
 
-def memory_of_program(executable: Any) -> int:
-    """Return the bytes on one device that a program's arguments, results and temporaries take at its peak."""
+def memory_of_program(executable: jax.stages.Compiled) -> int:
+    """Return the peak bytes of a program on one device: arguments, results and temporaries."""
     analysis = executable.memory_analysis()
+    assert analysis is not None, "the backend does not report memory"
     return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes  # the new state takes the place of the old one
+        - analysis.alias_size_in_bytes  # the new state replaces the old one
         + analysis.temp_size_in_bytes
     )

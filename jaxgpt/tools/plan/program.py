@@ -1,7 +1,6 @@
-"""Count what one run of a compiled program does on one device, from its HLO text.
+"""Count FLOPs, memory traffic and collectives of a compiled program on one device, from its HLO text.
 
-XLA's own count, `cost_analysis()`, takes a loop's body once and says nothing of communication; here loops count as often
-as they run.
+XLA's `cost_analysis()` counts the body of a loop once and omits collectives; here it counts as often as it runs.
 """
 
 import dataclasses
@@ -21,39 +20,39 @@ from jaxgpt.tools.plan.hlo import (
     parse_hlo,
 )
 
-FREE = {  # they move nothing, or what they call does
+FREE = {  # no traffic of their own; what they call is counted separately
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier"),
     *("partition-id", "replica-id", "while", "conditional", "call", "async-start"),
 }
 # Custom calls that compute nothing.
 BOOKKEEPING = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
-IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is what they write
+IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One communication among devices; its asynchronous halves are one."""
+    """A collective operation; the start and the end of an asynchronous one count as one."""
 
     kind: str  # one of COLLECTIVES
-    shapes: tuple[str, ...]  # full buffers, as "f32[768,3072]": an all-gather's output, else the operands
-    bytes: int  # of those shapes, once
-    group: tuple[int, ...]  # the first group of devices, by position; of a permutation the first pair
+    shapes: tuple[str, ...]  # full buffers, such as "f32[768,3072]": output of an all-gather, else the operands
+    bytes: int  # of `shapes`, per execution
+    group: tuple[int, ...]  # the first group, as positions of devices; the first pair of a permutation
     times: int  # executions per run of the program: the product of the trip counts around it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one run of a program does on one device."""
+    """Cost of one run of a program on one device."""
 
     collectives: tuple[Collective, ...]
     flops: float  # of matrix products and convolutions; a product of [M, K] and [K, N] is 2 M N K
-    bytes_accessed: float  # read from and written to main memory; what stays on a TPU's chip (VMEM) costs nothing
-    custom_calls: tuple[tuple[str, int], ...]  # (target, times), such as tpu_custom_call, which is a Pallas kernel
-    custom_flops: float  # of custom calls that state theirs (Pallas's cost_estimate); the others' are unknown
+    bytes_accessed: float  # read from and written to main memory; a TPU's VMEM does not count
+    custom_calls: tuple[tuple[str, int], ...]  # (target, times); tpu_custom_call is a Pallas kernel
+    custom_flops: float  # of custom calls that state them (Pallas's cost_estimate); others are unknown
 
 
 def read_program(text: str) -> Program:
-    """Count what `compiled.as_text()` does in one run. All branches of a conditional count: an upper bound."""
+    """Count the cost of one run from `compiled.as_text()`. All branches of a conditional count: an upper bound."""
     module = parse_hlo(text)
     collectives, custom_calls = [], []
     flops = custom_flops = bytes_accessed = 0.0
@@ -62,10 +61,10 @@ def read_program(text: str) -> Program:
         computation = module.computations[name]
         if x.kind in COLLECTIVES:
             channel = x.attribute(r"channel_id=(\d+)")
-            # A TPU splits one collective over several fusions, so as to compute meanwhile; the channel is the same.
+            # A TPU splits a collective over several fusions, to overlap it with compute; they share the channel.
             is_part = launcher is not None and channel and (launcher, channel) in seen
             collective = _collective(computation, name, x, times, module.devices)
-            # The partitioner leaves collectives of one device where an axis of the mesh has one: nothing is sent.
+            # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
             if len(collective.group) > 1 and not is_part:
                 seen.add((launcher, channel))
                 collectives.append(collective)
@@ -86,10 +85,10 @@ def read_program(text: str) -> Program:
 
 def _collective(computation: Computation, name: str, x: Instruction, times: int, devices: int) -> Collective:
     arrays = [a for operand in x.operands for a in computation[operand].arrays]
-    if x.kind == "all-gather":  # the started one returns its operands before its results
+    if x.kind == "all-gather":  # all-gather-start returns its operands before its results
         arrays = x.arrays[len(arrays) if x.is_start else 0 :]
     return Collective(
-        # A TPU scatters a sum by an all-reduce that it fuses with each device's slice; on the wire it is a scatter.
+        # A TPU fuses an all-reduce with the slice that each device keeps; on the links it is a reduce-scatter.
         kind="reduce-scatter" if "all-reduce-scatter" in name else x.kind,
         shapes=tuple(f"{a.dtype}[{','.join(map(str, a.dims))}]" for a in arrays),
         bytes=sum(a.bytes for a in arrays),
@@ -99,7 +98,7 @@ def _collective(computation: Computation, name: str, x: Instruction, times: int,
 
 
 def _group(text: str, devices: int) -> tuple[int, ...]:
-    """Return the first replica group of {{0,1},{2,3}}, [4,2]<=[2,4]T(1,0) or mesh['a'=2,'b'=4] {'a'}; none means all."""
+    """Return the first group of {{0,1},{2,3}}, [4,2]<=[2,4]T(1,0) or mesh['a'=2,'b'=4] {'a'}, all devices if absent."""
     if explicit := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", text):
         return tuple(map(int, explicit[1].split(",")))
     if iota := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
@@ -109,7 +108,7 @@ def _group(text: str, devices: int) -> tuple[int, ...]:
         shape, index = [], []
         for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1]):
             before, part = (int(n or d) for n, d in zip(varying.get(name, (1, 1)), (1, size), strict=True))
-            shape += [before, part, int(size) // before // part]  # 'a':(2)4 is the part of 4 behind a part of 2
+            shape += [before, part, int(size) // before // part]  # 'a':(2)4 has size 4 after a factor of 2
             index += [0, slice(None), 0]
         ids = np.arange(math.prod(shape)) if not mesh[2] else _ids(mesh[2])
         return tuple(ids.reshape(shape)[tuple(index)].ravel().tolist())
@@ -127,7 +126,7 @@ def _ids(text: str) -> np.ndarray:
 
 
 def _flops(computation: Computation, x: Instruction) -> float:
-    contracting = x.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")  # a dot's, a cuBLAS call's
+    contracting = x.attribute(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")  # of a dot, of a cuBLAS call
     is_cublas = x.op == "custom-call" and contracting and "__cublas" in x.text
     if x.op != "convolution" and x.op != "dot" and not is_cublas:
         return 0.0
@@ -137,7 +136,7 @@ def _flops(computation: Computation, x: Instruction) -> float:
         return 2.0 * math.prod(out) * math.prod(lhs[int(i)] for i in re.findall(r"\d+", contracting))
     lhs_labels, rhs_labels, out_labels = re.split("_|->", x.attribute(r"dim_labels=(\S+?)(?:,|$| )"))
     total = 2.0 * out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")]
-    for d in range(len(lhs) - 2):  # a TPU writes batched products so, with windows that mostly meet padding or holes
+    for d in range(len(lhs) - 2):  # on a TPU also batched products, whose windows mostly read padding or holes
         n, taps, outs = (
             s[labels.index(str(d))] for s, labels in ((lhs, lhs_labels), (rhs, rhs_labels), (out, out_labels))
         )
@@ -157,13 +156,13 @@ def _traffic(module: Module, computation: Computation, x: Instruction) -> float:
     if x.op in FREE or x.op.endswith(("-done", "-update")) or any(f'"{name}"' in x.text for name in BOOKKEEPING):
         return 0.0
     if x.op in ("slice-start", "dynamic-slice-start"):
-        # A TPU fetches parts of an array ahead of time: what it returns begins with the array, whole.
+        # A TPU prefetches a slice of an array; the first result is the array itself.
         source, part = x.arrays[:2]
         return sum(part.bytes for a in (source, part) if not a.on_chip)
     read = sum(_bytes_read(module, computation, x, i) for i in range(len(x.operands)))
     if x.op == "fusion":
         outputs = _bytes_written(module, module.called(x), find_root(module.called(x)))
-        if "kind=kCustom" in x.text:  # an asynchronous collective's buffers, passed along
+        if "kind=kCustom" in x.text:  # buffers of an asynchronous collective, passed through
             for index in re.findall(r"\{(\d*)\}: \(\d+, ", x.attribute(r"output_to_operand_aliasing=\{(.*?)\}, [a-z]")):
                 outputs[int(index or 0)] = 0
     elif x.op in IN_PLACE:
@@ -171,12 +170,12 @@ def _traffic(module: Module, computation: Computation, x: Instruction) -> float:
     else:
         outputs = [a.bytes for a in x.arrays]
     written = sum(size for size, a in zip(outputs, x.arrays, strict=False) if not a.on_chip)
-    # What is started returns its operands as well as its results, but for an all-reduce.
+    # Every start except that of an all-reduce returns its operands with its results.
     return max(written, read) if x.is_start and x.op != "all-reduce-start" else read + written
 
 
 def _bytes_read(module: Module, computation: Computation, x: Instruction, i: int) -> float:
-    """Return the bytes of main memory that an instruction reads of its operand i."""
+    """Return the bytes of main memory that an instruction reads from its operand i."""
     arrays = [a for a in computation[x.operands[i]].arrays if not a.on_chip]
     whole, elements = sum(a.bytes for a in arrays), None
     if x.op == "fusion" and len(arrays) == 1:
@@ -188,14 +187,14 @@ def _bytes_read(module: Module, computation: Computation, x: Instruction, i: int
 
 
 def _slice_read(x: Instruction) -> int | None:
-    """Return how many elements of its first operand an instruction reads. None means all of them."""
+    """Return the number of elements of its first operand that an instruction reads. None means all."""
     if x.op in ("dynamic-slice", "slice", "gather"):
         return math.prod(x.arrays[0].dims)
     return 0 if x.op in IN_PLACE else None
 
 
 def _elements_read(module: Module, fused: Computation, x: Instruction) -> int:
-    """Return how many elements of x, a parameter or a view of one, a fusion reads."""
+    """Return the number of elements of x, a parameter or a view of one, that a fusion reads."""
     whole = math.prod(x.arrays[0].dims)
     total = whole if x.is_root else 0
     uses = [(user, i) for user in fused.values() for i, name in enumerate(user.operands) if name == x.name]
@@ -206,9 +205,9 @@ def _elements_read(module: Module, fused: Computation, x: Instruction) -> int:
             inner = module.called(user)
             total += _elements_read(module, inner, find_parameter(inner, i))
         elif user.op == "tuple" or "AsyncCollectiveDone" in user.text:
-            pass  # handed on
+            pass  # passed through
         elif user.op in COLLECTIVES and find_root(fused).op == "tuple" and "all-reduce-scatter" not in user.text:
-            pass  # the middle of an asynchronous collective, whose start has read it
+            pass  # the middle of an asynchronous collective; its start has read x
         else:
             part = _slice_read(user) if i == 0 else None
             total += whole if part is None else part
@@ -216,7 +215,7 @@ def _elements_read(module: Module, fused: Computation, x: Instruction) -> int:
 
 
 def _bytes_written(module: Module, fused: Computation, x: Instruction) -> list[int]:
-    """Return the bytes that a fusion with root x writes to each array of x: of an update in place, the update's."""
+    """Return the bytes that a fusion with root x writes to each array of x; in place, only those of the update."""
     if x.op == "tuple":
         return [n for name in x.operands for n in _bytes_written(module, fused, fused[name])]
     if x.op in ("bitcast", "reshape"):

@@ -1,4 +1,4 @@
-"""Describe TPU slices without a TPU: devices to lower and compile for."""
+"""Describe TPU slices without a TPU, as devices to lower and compile for."""
 
 import importlib.util
 import itertools
@@ -11,8 +11,8 @@ import jax
 
 from jaxgpt.errors import UserError
 
-# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself takes any shape that hosts of
-# 2x2x1 chips tile.
+# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
+# tiled by hosts of 2x2x1 chips.
 _SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
 _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
@@ -21,12 +21,12 @@ _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
 def tpu_devices(topology: str) -> list[jax.Device]:
     """Return the devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
 
-    They hold no arrays and run nothing. libtpu describes them; set `JAX_PLATFORMS=cpu` before jax is imported, or
-    on a machine with a TPU jax starts that too. libtpu's own settings (`TPU_WORKER_ID` and the like) are left as
-    they are where the environment has them. A v4 or v5p chip counts as one device, its two cores together.
+    The devices come from libtpu; they cannot hold arrays or run programs. On a machine with a TPU, set
+    `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
+    (`TPU_WORKER_ID` and the like) are kept. The two cores of a v4 or v5p chip count as one device.
 
-    Raises `UserError` for a family or a shape that does not exist, without libtpu, and while another process has
-    libtpu: it lets in one at a time.
+    Raises `UserError` if the family or the shape does not exist, if libtpu is not installed, or if another process
+    has loaded it, because it allows one process at a time.
     """
     match = re.fullmatch(r"(v4|v5e|v5p|v6e):([0-9]+(?:x[0-9]+)*)", topology)
     if not match:
@@ -42,7 +42,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError('a TPU topology needs libtpu, which is not installed: pip install "jaxgpt[tpu]"')
 
-    # libtpu reads these when it is loaded, which is below, and prints complaints in their absence.
+    # libtpu reads these when it is loaded, below, and prints warnings if they are missing.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_WORKER_ID", "0")
@@ -58,7 +58,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
         if "lockfile" not in str(error):
             raise
         raise UserError(
-            "another process has libtpu, which lets in one at a time: wait until it ends. If none of them uses a TPU, ALLOW_MULTIPLE_LIBTPU_LOAD=1 in the environment lets in several."
+            "another process has loaded libtpu, which allows one at a time: wait until it ends. If neither uses a TPU, "
+            "set ALLOW_MULTIPLE_LIBTPU_LOAD=1 in the environment to allow several."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A study: train variants of an experiment with several seeds, and report which differ by more than noise."""
+"""Train variants of an experiment with several seeds and report which differ by more than noise."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import Diverged, fit
 
-STUDY = "study.json"  # the result, beside the directories of the variants
-DIVERGED = "diverged.txt"  # the reason, in the directory of a run that diverged
-METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")  # what a validation loss is measured on
+STUDY = "study.json"  # the result, next to the directories of the variants
+DIVERGED = "diverged.txt"  # the reason, in the directory of the run
+# Fields that determine the validation data.
+METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
 CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Validation losses of one run, in nats per token, and when each was measured; empty if the run diverged."""
+    """Validation losses of one run in nats per token, and when they were measured. Empty if the run diverged."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    # Of its steps, without compilation and validation, of which the first run of a kind has more.
+    # Time of the steps, without compilation and validation, which take longer in the first run of a variant.
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One variant beside the first one, at the same number of tokens or of seconds."""
+    """One variant compared with the first, at the same number of tokens or seconds."""
 
     variant: str
     losses: list[float | None]  # by seed; None: diverged
-    mean: float | None  # over the seeds that did not diverge
-    deviation: float | None  # standard deviation of those; None: fewer than two
-    difference: float | None  # mean over seeds of loss - the first variant's with the same seed
-    margin: float | None  # half of the 95% confidence interval of the difference, by Student's t
+    mean: float | None  # over seeds that did not diverge
+    deviation: float | None  # standard deviation over these seeds; None: fewer than two
+    difference: float | None  # mean over seeds of (loss - loss of the first variant with the same seed)
+    margin: float | None  # half-width of the 95% confidence interval of the difference (Student's t)
     verdict: str
 
 
@@ -61,14 +62,24 @@ def run_study(
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
 ) -> dict[str, Any]:
-    """Train or resume every variant with seeds 0, 1, ... in directories below, and compare them.
+    """Train or resume every variant with seeds 0, 1, ... in subdirectories, and compare them.
 
-    All variants of one seed are trained before the next seed, so that changes of the machine's speed affect all alike,
-    and a study that is interrupted has complete rounds.
+    All variants are trained with one seed before the next seed, so that a change in the machine's speed affects all
+    alike, and an interrupted study has complete rounds.
 
-    fit_one: trains a run as `jaxgpt.fit` does. say: receives a line for each run.
-    Returns "tokens" and "seconds", each with "at", the point of comparison, and "rows", the fields of a `Comparison` for
-    each variant. Raises `UserError` for variants that cannot be compared, see `check_comparable`.
+    Args:
+        variants: the experiments by name. The others are compared with the first.
+        directory: directory of the study.
+        seeds: number of runs per variant.
+        say: receives a line of text for each run.
+        fit_one: trains a run as `jaxgpt.fit` does.
+
+    Returns:
+        "tokens" and "seconds", each with "at", the point of comparison, and "rows", the fields of a `Comparison` for
+        each variant; "seeds", as given.
+
+    Raises:
+        UserError: the variants cannot be compared, see `check_comparable`.
     """
     check_comparable(variants)
     seeds = check_count("seeds", seeds)
@@ -87,33 +98,33 @@ def run_study(
 
 
 def check_comparable(variants: Mapping[str, Experiment]) -> None:
-    """Raise `UserError` unless all variants have the same validation data, and directories of their own."""
+    """Raise `UserError` unless all variants have the same validation data and different directories."""
     if len(variants) < 2:
         raise UserError(f"a study needs at least two variants, got {len(variants)}: {', '.join(variants) or 'none'}")
     first, *others = variants
     for name in others:
         metric = METRIC
-        if all(variants[v].train.init_from is None for v in (first, name)):  # else the weights bring their tokenizer
+        if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
             bpe = ("data.bpe_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
             metric = (*METRIC, "data.tokenizer", *bpe)
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
                 raise UserError(
                     f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and {short(theirs)}. "
-                    "Losses per token of different texts or tokens cannot be compared: give both the same"
+                    "Losses per token on different texts or tokens cannot be compared: give both the same value"
                 )
     slugs = [slug(name) for name in variants]
     for name in variants:
         if slug(name) in (".", "..") or slug(name).casefold() == STUDY.casefold():
             raise UserError(
-                f"variant {name!r} would be the directory {slug(name)}, which is not its own: give it another name"
+                f"variant {name!r} cannot have the directory {slug(name)}, which is reserved: give it another name"
             )
     if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
-    """Raise `UserError` unless all variants validate on the same tokens, in the tokenizers of their weights."""
+    """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
     first, *others = variants
     data = {
         name: _data_fingerprint(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()
@@ -121,13 +132,13 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
     for name in others:
         if changed := describe_data_changes(data[first], data[name]):
             raise UserError(
-                f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token of different "
-                "texts or tokens cannot be compared: give both the same data, and the tokenizer of the weights"
+                f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token on "
+                "different texts or tokens cannot be compared: give both the same data and the tokenizer of the weights"
             )
 
 
 def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]:
-    """Return the fingerprint of a variant's data, from its run if that exists."""
+    """Return the fingerprint of a variant's data, from its run if there is one."""
     if is_run(directory):
         return read_metadata(directory).data
     initialize(experiment.parallel)
@@ -141,7 +152,7 @@ def slug(name: str) -> str:
 
 
 def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
-    """Return the curve of a run, trained to its end."""
+    """Train a run to its end if needed, and return its curve."""
     diverged = directory / DIVERGED
     if diverged.exists():
         return Curve()
@@ -156,9 +167,9 @@ def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[
 
 
 def read_curve(directory: Path, experiment: Experiment) -> Curve:
-    """Return the curve of a run; its seconds follow from the logged rates, which leave out compilation.
+    """Return the curve of a run, with seconds computed from the logged tokens per second, which exclude compilation.
 
-    experiment: as trained, whose context may be shorter than the one that was asked for.
+    experiment: as trained; its context may be shorter than the requested one.
     """
     lines = read_metrics(directory / "metrics.jsonl")
     validated = validations(lines)
@@ -174,12 +185,12 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
 
 
 def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
-    """Compare all variants at the tokens, and at the seconds, that every run reached, by linear interpolation."""
+    """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation."""
     found: dict[str, Any] = {}
     complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
     for axis in ("tokens", "seconds"):
         at = min((getattr(curve, axis)[-1] for curve in complete), default=0)
-        # Before its first measurement nothing is known of a run.
+        # A run has no loss before its first validation.
         is_known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
         losses = {name: [_loss_at(curve, axis, at) for curve in seeds] for name, seeds in curves.items()}
         rows = [dataclasses.asdict(row) for row in compare_losses(losses)] if is_known else []
@@ -192,7 +203,7 @@ def _loss_at(curve: Curve, axis: str, at: float) -> float | None:
 
 
 def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Comparison]:
-    """Compare each variant with the first, seed by seed."""
+    """Compare each variant with the first, paired by seed."""
     first, *_ = losses
     rows = []
     for name, by_seed in losses.items():
@@ -215,11 +226,11 @@ def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Compari
 
 
 def confidence_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (mean, half of the 95% confidence interval of it) of paired differences; None: too few."""
+    """Return (mean, half-width of its 95% confidence interval) of paired differences, None if there are too few."""
     n = len(differences)
     if n < 2:
         return (differences[0] if n else None), None
-    from scipy.stats import sem, t  # jax depends on scipy; 2 s to import
+    from scipy.stats import sem, t  # a dependency of jax; takes 2 s to import
 
     return float(np.mean(differences)), float(t.ppf((1 + CONFIDENCE) / 2, n - 1) * sem(differences))
 
@@ -248,12 +259,14 @@ def format_study(found: Mapping[str, Any]) -> str:
     for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
         at, rows = found[axis]["at"], found[axis]["rows"]
         if not rows:
-            tables.append(f"at equal {axis}: not all were measured within {_count(at)} {unit}, the shortest run")
+            tables.append(
+                f"at equal {axis}: not all runs were validated within {_count(at)} {unit}, the length of the shortest"
+            )
             continue
         lines = [
-            f"validation loss at equal {axis}, {_count(at)} {unit}, of {found['seeds']} seeds",
+            f"validation loss at equal {axis}, {_count(at)} {unit}, over {found['seeds']} seeds",
             "",
-            "| variant | mean | standard deviation | difference to the first (95%) | verdict |",
+            "| variant | mean | standard deviation | difference from the first (95%) | verdict |",
             "|---|---|---|---|---|",
         ]
         for row in rows:

@@ -69,7 +69,7 @@ def test_the_roofline(monkeypatch):
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
-    assert "memory binds" in format_plan(found)
+    assert "memory-bound" in format_plan(found)
 
 
 def kernel_flops(calls: dict[str, int], attention: str, **model) -> float:
@@ -95,12 +95,12 @@ def test_what_attention_kernels_compute():
 
 
 def test_an_mfu_above_one_says_why(here):
-    assert "MFU, at most" in format_plan(here) and "hides" not in format_plan(here)
+    assert "MFU, upper bound" in format_plan(here) and "masked" not in format_plan(here)
     above = dataclasses.replace(here, mfu=1.02)
-    assert "102.0% (it counts scores that the mask hides, and the kernel skips)" in format_plan(above)
+    assert "102.0% (it counts masked scores, which the kernel skips)" in format_plan(above)
 
 
-def test_exchanges_add_up(monkeypatch):
+def test_collectives_add_up(monkeypatch):
     monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
     one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
     other = dataclasses.replace(one, bytes=500, times=2)

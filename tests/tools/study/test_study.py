@@ -85,7 +85,7 @@ def test_all_are_compared_where_the_shortest_ends():
     # Where one was not measured yet when the other had ended, nothing is known.
     curves["fast"] = [curve([100, 300], [2, 4], [2.5, 1.5])]
     assert compare(curves)["seconds"] == {"at": 4, "rows": []}
-    assert "at equal seconds: not all were measured within 4 s" in format_study(compare(curves) | {"seeds": 1})
+    assert "at equal seconds: not all runs were validated within 4 s" in format_study(compare(curves) | {"seeds": 1})
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_study_is_its_runs(variants, studied, tmp_path):
     assert [line.split(":")[0] for line in told] == [f"seed {s}, {v}" for s in (0, 1) for v in variants]
     assert (directory / "as-it-is/seed-1/experiment.json").exists()
     table = format_study(found)
-    assert "| as it is |" in table and "of 2 seeds" in table and "| wider |" in table
+    assert "| as it is |" in table and "over 2 seeds" in table and "| wider |" in table
 
 
 def test_seconds_are_those_of_the_steps(variants, tmp_path):
@@ -246,9 +246,9 @@ def test_what_is_no_study(variants, tmp_path):
     for given, said in (
         ({"a": first}, "needs at least two variants, got 1: a"),
         ({"a b": first, "a/b": first}, "variants 'a b', 'a/b' would share a directory"),
-        ({"a": first, "..": first}, r"variant '\.\.' would be the directory \.\., which is not its own"),
-        ({"a": first, " . ": first}, r"variant ' \. ' would be the directory \."),
-        ({"a": first, "Study.json": first}, r"variant 'Study\.json' would be the directory Study\.json"),
+        ({"a": first, "..": first}, r"variant '\.\.' cannot have the directory \.\., which is reserved"),
+        ({"a": first, " . ": first}, r"variant ' \. ' cannot have the directory \."),
+        ({"a": first, "Study.json": first}, r"variant 'Study\.json' cannot have the directory Study\.json"),
     ):
         with pytest.raises(UserError, match=said):
             check_comparable(given)
