@@ -1,4 +1,4 @@
-"""Read files that need not be trusted, write files whole, and find the cache directory."""
+"""Read untrusted files, write files atomically, and find the cache directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxgpt.errors import UserError
 
 
 def is_there(path: Path, remedy: str) -> bool:
-    """Return whether something is at a path. Raises `UserError` if that cannot be known: a long name, no permission."""
+    """Return whether a path exists. Raises `UserError` if it cannot be checked: name too long, no permission."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -32,9 +32,9 @@ def is_there(path: Path, remedy: str) -> bool:
 
 
 def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[str, bytes]]:
-    """Yield ("FILE:LINE", the line with its end) of a file of any size, without a byte order mark and blank lines.
+    """Yield ("FILE:LINE", line with its end) for the lines of a file that are not blank, without a byte order mark.
 
-    Raises `UserError` for a line of over `longest` bytes; remedy: what to do then.
+    The file may have any size. Raises `UserError`, ending with `remedy`, for a line of more than `longest` bytes.
     """
     with open_file(path) as f:
         for number in itertools.count(1):
@@ -50,10 +50,10 @@ def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[st
 
 
 def open_file(path: str | Path) -> io.BufferedReader:
-    """Open a regular file to read. Raises `UserError` for anything else: a pipe may block, a device never ends."""
+    """Open a regular file for reading. Raises `UserError` for others: a pipe may block, a device may never end."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except (OSError, ValueError) as e:  # ValueError: a NUL, or what no file system can spell
+    except (OSError, ValueError) as e:  # ValueError: a NUL, or a character that cannot be encoded
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -64,25 +64,25 @@ def open_file(path: str | Path) -> io.BufferedReader:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes."""
+    """Read a regular file. Raises `UserError` if it has more than `most` bytes."""
     with open_file(path) as f:
         try:
             raw = f.read(most + 1)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
     if len(raw) > most:
-        raise UserError(f"{path} is larger than {most:,} bytes, as no file of its kind is: name another")
+        raise UserError(f"{path} is larger than {most:,} bytes, the limit for such a file: name another")
     return raw
 
 
 def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a regular file: 0.6 s a gigabyte."""
+    """Return the SHA-256 of a regular file, in 0.6 s per gigabyte."""
     with open_file(path) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def read_json(path: str | Path, most: int) -> Any:
-    """Read a JSON file of at most `most` bytes as `parse_json` does."""
+    """Read a JSON file of at most `most` bytes with `parse_json`."""
     return parse_json(read_bytes(path, most), str(path))
 
 
@@ -93,7 +93,7 @@ def render_json(
     ensure_ascii: bool = True,
     not_finite: Callable[[float], Any] = lambda number: None,
 ) -> str:
-    """Return strict JSON, which has no NaN or Infinity. not_finite: what to write for these; null unless given."""
+    """Return a value as strict JSON: `not_finite` replaces NaN and Infinity, by default with null."""
 
     def strict(value: Any) -> Any:
         if isinstance(value, dict):
@@ -106,20 +106,20 @@ def render_json(
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of the values of a JSON file and their order, whatever the spaces between them."""
+    """Return the SHA-256 of a JSON value, with keys in their order, independent of whitespace in its file."""
     return hashlib.sha256(json.dumps(value, allow_nan=False).encode()).hexdigest()
 
 
 def parse_json(raw: str | bytes, where: str) -> Any:
-    """Parse JSON more strictly than `json.loads`: no key twice in an object (readers disagree which counts), no NaN.
+    """Parse JSON more strictly than `json.loads`: no duplicate keys, on which readers disagree, and no NaN.
 
-    where: what it is, for the `UserError` that is raised if it is damaged.
+    Raises `UserError` for damaged JSON; `where` names the source in its message.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+            raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} appears twice")
         return dict(pairs)
 
     def no_number(name: str) -> None:
@@ -130,7 +130,7 @@ def parse_json(raw: str | bytes, where: str) -> Any:
         return json.loads(text, object_pairs_hook=once, parse_constant=no_number)
     except RecursionError:
         raise UserError(f"{where} is damaged: nested too deeply") from None
-    except ValueError as e:  # of UTF-8, of JSON, and of a number with thousands of digits
+    except ValueError as e:  # invalid UTF-8, invalid JSON, or an integer of thousands of digits
         raise UserError(f"{where} is damaged: {e}") from None
 
 
@@ -140,47 +140,49 @@ def cache_directory() -> Path:
         return Path(named)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt"
-    except RuntimeError:  # no HOME, and a user whom the system does not know
+    except RuntimeError:  # no HOME, and a user unknown to the system
         raise UserError("there is no home directory for the cache: set JAXGPT_CACHE to a directory") from None
 
 
 def make_cache(directory: Path) -> None:
-    """Make a directory of the cache, and check that it can be written to."""
+    """Make a directory of the cache and check that it is writable."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
-        raise UserError(f"cannot write into the cache {directory}: {why}. JAXGPT_CACHE names another place.") from None
+        raise UserError(
+            f"cannot write into the cache {directory}: {why}. Set JAXGPT_CACHE to another directory."
+        ) from None
 
 
 def new_file(path: str, *, force: bool) -> Path:
-    """Return the path of a page to write. Raises `UserError` if it exists, unless `force`, or cannot be written."""
+    """Return the path of a page to write. Raises `UserError` if it exists without `force` or its directory does not."""
     out = Path(path)
     there = is_there(out, "Name another with --out.")
     if there and out.is_dir():
         raise UserError(f"{out} is a directory: name a file with --out")
     if there and not force:
-        raise UserError(f"{out} exists: name another with --out, or write over it with --force")
+        raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")
     if not out.parent.is_dir():
         raise UserError(f"there is no directory {out.parent} for {out.name}: make it, or name another with --out")
     return out
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as `open_whole` does; a text in UTF-8."""
+    """Write a file atomically, as `open_whole` does; a str is encoded as UTF-8."""
     with open_whole(path) as f:
         f.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def open_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write that appears at the end, whole or not at all, even if the power fails.
+    """Open a file for writing that appears on exit, complete or not at all, even after a power failure.
 
-    Its directory has to exist. A link at `path` is replaced; its target stays as it is.
+    Its directory must exist. A link at `path` is replaced; its target is unchanged.
     """
-    # Not by `mkstemp`, whose files are their owner's alone, whatever the umask says.
+    # Not with `mkstemp`: only the owner can read its files, whatever the umask is.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with open(partial, "xb") as f:

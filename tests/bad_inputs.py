@@ -27,7 +27,7 @@ BROKEN = {
     "infinite": "dropout=inf",
     "unknown": "did you mean experiment.model.n_layer?",
     "lines": r"experiment.model.a\nb",
-    "twice": "'format' is there twice",
+    "twice": "'format' appears twice",
     "experiment": "got int, needs an object",
     "data": "data=[1]",
     "name": "name='../../x'",
@@ -137,9 +137,9 @@ PAIRS = [
 
 # Folders of a tokenizer whose chat template will not do.
 TEMPLATES = [
-    ("template_syntax", "the chat template is no Jinja template, line 1"),
-    ("template_refuses", "good.jsonl:1: the chat template refuses it: not today"),
-    ("template_escapes", "good.jsonl:1: the chat template refuses it: "),
+    ("template_syntax", "the chat template is not a Jinja template, line 1"),
+    ("template_refuses", "good.jsonl:1: the chat template rejects the conversation: not today"),
+    ("template_escapes", "good.jsonl:1: the chat template rejects the conversation: "),
     ("template_list", "is damaged: needs a text, or a list with one named default"),
     ("template_config", "tokenizer_config.json is damaged: it holds list, needs an object"),
     ("template_silent", "good.jsonl:1: the chat template writes nothing of the assistant's"),
@@ -162,7 +162,7 @@ TOKENIZERS = [
     ("tokenizer_unsorted.json", "in the order of their code points"),
     ("tokenizer_surrogate.json", "in the order of their code points"),
     ("tokenizer_none.json", "at least one character"),
-    ("tokenizer_twice.json", "'jaxgpt' is there twice"),
+    ("tokenizer_twice.json", "'jaxgpt' appears twice"),
     ("tokenizer_huge.json", "kind of tokenizer 'ids' unknown or damaged"),
     ("tokenizer_model.json", "not a tokenizer.json of Hugging Face's"),
     ("tokenizer_vocabulary.json", "its ids go up to -1"),
@@ -351,7 +351,10 @@ OPTIONS = [
     (["xray", "runs/tiny", "--prompt", "a lance-rack"], "the prompt has 12 tokens, and the context of runs/tiny is 8"),
     (["xray", "runs/tiny", "--prompt", "añejo"], "'ñ' (U+00F1)"),
     (["xray", "runs/tiny", "--prompt", "\udcff"], "U+DCFF"),
-    (["xray", "runs/tiny", "--prompt", "a", "--out", "t.txt"], "t.txt exists: name another with --out, or write over"),
+    (
+        ["xray", "runs/tiny", "--prompt", "a", "--out", "t.txt"],
+        "t.txt exists: name another with --out, or overwrite it",
+    ),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory: name a file"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "nowhere/x.html"], "there is no directory nowhere for x.html"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", ""], "out is empty"),

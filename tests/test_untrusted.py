@@ -189,8 +189,8 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "a": 2}', "'a' is there twice"),
-        ('{"b": {"a": 1, "a": 1}}', "'a' is there twice"),
+        ('{"a": 1, "a": 2}', "'a' appears twice"),
+        ('{"b": {"a": 1, "a": 1}}', "'a' appears twice"),
         ("[NaN]", "NaN is not JSON"),
         ("[-Infinity]", "-Infinity is not JSON"),
         ("[" * 10**6, "nested too deeply"),

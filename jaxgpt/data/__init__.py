@@ -1,1 +1,1 @@
-"""From text to batches: tokenizers, corpora, token files, and the pipeline that feeds a run."""
+"""Turn text into batches: tokenizers, corpora, token files, and the pipeline that feeds a run."""

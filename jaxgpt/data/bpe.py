@@ -1,4 +1,4 @@
-"""Byte-pair encoding, by Hugging Face's `tokenizers`."""
+"""Byte-pair encoding with Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 
-LONG_TEXT = 2**14  # characters from which on a text is encoded word by word
-MOST_WORDS = 2**19  # whose ids are kept: some 100 MB
+LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word by word
+MOST_WORDS = 2**19  # words of which the ids are kept: about 100 MB
 _PIECE = re.compile(r"\s*\S+(?:(?!\n\S)[^\S ]\s*\S*)*\n?|\s+")
-# The patterns of words that `split_words` is right for, as tokenizer.json has them: GPT-4's kind, with 3 digits or one.
+# Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -26,33 +26,40 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Ll
 
 
 class BPETokenizer:
-    """Any tokenizer of Hugging Face's `tokenizers`, by its JSON text (GPT-2's, Llama 3's, one trained here)."""
+    """A tokenizer of Hugging Face's `tokenizers`: GPT-2's, Llama 3's, or one trained here.
+
+    It implements `jaxgpt.data.tokenizer.Tokenizer`.
+    """
 
     def __init__(self, text: str):
+        """Load the text of a tokenizer.json. Raises `UserError` if it is damaged."""
         self._json = text
         self._tokenizer = _call_library(
             _tokenizers().Tokenizer.from_str, text, what="not a tokenizer.json of Hugging Face's"
         )
-        # Off by default in the library: a user who types <|endoftext|> would otherwise inject the special token.
+        # Off by default in the library, where a user who types <|endoftext|> injects the special token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1  # of ids with holes the count would be too few
+        self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
-            raise UserError(f"its ids go up to {self.vocab_size - 1}: needs at least one, below {LARGEST_SIZE:,}")
+            raise UserError(
+                f"its ids go up to {self.vocab_size - 1}: needs at least one id, all below {LARGEST_SIZE:,}"
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
         known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
         self.end_of_text = next((i for i in known if i is not None), None)
-        # What its template puts before a text: Llama's and Gemma's models write poorly without their first token.
+        # Tokens that its template puts before a text. Llama and Gemma models generate poorly without them.
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
         self._clear_words()
 
     def encode(self, text: str) -> np.ndarray:
-        # In a long text each word is encoded when first met, by all cores; the library would make objects for every one.
+        """Return the ids of a text, int32. Special tokens written out in the text are encoded as text."""
+        # Encode each distinct word of a long text once, on all cores: the library creates objects for each occurrence.
         if len(text) < LONG_TEXT or not self._is_splittable:
             return np.array(self._encode_whole(text).ids, dtype=np.int32)
         encode_utf8(text)
@@ -67,18 +74,18 @@ class BPETokenizer:
             self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
         order = np.fromiter(map(self._word_index.__getitem__, words), np.int64, len(words))
         starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
-        # From the index of a word's ids in the text to that in self._ids.
+        # Offset from the ids of a word in the result to those in self._ids.
         shift = starts[order] - (np.cumsum(lengths) - lengths)
         return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
 
     def _clear_words(self) -> None:
-        self._word_index: dict[str, int] = {}  # the words of long texts that are known
-        self._ids = np.zeros(0, np.int32)  # of all words in a row
-        self._lengths = np.zeros(0, np.int64)  # how many ids each has
+        self._word_index: dict[str, int] = {}  # index into _lengths of each known word of long texts
+        self._ids = np.zeros(0, np.int32)  # ids of all known words, concatenated
+        self._lengths = np.zeros(0, np.int64)  # number of ids of each known word
 
     @functools.cached_property
     def _is_splittable(self) -> bool:
-        """Return whether `split_words` of a text are known to get the ids that the whole gets."""
+        """Return whether encoding the pieces of `split_words` is known to give the ids of the undivided text."""
         saved = json.loads(self._json)
         if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
             return False
@@ -96,6 +103,7 @@ class BPETokenizer:
         return False
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, [start, end) of each in characters): see `Tokenizer.locate`."""
         self._tokenizer.encode_special_tokens = not specials
         try:
             found = self._encode_whole(text)
@@ -110,16 +118,18 @@ class BPETokenizer:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def to_json(self) -> str:
+        """Return the text of tokenizer.json, unchanged."""
         return self._json
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
 
-    The 256 bytes and `<|endoftext|>` are always in it. The same texts give the same tokenizer.
+    The vocabulary always contains the 256 bytes and `<|endoftext|>`. The same texts give the same tokenizer.
     """
     hf = _tokenizers()
     tokenizer = hf.Tokenizer(hf.models.BPE())
@@ -136,24 +146,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def split_words(text: str) -> list[str]:
-    """Cut a text where a word ends for certain: before a space after a letter, after a single newline between words.
+    r"""Cut a text into pieces to encode separately: before a space after a word, after a single newline between words.
 
-    There the patterns of GPT-2, GPT-4 and Llama 3 always end a word, and none looks back: the pieces have the words of
-    the whole. (" \\n" and "\\n\\n" are one word at the end of a text, two before another; "!\\n" is one of GPT-4's.)
+    There the patterns of GPT-2, GPT-4 and Llama 3 always end a word, and they never look behind, so the pieces contain
+    the words of the text. Cuts elsewhere would be wrong: `" \n"` and `"\n\n"` are one word at the end of a text, but
+    two before a word, and GPT-4 reads `"!\n"` as one.
     """
     return _PIECE.findall(text)
 
 
 def encode_utf8(text: str) -> bytes:
-    """Return the bytes of a text. Raises `UserError` for what is not Unicode."""
+    """Encode a text as UTF-8. Raises `UserError` for characters that are not Unicode, such as lone surrogates."""
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError as e:  # bytes of the command line that are no text
+    except UnicodeEncodeError as e:  # such as undecodable bytes of the command line
         raise UserError(f"the text {short(text)} is not Unicode: {text[e.start]!r} at {e.start}") from None
 
 
 def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
-    """Call the library, which raises bare Exception or, when Rust panics, a BaseException of its own."""
+    """Call the library; turn its bare `Exception`, and the `BaseException` of a Rust panic, into `UserError`."""
     try:
         return call(*args, **kwargs)
     except BaseException as e:

@@ -1,4 +1,4 @@
-"""The cache of tokens: memory-mapped arrays beside their tokenizer, checked when they are read."""
+"""The token cache: memory-mapped arrays stored with their tokenizer, verified when they are read."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SPLITS = ("train", "val")
 class CachedTokens:
     """An entry of the cache."""
 
-    arrays: dict[str, np.ndarray]  # by name: the two splits and, of documents, what belongs to them
+    arrays: dict[str, np.ndarray]  # by name: the two splits and, for documents, their masks and ends
     tokenizer: Tokenizer
     fingerprint: dict[str, Any]  # see `Dataset`
-    counts: dict[str, int]  # what else was counted while they were made
+    counts: dict[str, int]  # further counts, such as the bytes of the validation text
 
 
 def cache_entry(spec: dict[str, Any]) -> Path:
-    """Return the directory of the tokens that `spec` describes: everything that decides them has to be in it."""
+    """Return the cache directory of a specification, which must contain everything that determines the tokens."""
     key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "tokens" / key
 
 
 def change_error(source: str) -> UserError:
-    """Return the error for a text that was not what its key is made of when it was read again."""
+    """Return the error for a text that changed between two readings."""
     return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
 
 
 def read_tokens(directory: Path, names: Sequence[str] = SPLITS) -> CachedTokens | None:
-    """Return what `write_tokens` wrote, if its bytes are still those. Warns of a damaged entry and moves it aside."""
+    """Return an entry of the cache, or None. Warns of an entry that is not as it was written, and deletes it."""
     if not directory.exists():
         return None
     try:
         return _read_checked(directory, names)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        warnings.warn(f"the cached tokens in {directory} are damaged ({e}): made anew", stacklevel=2)
+        warnings.warn(f"the cached tokens in {directory} are damaged ({e}): encoding the text again", stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # another process was first
             aside = tempfile.mkdtemp(dir=directory.parent, prefix="damaged.")
             os.replace(directory, aside)
@@ -78,7 +78,7 @@ def _read_checked(directory: Path, names: Sequence[str]) -> CachedTokens:
 
 
 def find_tokens(known: dict[str, Any], names: Sequence[str] = SPLITS) -> CachedTokens | None:
-    """Return what the cache has with a known fingerprint, whatever text it was made of; None: nothing."""
+    """Return the cached tokens with a known fingerprint, whatever text they were made from, or None."""
     for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
         with contextlib.suppress(UserError, KeyError, TypeError, AttributeError):
             entry = read_json(meta, 2**20)["fingerprint"]
@@ -103,9 +103,10 @@ def write_tokens(
     names: Sequence[str] = SPLITS,
     counts: dict[str, int] | None = None,
 ) -> CachedTokens:
-    """Stream pieces into NAME.bin beside the tokenizer, and read them; the directory appears whole or not at all.
+    """Stream (name, values) pieces into NAME.bin next to the tokenizer, and read the entry back.
 
-    counts: numbers above 0 to keep beside them, which may be counted while the pieces are made.
+    The directory appears complete or not at all. `counts` are stored with the tokens. They may grow while the pieces
+    are made, and must be positive in the end.
     """
     make_cache(directory.parent)
     dtypes = {name: _dtype(name, tokenizer) for name in names}

@@ -1,4 +1,4 @@
-"""Texts: a registry of public corpora, or the user's own files."""
+"""Find the text to train on: a registered public corpus, or the user's own files."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from jaxgpt.data import numbers
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, make_cache, open_file, sha256, write_whole
 
-CHUNK = 8 * 1024**2  # bytes read at a time, so that a text larger than memory streams
-ATTEMPTS = 3  # at a download
+CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
+ATTEMPTS = 3  # per download
 PAUSE = 0.5  # seconds after the first, twice as many after the second
 LARGEST = 2**28  # bytes of a download; every registered corpus is far below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A public text: downloaded on first use, checked, kept in the cache, never fetched again."""
+    """A public text: downloaded on first use, verified, and kept in the cache."""
 
     name: str
     url: str
     sha256: str  # of the text that `clean` returns, in UTF-8
-    clean: Callable[[str], str] = str  # from what is downloaded to the text itself
+    clean: Callable[[str], str] = str  # turns the download into the text
 
 
 def strip_gutenberg(text: str) -> str:
-    """Return a Project Gutenberg file without its header, licence and Windows line ends."""
+    """Strip the header and licence of a Project Gutenberg file, and convert its line ends to Unix."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     start = next((i + 1 for i, line in enumerate(lines) if line.startswith("*** START OF")), 0)
     end = next((i for i, line in enumerate(lines) if line.startswith("*** END OF")), len(lines))
@@ -45,20 +45,21 @@ def strip_gutenberg(text: str) -> str:
 CORPORA = {
     c.name: c
     for c in (
+        # Tiny Shakespeare: 1,115,394 characters of the plays. Public domain.
         Corpus(
             name="shakespeare",
             url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
             sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         ),
-        # Tiny Shakespeare: 1,115,394 characters of the plays. Public domain.
+        # Verse by Cervantes between <|inicio|> and <|fin|>, from sancho-mini: 147,758 characters. Public domain, in a
+        # repository with the MIT licence.
         Corpus(
             name="sancho",
             url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
             "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
             sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
         ),
-        # Cervantes' verse between <|inicio|> and <|fin|>: 147,758 characters, sancho-mini's corpus. Public domain text, MIT repository.
-        # Don Quixote, both parts, in Spanish: 2,097,952 characters, Project Gutenberg 2000 without its header. Public domain.
+        # Don Quixote in Spanish, both parts: 2,097,952 characters of Project Gutenberg's No. 2000. Public domain.
         Corpus(
             name="quijote",
             url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
@@ -68,7 +69,7 @@ CORPORA = {
     )
 }
 
-# The corpora that are always there: the second is made of the first, as conversations; the third is pairs of texts.
+# Corpora that need no download: Python's reference, conversations made from it, and pairs of number words and digits.
 BUILT_IN: dict[str, Callable[[], str]] = {
     "python-docs": lambda: _python_docs(),
     "python-docs.jsonl": lambda: _python_questions(),
@@ -77,12 +78,12 @@ BUILT_IN: dict[str, Callable[[], str]] = {
 
 
 def find_corpus_files(name: str) -> list[Path]:
-    """Return the files of a registered corpus, made or downloaded if need be."""
+    """Return the files of a registered corpus, after generating or downloading them if necessary."""
     if name in BUILT_IN:
         return [_write_to_cache(name if "." in name else f"{name}.txt", BUILT_IN[name]())]
     if name not in CORPORA:
         raise UserError(
-            f"unknown corpus {name!r}: there are {', '.join([*BUILT_IN, *CORPORA])}; for a text of your own use --data.path"
+            f"unknown corpus {name!r}: known are {', '.join([*BUILT_IN, *CORPORA])}; for a text of your own use --data.path"
         )
     corpus = CORPORA[name]
     path = cache_directory() / "corpora" / f"{name}.txt"
@@ -91,13 +92,13 @@ def find_corpus_files(name: str) -> list[Path]:
     elif (found := sha256(path)) != corpus.sha256:
         raise UserError(
             f"{path} is not the corpus {name!r}: its SHA-256 is {found[:12]}..., needed {corpus.sha256[:12]}... "
-            "Delete it to download anew."
+            "Delete it to download it again."
         )
     return [path]
 
 
 def find_user_files(path: str) -> list[Path]:
-    """Return the text files behind `--data.path`: the file itself, or all .txt files below a folder, by name."""
+    """Return the text files at `--data.path`: the file itself, or all .txt files below a folder, sorted by path."""
     root = Path(path)
     if is_there(root, "--data.path takes a text, a folder of them, or .bin shards") and root.is_dir():
         files = sorted(p for p in root.rglob("*.txt") if p.is_file())
@@ -115,9 +116,9 @@ def find_user_files(path: str) -> list[Path]:
 
 
 def read_text(files: list[Path]) -> Iterator[str | None]:
-    """Yield the text of files in pieces of bounded size, and None between two files.
+    """Yield the text of files in pieces of bounded size, with None between two files.
 
-    Raises `UserError` with the file and the byte where a text is not UTF-8.
+    Raises `UserError`, with the file and the offset of the byte, for a text that is not UTF-8.
     """
     for number, path in enumerate(files):
         if number:
@@ -140,9 +141,9 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 
 def download(corpus: Corpus, path: Path) -> None:
-    """Download, clean and check a corpus, then write it. Raises `UserError`; a wrong file is never written.
+    """Download, clean and verify a corpus, then write it; retry from the beginning if that fails.
 
-    A download that fails or stops is tried again from its beginning.
+    Raises `UserError` after ATTEMPTS failures, or at once if the server refuses. A wrong text is never written.
     """
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
@@ -153,15 +154,15 @@ def download(corpus: Corpus, path: Path) -> None:
             found = hashlib.sha256(text.encode()).hexdigest()
             if found == corpus.sha256:
                 return write_whole(path, text)
-            # Also what a download cut short looks like, where the server did not say how long it is.
+            # A truncated download ends here too if the server did not send its length.
             problem = (
                 f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used"
             )
         except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
             problem = f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}"
             if isinstance(e, urllib.error.HTTPError):
-                e.close()  # it is the response as well
-                if e.code < 500:  # not there, or not for us: nor will it be in a second
+                e.close()  # the exception is also the response
+                if e.code < 500:  # missing or forbidden: another attempt would fail too
                     raise UserError(f"{problem}. {by_hand}") from None
         if attempt < ATTEMPTS:
             time.sleep(PAUSE * attempt)
@@ -171,22 +172,22 @@ def download(corpus: Corpus, path: Path) -> None:
 def _fetch(url: str) -> bytes:
     with urllib.request.urlopen(url, timeout=60.0) as response:  # seconds without data
         raw = response.read(LARGEST)
-        if response.length:  # still to come
+        if response.length:  # bytes that did not arrive
             raise http.client.IncompleteRead(raw, response.length)
     return raw
 
 
 def _python_docs() -> str:
-    """Return Python's reference, about 460 KB of English prose that `help()` shows; releases differ a little."""
+    """Return Python's reference as `help()` shows it: about 460 KB of English prose, which releases change slightly."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name].strip("\n") for name in sorted(topics.topics)) + "\n"
 
 
 def _python_questions() -> str:
-    """Return conversations of one turn: what something is, by the first sentence of its section in Python's reference.
+    """Return conversations as JSON lines: "What is X?", answered by the first sentence of X's section in the reference.
 
-    Some 215, in an order that is mixed and always the same, so that the held-out ones are of every kind.
+    There are about 215, in an order that is shuffled but fixed, so that every kind is held out.
     """
     heading = r"^(\S.{2,59})\n([*=~-])\2+\n\n((?:[A-Z].*\n)(?:\S.*\n)*)"
     definition = r"^( *)((?:[a-z]\w*\.)+\w+)(?:\(.*\))?\n\n((?:\1   \S.*\n)+)"
@@ -204,7 +205,7 @@ def _python_questions() -> str:
 
 
 def _write_to_cache(name: str, text: str) -> Path:
-    """Return the file of the cache with a text; its name has the text's SHA-256."""
+    """Write a text to the cache, unless it is there, and return its path; the name contains its SHA-256."""
     stem, _, suffix = name.rpartition(".")
     digest = hashlib.sha256(text.encode()).hexdigest()
     path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix}"

@@ -1,4 +1,4 @@
-"""The dataset of a configuration: text tokenised once, split by position."""
+"""Prepare the dataset of a configuration: encode its text once and split it by position."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxgpt.data.workers import count_cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 
-FOR_ALL_CORES = 2**25  # characters of a text from which on a process for each core is worth its start
-TEXT_FORMAT = 2  # of what the cache holds of texts; raised when the same text gives other tokens
+FOR_ALL_CORES = 2**25  # characters; encoding a text of at least this length repays starting a process per core
+TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
 
 
 def prepare(
@@ -35,15 +35,22 @@ def prepare(
     with_prefix: bool = True,
     known: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Return the dataset of a configuration; text is tokenised once and kept in the cache as memory-mapped token files.
+    """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 
-    The split is by position: the last `val_fraction` of the characters (of the tokens, for a .bin without a
-    validation file; of conversations and pairs, of their number) is held out. vocab_size: the model's, which tokenizer
-    "ids" needs. encoder: sources of pairs go to an encoder, apart from their targets; else both are one text.
-    with_prefix: conversations and pairs begin with the tokenizer's prefix; see `RunMetadata.has_prefix`.
-    known: the fingerprint of what it gave before. If no path is named, or nothing is at it any more, the tokens in
-    the cache with that fingerprint are enough.
-    Raises `UserError` if there is no text, it is not UTF-8, or a split is shorter than one window.
+    The last `val_fraction` is held out: of the characters of a text, of the tokens of .bin files if none of them is for
+    validation, and of the number of conversations or pairs.
+
+    Args:
+        config: the data and their tokenizer.
+        block_size: tokens per window. Each split needs at least `block_size + 1`.
+        vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
+        encoder: whether the source of a pair goes to an encoder. Otherwise source and target are one text.
+        with_prefix: whether conversations and pairs begin with the tokenizer's prefix; see `RunMetadata.has_prefix`.
+        known: fingerprint of an earlier dataset. Unless `config.path` names an existing file, cached tokens with this
+            fingerprint are used instead of the text.
+
+    Raises:
+        UserError: there is no text, it is not UTF-8, or a split is shorter than one window.
     """
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
@@ -66,7 +73,7 @@ def prepare(
 def prepare_for(
     model: GPTConfig, data: DataConfig, *, with_prefix: bool = True, known: dict[str, Any] | None = None
 ) -> Dataset:
-    """Prepare the dataset that a model is trained on: see `prepare`."""
+    """Return the dataset for training a model: see `prepare`."""
     return prepare(
         data,
         block_size=model.block_size,
@@ -125,7 +132,7 @@ def _from_cache(cached: CachedTokens) -> Dataset:
 
 
 class _Text:
-    """The text of files in pieces, None between two files, and its SHA-256, which has to be the same at each reading."""
+    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256."""
 
     def __init__(self, files: list[Path], source: str):
         self._files, self._source, self.digest = files, source, ""
@@ -133,7 +140,7 @@ class _Text:
     def __iter__(self) -> Iterator[str | None]:
         digest = hashlib.sha256()
         for piece in read_text(self._files):
-            # The end of a document is a byte that UTF-8 does not have.
+            # Hash the end of a document as a byte that never occurs in UTF-8.
             digest.update(b"\xff" if piece is None else piece.encode())
             yield piece
         if self.digest not in ("", digest.hexdigest()):
@@ -144,7 +151,7 @@ class _Text:
 def _to_encode(
     pieces: Iterable[str | None], train_characters: int, end_of_text: int | None, counts: dict[str, int]
 ) -> Iterator[tuple[str, str | np.ndarray]]:
-    """Yield (split, text or ids). counts: to its val_bytes are added those of the validation split."""
+    """Yield (split, text or ids), and add the UTF-8 bytes of the validation split to `counts["val_bytes"]`."""
     for split, piece in _split(pieces, train_characters):
         text = "\n" if piece is None else piece
         if split == "val":
@@ -153,7 +160,7 @@ def _to_encode(
 
 
 def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tuple[str, str | None]]:
-    """Yield ("train" | "val", piece) by character position. None, the end of a document, is one character."""
+    """Yield ("train" or "val", piece) by character position. None, the end of a document, counts as one character."""
     left = train_characters
     for piece in _whole_lines(pieces):
         if piece is None:
@@ -168,7 +175,7 @@ def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tupl
 
 
 def _whole_lines(pieces: Iterable[str | None]) -> Iterator[str | None]:
-    """Cut pieces after a newline where they can be, so that BPE never meets a word cut in two by our reading."""
+    """Move the ends of pieces to newlines where possible, so that reading in pieces cuts no word in two for BPE."""
     rest = ""
     for piece in pieces:
         if piece is None:
@@ -185,7 +192,7 @@ def _whole_lines(pieces: Iterable[str | None]) -> Iterator[str | None]:
 
 
 def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Return (ids, text) of a text to evaluate, in memory: files are separated as for training."""
+    """Return (ids, text) of files to evaluate, both in memory, with files separated as for training."""
     documents = ["".join(piece for piece in read_text([file]) if piece) for file in files]
     text, end = "\n".join(documents), tokenizer.end_of_text
     if end is None:
@@ -195,7 +202,7 @@ def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, s
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the model with its vocabulary known: the tokenizer's, unless a larger (padded) one was asked for."""
+    """Return the model with its vocabulary size set to the tokenizer's, unless it has a larger (padded) one."""
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     if model.vocab_size < tokenizer.vocab_size:

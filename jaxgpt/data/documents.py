@@ -1,4 +1,4 @@
-"""Conversations and pairs of texts, prepared: documents of which parts are to be written."""
+"""Prepare conversations and pairs: documents of which the model is to generate only some tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 
 OF_DOCUMENTS = tuple(f"{split}{part}" for split in SPLITS for part in ("", "_answers", "_ends"))
-FORMAT = 2  # of what the cache holds of conversations and pairs; raised when the same file gives other tokens
+FORMAT = 2  # version of cached conversations and pairs; increased when the same file gives other tokens
 
 
 def prepare_documents(
@@ -46,7 +46,8 @@ def prepare_documents(
             )
     made_of: dict[str, Any] = {}
     if with_prefix and cached.tokenizer.prefix:
-        made_of["prefix"] = list(cached.tokenizer.prefix)  # earlier versions had none: see `RunMetadata.has_prefix`
+        # Absent in runs of earlier versions: see `RunMetadata.has_prefix`.
+        made_of["prefix"] = list(cached.tokenizer.prefix)
     tokenizer_config = None
     if config.is_chat:
         template = chat_template.find_template(cached.tokenizer, beside, with_prefix=with_prefix)
@@ -62,7 +63,7 @@ def prepare_documents(
 
 
 def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix: bool) -> CachedTokens:
-    """Return the tokens of the file, from the cache or made for it. beside: the directory of the tokenizer's file."""
+    """Return the tokens of the file, cached or newly encoded. beside: the directory of the tokenizer's file."""
     path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
     suffix = Path(path).suffix
     if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
@@ -81,7 +82,7 @@ def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix
     if (cached := read_tokens(directory, OF_DOCUMENTS)) is not None:
         return cached
     alphabet, count = set[str](), 0
-    for texts in _texts(config, path):  # a bad line raises here, before the good ones are encoded
+    for texts in _texts(config, path):  # an invalid line raises here, before any is encoded
         count += 1
         if name == "char":
             alphabet.update(*texts)
@@ -111,9 +112,9 @@ def _texts(config: DataConfig, path: str) -> Iterator[list[str]]:
 def _by_split(
     encoded: Iterable[tuple[np.ndarray, np.ndarray]], train: int, path: str, digest: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name in OF_DOCUMENTS, what comes next in it), of which the first `train` documents are for training.
+    """Yield (name in OF_DOCUMENTS, its next values); the first `train` documents are for training.
 
-    Raises `UserError` at the end if the file has another SHA-256 by then.
+    Raises `UserError` at the end if the SHA-256 of the file has changed.
     """
     ends = dict.fromkeys(SPLITS, 0)
     for number, (ids, answers) in enumerate(encoded):

@@ -1,4 +1,4 @@
-"""Numbers in Spanish words and in digits: pairs to translate either way, in which every word matters."""
+"""Generate pairs of Spanish number words and digits: a translation task in which every word matters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-COUNT = 200_000  # numbers, each both ways
+COUNT = 200_000  # numbers, each in both directions
 
 _SMALL = (
     "cero uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
@@ -20,15 +20,15 @@ _HUNDREDS = (
 
 
 def spell_number(n: int) -> str:
-    """Spell n in Spanish, 0 to 999,999,999: 21,000 is "veintiún mil", 101 "ciento uno".
+    """Spell n, from 0 to 999,999,999, in Spanish: 21,000 is "veintiún mil", 101 "ciento uno".
 
-    As the Academy writes it: Ortografía de la lengua española, 2010, chapter VIII.
+    Source: Real Academia Española, Ortografía de la lengua española, 2010, chapter VIII.
     """
     words = []
     for unit, one, many in ((1_000_000, "un millón", "millones"), (1000, "mil", "mil")):
         count, n = divmod(n, unit)
         if count:
-            # Before a noun "uno" is "un": veintiún mil, treinta y un millones.
+            # Before a noun "uno" becomes "un": veintiún mil, treinta y un millones.
             counted = re.sub("uno$", "un", re.sub("veintiuno$", "veintiún", _below_1000(count)))
             words.append(one if count == 1 else f"{counted} {many}")
     if n or not words:
@@ -49,10 +49,10 @@ def _below_1000(n: int) -> str:
 
 
 def make_number_pairs() -> str:
-    """Return a .tsv of COUNT different numbers, each in words then digits, and the other way round in the next line.
+    """Return a .tsv of COUNT distinct numbers, each on two lines: words to digits, then digits to words.
 
-    Lengths from one to nine digits are equally likely, in a mixed order that is always the same; there are fewer
-    numbers of few digits, so that most have five to nine.
+    Lengths of one to nine digits are drawn with equal probability and a fixed seed. As few short numbers exist and
+    duplicates are dropped, most have five to nine digits.
     """
     rng = np.random.default_rng(2017)
     digits_N = rng.integers(1, 10, 4 * COUNT)

@@ -1,4 +1,4 @@
-"""Pairs of texts, a source and its target: files of them, and their tokens."""
+"""Pairs of a source and a target text: read, encoded, and packed for a model with an encoder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_lines
 
-# A pair is encoded as a line of the file: the tab between the two begins the target, the end of the line ends it.
+# A pair is encoded as a line of its file: the tab begins the target, the end of the line ends it.
 TARGET_START, TARGET_END = "\t", "\n"
 
 
 def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
-    """Yield ("FILE:LINE", source, target) of every line of a .tsv file; empty lines are none.
+    """Yield ("FILE:LINE", source, target) for the lines of a .tsv file that are not blank.
 
-    Raises `UserError`, which names file and line, for what is not a pair.
+    Raises `UserError`, with file and line, for a line that is not a pair.
     """
     for where, raw in read_lines(path, LONGEST_LINE, "cut the pair"):
         try:
@@ -36,9 +36,10 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
 def encode_pairs(
     path: str | Path, tokenizer: Tokenizer, *, with_prefix: bool = True
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, which of them are to be written) of every pair: source, TARGET_START, target, TARGET_END.
+    """Yield (ids, mask) of each pair, encoded as source, TARGET_START, target, TARGET_END.
 
-    with_prefix: whether a source begins with the tokens that the tokenizer begins texts with.
+    The mask is True for the tokens to generate, target and TARGET_END. `with_prefix` puts the tokenizer's prefix before
+    each source.
     """
     prefix = np.array(tokenizer.prefix if with_prefix else (), np.int32)
     start, end = encode_target_start(tokenizer), tokenizer.encode(TARGET_END)
@@ -53,9 +54,10 @@ def encode_pairs(
 
 
 def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, with_prefix: bool) -> tuple[list[int], list[int]]:
-    """Return (source, what its target begins with) as `encode_pairs` has them.
+    """Return (ids of the source, ids that begin its target), encoded as by `encode_pairs`.
 
-    A prompt is a source, or a source, TARGET_START and the beginning of a target. Raises `UserError` for an empty source.
+    A prompt is a source, or a source, TARGET_START and the beginning of a target. Raises `UserError` if the source is
+    empty.
     """
     source, _, target = prompt.partition(TARGET_START)
     if not source:
@@ -66,7 +68,7 @@ def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, with_prefix: bool) -> 
 
 
 def encode_target_start(tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token with which a target begins. Raises `UserError` if it is not a single token."""
+    """Return the id of TARGET_START, shape [1]. Raises `UserError` unless it and TARGET_END are single tokens."""
     for name, text in (("tab", TARGET_START), ("end of line", TARGET_END)):
         if len(tokenizer.encode(text)) != 1:
             raise UserError(
@@ -76,18 +78,18 @@ def encode_target_start(tokenizer: Tokenizer) -> np.ndarray:
 
 
 class Pairs(Conversations):
-    """Pairs for a model with an encoder: sources apart from targets, each of at most `block_size` tokens.
+    """Pairs for a model with an encoder: sources and targets in separate arrays.
 
-    Longer ones are left out.
+    A pair is left out if its source, or its target with TARGET_END, has more than `block_size` tokens.
     """
 
     def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (how many tokens of each to read, the larger of source and target)."""
-        written = np.add.reduceat(self._answers, starts, dtype=np.int64)  # of the target, with its end
+        """Return (tokens to read of each pair, tokens of the longer of its source and target)."""
+        written = np.add.reduceat(self._answers, starts, dtype=np.int64)  # tokens of each target and its TARGET_END
         return lengths, np.maximum(lengths - written - 1, written)
 
     def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return (inputs_T, targets_T, mask_T, segments_T, source_S, source_segments_S) with S = T = block_size."""
+        """Return (inputs_T, targets_T, mask_T, segments_T, source_S, source_segments_S), with S = T = block_size."""
         inputs, targets, segments, source, source_segments = (np.zeros(self.block_size, np.int32) for _ in range(5))
         mask, at, read = np.zeros(self.block_size, bool), 0, 0
         for number, member in enumerate(members, 1):
@@ -99,7 +101,7 @@ class Pairs(Conversations):
         return inputs, targets, mask, segments, source, source_segments
 
     def split(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, TARGET_START target TARGET_END) of one pair."""
+        """Return (ids of the source, ids of TARGET_START, target and TARGET_END) of one pair."""
         ids, answers = self.read(number)
         start = int(np.argmax(answers)) - 1
         return ids[:start], ids[start:]
@@ -108,7 +110,7 @@ class Pairs(Conversations):
 def collect_documents(
     encoded: Iterable[tuple[np.ndarray, np.ndarray]], block_size: int, *, encoder: bool = False
 ) -> Conversations:
-    """Return documents that are not in the cache. encoder: pairs, with sources apart from targets."""
+    """Concatenate encoded documents in memory, as `Pairs` for an encoder, else as `Conversations`."""
     ids, answers = zip(*encoded, strict=True)
     ends = np.cumsum([len(x) for x in ids])
     return (Pairs if encoder else Conversations)(np.concatenate(ids), np.concatenate(answers), ends, block_size)

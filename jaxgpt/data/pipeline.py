@@ -1,4 +1,4 @@
-"""Batches of a split: a pure function of (seed, step), read ahead by Grain's threads."""
+"""Batches of a split: a pure function of (seed, step), prefetched by Grain's threads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 
-MOST_STEPS = 2**40  # steps of an endless run: the largest that `TrainConfig.steps` may be
-RowReader = Callable[[int], tuple[np.ndarray, ...]]  # number of a row -> the fields of a `Batch`, one row of each
+MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
+RowReader = Callable[[int], tuple[np.ndarray, ...]]  # index of a row -> that row of each field of a `Batch`
 
 
 class Split(Protocol):
     """One split of a dataset, cut into rows of `block_size` inputs."""
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
-        """Return the n-th row of an endless run as a function of n: epochs follow each other, each in its own order."""
+        """Return a function from n to the n-th row of an endless run: epoch after epoch, each in its own order."""
         ...
 
     def validation_rows(
         self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
     ) -> tuple[int, RowReader]:
-        """Return (the number of rows, the reader of one), with every target once; rows after the last are padding."""
+        """Return (number of rows, reader of a row). Every target occurs once; rows past the last are padding."""
         ...
 
 
@@ -36,11 +36,11 @@ def training_batches(
     start_step: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield endless batches from `start_step` on: batch t depends on (data, seed, t) alone, so resuming needs no state.
+    """Yield endless batches from `start_step` on: batch t depends only on (data, seed, t), so resuming needs no state.
 
-    rows: those of each batch to read, where other processes read the others; None: all.
+    `rows` are the rows of each batch that this process reads; None means all.
     """
-    import grain  # 1.5 s to import: only for those who train
+    import grain  # 1.5 s to import, so only when training
 
     read = data.training_rows(block_size=block_size, seed=seed)
     local = range(batch_size) if rows is None else [int(row) for row in rows]
@@ -62,13 +62,18 @@ def validation_batches(
     prefix_length: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """Yield the split, every target once, in batches of one shape (the last padded and masked).
+    """Yield a split in batches of one shape, with every target once. The last batch is padded and masked.
 
-    stride: tokens that each window moves on. All targets but the first window's have more than block_size - stride
-        tokens before them; a smaller one costs as many times the work. None: block_size, windows that touch.
-    max_tokens: read about this many targets, in rows spread evenly over the split, the same on every call. None: all.
-    prefix_length: tokens at the beginning of a text that are not targets; the first token never is.
-    rows: those of each batch to read, as for training.
+    Args:
+        data: the split.
+        block_size: inputs per row.
+        batch_size: rows per batch.
+        stride: tokens from the start of one window to the next; half the stride costs twice the work. All targets but
+            those of the first window have more than `block_size - stride` tokens of context. None means block_size.
+        max_tokens: about how many targets to read, in rows spread evenly over the split, the same on every call. None
+            means all.
+        prefix_length: tokens at the beginning of the split that are not targets. The first token never is one.
+        rows: rows of each batch that this process reads. None means all.
     """
     local = range(batch_size) if rows is None else [int(row) for row in rows]
     stride = block_size if stride is None else stride
@@ -84,7 +89,7 @@ def _stack(rows: Iterable[tuple[np.ndarray, ...]]) -> Batch:
 
 
 def shuffle_epochs(length: int, seed: int) -> Sequence[int]:
-    """Return an endless sequence of epochs, each the integers below `length` in an order of its own."""
+    """Return an endless sequence of epochs, each a different permutation of the integers below `length`."""
     import grain
 
     shuffled: Any = grain.MapDataset.range(length).shuffle(seed=seed)
@@ -92,5 +97,5 @@ def shuffle_epochs(length: int, seed: int) -> Sequence[int]:
 
 
 def pick_evenly(items: Sequence[int], count: int) -> list[int]:
-    """Return about `count` items, at least one, evenly from the first to the last."""
+    """Return about `count` items, at least one, spread evenly from the first to the last."""
     return [items[int(i)] for i in np.linspace(0, len(items) - 1, max(1, count))]

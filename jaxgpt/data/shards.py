@@ -1,4 +1,4 @@
-"""Token files of others: nanoGPT's bare uint16 and llm.c's shards, checked before a step is made of them."""
+"""Read token files of other programs, nanoGPT's bare uint16 and llm.c's shards, and check them before training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file
 
-# llm.c's shards start with 256 int32: magic, version, number of tokens. The magic tells the width of a token.
+# llm.c's shards start with 256 int32: magic, version, number of tokens. The magic gives the width of a token.
 LLMC_HEADER_BYTES = 1024
 LLMC_MAGIC = {20240520: np.uint16, 20240801: np.uint32}
 
-# Bare uint16 has no mark of its own, so any file would do: what these begin with is something else.
+# Bare uint16 has no magic number, so any file would pass: refuse those that begin like another format.
 OTHER_KINDS = {
-    b"\x93NUMPY": "a NumPy array (.npy): write its numbers with array.astype(np.uint16).tofile(...)",
+    b"\x93NUMPY": "a NumPy array (.npy): write its values with array.astype(np.uint16).tofile(...)",
     b"PK\x03\x04": "a zip archive (or .npz, or a PyTorch file)",
     b"\x1f\x8b\x08": "gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
@@ -38,11 +38,11 @@ OTHER_KINDS = {
 }
 
 SCAN = 2**22  # tokens read at a time
-HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # in the name of a token file
+HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # matches the names of validation files
 
 
 def find_shards(path: str | None) -> list[Path]:
-    """Return the .bin shards at `--data.path`, none if it is a text. Raises `UserError` for a gap in their numbers."""
+    """Return the .bin shards at `--data.path`, [] if it is text. Raises `UserError` for a gap in their numbering."""
     if path is None:
         return []
     root = Path(path)
@@ -68,7 +68,8 @@ def find_shards(path: str | None) -> list[Path]:
 def prepare_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
-    Files with the word val, valid or validation in their names are held out; without any, the end of the tokens is.
+    Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
+    the tokens is.
     """
     root = Path(config.path or "")
     tokenizer = _tokenizer_of_shards(config, root, files, vocab_size)
@@ -102,7 +103,7 @@ def prepare_shards(config: DataConfig, files: list[Path], vocab_size: int | None
 def _tokenizer_of_shards(config: DataConfig, root: Path, shards: list[Path], vocab_size: int | None) -> Tokenizer:
     if config.tokenizer == "ids":
         if vocab_size is None:
-            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not say how many ids there are")
+            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
         return IdTokenizer(vocab_size)
     text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
     if text is not None:
@@ -120,7 +121,7 @@ def _tokenizer_of_shards(config: DataConfig, root: Path, shards: list[Path], voc
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Return the tokens of a file, memory-mapped. Raises `UserError` for what is cut short or no token file."""
+    """Return the tokens of a file, memory-mapped. Raises `UserError` if it is truncated or not a token file."""
     with open_file(path) as f:
         size = f.seek(0, 2)
         f.seek(0)
@@ -139,7 +140,7 @@ def open_shard(path: Path) -> np.ndarray:
         dtype, offset = np.dtype(np.uint16), 0
         if (kind := _other_kind(head, size)) is not None:
             raise UserError(
-                f"{path} is no token file but {kind}. A .bin needs token ids alone, as nanoGPT and llm.c write them"
+                f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
             )
         if size == 0 or size % 2:
             raise UserError(
@@ -168,7 +169,7 @@ def _other_kind(head: bytes, size: int) -> str | None:
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
-    """Return the length and SHA-256 of a shard, read once. Raises `UserError` for a token that is `limit` or more."""
+    """Return the length and SHA-256 of a shard, in one pass. Raises `UserError` for a token of `limit` or more."""
     digest = hashlib.sha256()
     for at in range(0, len(tokens), SCAN):
         part = tokens[at : at + SCAN]
@@ -184,7 +185,7 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
 
 
 def cut(shards: list[np.ndarray], at: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the shards before token `at`, and those after it."""
+    """Split shards into those before token `at` and those from it on."""
     before, after = [], []
     for shard in shards:
         head = max(0, min(len(shard), at))

@@ -1,4 +1,4 @@
-"""Token ids over several files, and the two splits of them that a run trains and validates on."""
+"""Token ids in one or more files, and the dataset of a run: its training and validation splits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from jaxgpt.data.tokenizer import Tokenizer
 
 
 class Tokens:
-    """A sequence of token ids over one or more memory-mapped files: only what is read is in memory."""
+    """A sequence of token ids in one or more memory-mapped files, of which only the windows in use are in memory."""
 
     def __init__(self, shards: list[np.ndarray]):
+        """Concatenate shards: 1-D arrays of any integer dtype."""
         self._shards = shards
         self._ends = np.cumsum([len(s) for s in shards])
 
     def __len__(self) -> int:
+        """Return the number of tokens."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Return `length` ids from `start` on, int32; windows cross from one shard to the next."""
+        """Return `length` ids from `start` on, int32, across shards if necessary."""
         assert start >= 0 and start + length <= len(self), (start, length, len(self))
         shard = int(np.searchsorted(self._ends, start, side="right"))
         start -= int(self._ends[shard - 1]) if shard else 0
@@ -40,15 +42,15 @@ class Tokens:
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return the reader of (inputs_T, targets_T): see `pipeline.Split`.
 
-        Each epoch cuts the text into windows that touch but do not overlap, and visits each once. Where the first
-        window starts is drawn anew each epoch, so the same text is cut elsewhere next time; the fewer than
-        2 block_size tokens left over at the two ends are skipped in that epoch.
+        Each epoch cuts the tokens into adjacent windows and visits each once. The start of the first window is drawn
+        for each epoch, so the cuts differ between epochs. Fewer than `2 * block_size` tokens are left over at the two
+        ends; they are skipped in that epoch.
         """
         windows = count_windows(len(self), block_size)
         order = shuffle_epochs(windows, seed)
         most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
 
-        @functools.lru_cache(maxsize=16)  # drawn once an epoch, not once a window
+        @functools.lru_cache(maxsize=16)  # drawn once per epoch, not per window
         def offset(epoch: int) -> int:
             return int(np.random.default_rng([seed, epoch]).integers(most + 1))
 
@@ -61,7 +63,7 @@ class Tokens:
     def validation_rows(
         self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
     ) -> tuple[int, RowReader]:
-        """Return the number and the reader of (inputs_T, targets_T, mask_T): see `pipeline.Split`."""
+        """Return (number of rows, reader of (inputs_T, targets_T, mask_T)): see `pipeline.Split`."""
         n_targets = len(self) - 1
         starts: Sequence[int] = find_window_starts(n_targets, block_size=block_size, stride=stride)
         if max_tokens is not None and max_tokens < n_targets:
@@ -82,16 +84,16 @@ class Tokens:
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:
-    """Count windows of block_size + 1 tokens, each sharing one token with the next, that fit wherever the cut falls."""
+    """Count the windows of block_size + 1 tokens, each sharing one with the next, that fit at any offset."""
     assert n_tokens > block_size
     return max(1, n_tokens // block_size - 1)
 
 
 def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:
-    """Return the starts of windows that move on by `stride` and together have every target: input i has target i + 1.
+    """Return the starts of windows, `stride` apart, that together cover every target: input i has target i + 1.
 
-    A window scores those of its inputs that no earlier one has: all of the first, and from input
-    block_size - stride on of the others.
+    A window scores the inputs that no earlier one scored: the first window all, the others from input
+    `block_size - stride` on.
     """
     assert 1 <= stride <= block_size, (stride, block_size)
     return range(0, max(targets - (block_size - stride), min(targets, 1)), stride)
@@ -99,15 +101,14 @@ def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The two splits, the tokenizer they are encoded by, and what makes two runs comparable."""
+    """The two splits, their tokenizer, and a fingerprint: runs with the same one are comparable."""
 
     train: Tokens | Conversations
     val: Tokens | Conversations
     tokenizer: Tokenizer
-    val_characters: int | None = None  # for bits per character; None where the text is not known
+    val_characters: int | None = None  # for bits per character; None if the text is unknown
     val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
-    fingerprint: dict  # tokens of both splits; SHA-256 of both or, of .bin shards, of each file; and of the tokenizer
-    # the chat template of conversations, as tokenizer_config.json has it. Empty: it follows from the tokenizer. None: the
-    # data are not conversations
+    fingerprint: dict  # token counts of both splits; SHA-256 of both (for shards: of each file) and of the tokenizer
+    # entries of tokenizer_config.json for the chat template; {} if the tokenizer implies it, None without conversations
     tokenizer_config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training

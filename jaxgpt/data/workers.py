@@ -1,8 +1,8 @@
-"""Encode a stream of texts by all cores.
+"""Encode a stream of texts on all cores.
 
-Each core has a process that gets a tokenizer.json and then texts, and answers each with its ids. They are plain
-subprocesses, because `multiprocessing` imports the caller's `__main__` again: a script without
-`if __name__ == "__main__"` would start over in each.
+One process per core receives a tokenizer.json and then texts, and returns the ids of each. They are plain
+subprocesses, because those of `multiprocessing` import the caller's `__main__`: a script without
+`if __name__ == "__main__"` would run again in each.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 
 Label = TypeVar("Label")
-HEAD = struct.Struct("<?Q")  # of a message: whether it is an error, and how many bytes follow
+HEAD = struct.Struct("<?Q")  # header of a message: whether it is an error, number of bytes that follow
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_in_order(
     items: Iterable[tuple[Label, str | np.ndarray]], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[Label, np.ndarray]]:
-    """Yield each label with the ids of its text, in the order of `items`; what is ids already passes through.
+    """Yield (label, ids) in the order of `items`; values that are already ids pass through.
 
-    workers: processes. With fewer than two, or a tokenizer that is faster than a pipe, all is encoded in this one.
-    Raises `UserError` as `encode` does.
+    `workers` is the number of processes. This process encodes everything if they are fewer than two or the tokenizer is
+    not BPE, as the others are faster than a pipe. Raises `UserError` as `encode` does.
     """
     if workers < 2 or not isinstance(tokenizer, BPETokenizer):
         for label, text in items:
@@ -46,7 +46,7 @@ def encode_in_order(
         return
     with contextlib.ExitStack() as stack:
         free = [_Worker(tokenizer, stack) for _ in range(workers)]
-        # A worker has one text at most, so that neither side ever waits for the other to read.
+        # A worker has at most one text: with more, both sides could wait for the other to read.
         busy: deque[tuple[Label, _Worker | np.ndarray]] = deque()
         for label, text in items:
             if isinstance(text, str):
@@ -72,8 +72,8 @@ class _Worker:
     """A process that encodes texts."""
 
     def __init__(self, tokenizer: BPETokenizer, stack: contextlib.ExitStack):
-        """stack: ends the process."""
-        # One thread each, since there is one of them on each core; and the imports that this process has.
+        """Start the process; closing `stack` ends it."""
+        # One thread each, because there is one worker per core. The same module search path as this process.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         own = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
         code = "from jaxgpt.data.workers import serve; serve()"
@@ -114,7 +114,7 @@ def _write(stream: IO[bytes] | None, raw: bytes, *, is_error: bool = False) -> N
 
 
 def _read(stream: IO[bytes] | None) -> tuple[bool, bytes] | None:
-    """Return (whether it is an error, its bytes) of the next message, or None at the end."""
+    """Return (is_error, bytes) of the next message, or None at the end of the stream."""
     assert stream is not None
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -125,7 +125,7 @@ def _read(stream: IO[bytes] | None) -> tuple[bool, bytes] | None:
 
 
 def serve() -> None:
-    """Encode texts from the standard input until it ends. Ctrl-C is for the process that started this one."""
+    """Encode texts from standard input until it ends. Ctrl-C is ignored: the parent process handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenizer = None
     while (message := _read(sys.stdin.buffer)) is not None:

@@ -160,7 +160,7 @@ def test_a_made_corpus_that_is_damaged_is_made_again(tmp_path, monkeypatch, name
 def test_an_unknown_corpus_is_told():
     with pytest.raises(
         UserError,
-        match="unknown corpus 'bible': there are python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare",
+        match="unknown corpus 'bible': known are python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare",
     ):
         find_corpus_files("bible")
 

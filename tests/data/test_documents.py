@@ -142,6 +142,6 @@ def test_a_first_token_that_no_text_has_is_told():
     held["added_tokens"] = [t for t in held["added_tokens"] if t["content"] != "<s>"]
     tokenizer = BPETokenizer(json.dumps(held))
     assert tokenizer.prefix == (0,)
-    with pytest.raises(UserError, match="begins texts with '<s>', which is no special token of it"):
+    with pytest.raises(UserError, match="begins texts with '<s>', which is not one of its special tokens"):
         find_template(tokenizer, None)
     assert find_template(tokenizer, None, with_prefix=False) is CHATML

@@ -191,7 +191,7 @@ def test_damaged_cached_tokens_are_made_anew_and_it_is_said(text_file, tmp_path,
     tokens = good.train.read(0, len(good.train))
     (directory,) = (tmp_path / "tokens").iterdir()
     harm(directory)
-    with pytest.warns(UserWarning, match="the cached tokens in .* are damaged .*: made anew"):
+    with pytest.warns(UserWarning, match="the cached tokens in .* are damaged .*: encoding the text again"):
         again = prepare(config, block_size=8)
     assert again.fingerprint == good.fingerprint
     assert again.train.read(0, len(again.train)).tolist() == tokens.tolist()
@@ -201,7 +201,7 @@ def test_damaged_cached_tokens_are_made_anew_and_it_is_said(text_file, tmp_path,
 
 def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(text_file))
-    with pytest.raises(UserError, match="cannot write into the cache .* JAXGPT_CACHE names another place"):
+    with pytest.raises(UserError, match="cannot write into the cache .* Set JAXGPT_CACHE to another directory"):
         prepare(DataConfig(path=str(text_file)), block_size=8)
 
 

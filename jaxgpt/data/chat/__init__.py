@@ -1,1 +1,1 @@
-"""Conversations: read, rendered by a chat template, packed into rows."""
+"""Read conversations, render them with a chat template, and pack them into rows."""

@@ -1,4 +1,4 @@
-"""Conversations: files of them, read and checked line by line, and their tokens."""
+"""Conversations: read and validated line by line, encoded, and selected to fit into rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SHAPE = 'needs {"messages": [{"role": "user", "content": "..."}, {"role": "assis
 
 
 def read_messages(path: str | Path) -> Iterator[tuple[str, list[Message]]]:
-    """Yield ("FILE:LINE", messages) of every line of a .jsonl file; empty lines are none.
+    """Yield ("FILE:LINE", messages) for the lines of a .jsonl file that are not blank.
 
-    Raises `UserError`, which names file and line, for what is no conversation or has nothing to learn from.
+    Raises `UserError`, with file and line, for a line that is not a conversation or has no message of the assistant.
     """
     for where, raw in read_lines(path, LONGEST_LINE, "cut the conversation"):
         yield where, _messages(parse_json(raw, f"{where}: the line"), where)
@@ -44,12 +44,12 @@ def _messages(value: Any, where: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str):
             raise UserError(f"{here} has the content {short(content)}: needs a text")
-        # What would change what is learnt, and is not heeded: tool_calls, weight, name.
+        # Keys that would change what is learnt, but are not supported: tool_calls, weight, name.
         other = [key for key, held in message.items() if key not in ("role", "content") and held is not None]
         if other:
             raise UserError(f"{here} has {short(other[0])}, which is not understood: leave only role and content")
         if bad := next((c for c in content if c in MARKS or "\ud800" <= c <= "\udfff"), None):
-            raise UserError(f"{here} has U+{ord(bad):04X} in its content, which is no character: take it out")
+            raise UserError(f"{here} has U+{ord(bad):04X} in its content, which is not a character: take it out")
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: none of its {len(messages)} messages is the assistant's: needs one to learn from")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -58,9 +58,9 @@ def _messages(value: Any, where: str) -> list[Message]:
 def encode_all(
     path: str | Path, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, which of them the assistant is to write) of every conversation, up to the end of its last answer.
+    """Yield (ids, mask) of each conversation; the mask is True for the tokens of the assistant.
 
-    Tokens after it are dropped. Raises `UserError` for what a template refuses.
+    Tokens after the last answer are dropped. Raises `UserError` for a conversation that the template rejects.
     """
     for where, messages in read_messages(path):
         try:
@@ -74,13 +74,13 @@ def encode_all(
 
 
 def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Return the ids of a user's message, up to where the assistant begins to write."""
+    """Return the ids of a user's message and of the header of the assistant's turn."""
     return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
-    """Return the token that ends an answer: the last special one that the assistant writes, or else the last."""
-    # One character, that every tokenizer of conversations knows: it is in the templates themselves.
+    """Return the id that ends an answer: the assistant's last special token, or its last token if none is special."""
+    # Every tokenizer of conversations knows "s", because the templates themselves contain it.
     written = template.write([{"role": role, "content": "s"} for role in ("user", "assistant")])
     ids, answers = tokenise(written, tokenizer)
     known = [i for i in ids[answers].tolist() if i in index_specials(tokenizer)]
@@ -88,17 +88,17 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:
 
 
 def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, which of them the assistant is to write: bool). Only the template's special tokens become such ids.
+    """Return (ids, mask), with True for the tokens of the assistant. Only the template can write special tokens.
 
-    The text is encoded at once, as transformers does. If a content spells a special token out, which would be read
-    as one, the text between the template's own is encoded piece by piece.
+    The text is encoded in one piece, as in transformers. If a content spells out a special token, which would be
+    encoded as one, the text between the template's own special tokens is encoded piece by piece instead.
     """
     ids, at = tokenizer.locate(written.text, specials=True)
     specials = index_specials(tokenizer)
     own, forged = [], False
     for n in np.flatnonzero(np.isin(ids, list(specials))):
         start, end = at[n]
-        start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # after spaces that it may take in
+        start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # skip spaces that the token may include
         end = start + len(specials[int(ids[n])])
         if any(a < end and start < b for a, b in written.contents):
             forged = True
@@ -115,7 +115,7 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
 
 
 def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Encode a text with these special tokens where they are, and none elsewhere."""
+    """Encode a text with the special tokens `ids` at the spans `at`, and none elsewhere."""
     all_ids, all_at, begin = [], [], 0
     for special, (start, end) in zip([*ids, None], [*at, (len(text), len(text))], strict=True):
         between, where = tokenizer.locate(text[begin:start], specials=False)
@@ -129,12 +129,13 @@ def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Token
 
 
 class Conversations:
-    """Conversations as token ids, memory-mapped or in memory, of which each fits into a row of `block_size` inputs.
+    """Conversations as token ids, memory-mapped or in memory, each of which fits into a row of `block_size` inputs.
 
-    A longer one ends after the last of its answers that fits; if none fits, it is left out.
+    A longer one is cut after the last answer that fits, or left out if none does.
     """
 
     def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
+        """Select what fits of the concatenated `ids`; `answers` is their mask, `ends` the end of each conversation."""
         self._ids, self._answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts
@@ -144,13 +145,13 @@ class Conversations:
         self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
 
     def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (how many tokens of each to read, how much room that takes in a row).
+        """Return (tokens to read of each, inputs that they take up in a row).
 
-        n tokens have n - 1 inputs, each with its target, and none of another conversation.
+        n tokens give n - 1 inputs, each with a target of the same conversation.
         """
         lengths = lengths.copy()
         for n in np.flatnonzero(lengths > self.block_size + 1):
-            # The one after the last is read too, to know whether an answer ends there.
+            # Read one token more, to see whether an answer ends at the last.
             ahead = np.asarray(self._answers[starts[n] : starts[n] + self.block_size + 2], bool)
             last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
             lengths[n] = last[-1] + 1 if len(last) else 0
@@ -158,11 +159,11 @@ class Conversations:
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Return which of them share a row: the same in each epoch and at each validation, so it is computed once."""
+        """Return which conversations share a row. It is computed once, for all epochs and validations."""
         return Packing(self.sizes, self.block_size)
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
-        """Return the reader of packed rows, with each conversation once an epoch: see `pipeline.Split`."""
+        """Return the reader of packed rows, each conversation once per epoch: see `pipeline.Split`."""
         assert block_size == self.block_size, (block_size, self.block_size)
         members = self.packing.training_members(seed)
         return lambda n: self.row(members(n))
@@ -170,23 +171,23 @@ class Conversations:
     def validation_rows(
         self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
     ) -> tuple[int, RowReader]:
-        """Return the number and the reader of packed rows: see `pipeline.Split`. Conversations are read whole."""
+        """Return (number of packed rows, reader of a row): see `pipeline.Split`. The stride must be block_size."""
         assert block_size == stride == self.block_size and not prefix_length, (block_size, stride, prefix_length)
         members = self.packing.validation_members(max_tokens)
         empty = np.zeros(0, np.int64)
         return len(members), lambda n: self.row(members[n] if n < len(members) else empty)
 
     def __len__(self) -> int:
-        """Count the tokens of all of them together."""
+        """Return the number of tokens in all conversations."""
         return int(self.lengths.sum())
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, which of them the assistant is to write) of one conversation."""
+        """Return (ids, mask of the assistant's tokens) of one conversation."""
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
         return self._ids[here], self._answers[here].astype(bool)
 
     def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return (inputs_T, targets_T, mask_T, segments_T): the members in a row, numbered from 1, then padding."""
+        """Return (inputs_T, targets_T, mask_T, segments_T): the members, in segments from 1 on, then padding."""
         inputs, targets, segments = (np.zeros(self.block_size, np.int32) for _ in range(3))
         mask, at = np.zeros(self.block_size, bool), 0
         for number, member in enumerate(members, 1):

@@ -1,6 +1,7 @@
-"""Chat templates in Jinja, as Hugging Face's tokenizers have them: programs of somebody else's.
+"""Chat templates in Jinja, as distributed with Hugging Face's tokenizers: untrusted programs.
 
-They run in Jinja's sandbox, which bounds what they reach, and in a process of their own, which bounds what they take.
+They run in Jinja's sandbox, which limits what they can access, and in a separate process, which limits the time and
+memory that they use.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from typing import Any
 from jaxgpt.errors import UserError
 
 LONGEST_TEXT = 2**24  # characters that a template may write
-MEMORY = 2**30  # bytes that its process may take, on Linux; the process itself takes 40 MB
-SECONDS = 10  # of a core that it may take for one conversation, but on Windows
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what {% generation %} holds: noncharacters, which no text has
-# A template that asks for today's date would give the same conversations other tokens tomorrow.
+MEMORY = 2**30  # bytes that its process may use, on Linux; 40 MB without a template
+SECONDS = 10  # of CPU time that it may use for one conversation, except on Windows
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around the output of {% generation %}: noncharacters, which no text contains
+# A fixed date for templates: with the current one, the same conversations would give other tokens tomorrow.
 TODAY = datetime.date(2025, 1, 1)
 
 
 def compile_template(source: str) -> Callable[..., str]:
-    """Return a function (**variables) -> text, with OPEN and CLOSE around the parts in {% generation %} tags.
+    """Return a function from keyword variables to text, with OPEN and CLOSE around {% generation %} blocks.
 
-    Whitespace, filters and functions are those of transformers' `apply_chat_template`, but `strftime_now` gives TODAY.
-    The program reads its variables and nothing else: no attribute whose name begins with _, no file, no import. What it
-    writes is bounded, but not the time and the memory that it takes: see `Renderer`.
-    Raises `UserError` for what is not a template, here, and where it fails or refuses its variables, there.
+    Whitespace, filters and functions are those of transformers' `apply_chat_template`, except that `strftime_now`
+    formats TODAY. The template can read only its variables: no attribute that begins with `_`, no file, no import. The
+    length of its output is limited here; its time and memory are limited by `Renderer`.
+    Raises `UserError` if the source is not a template; the function raises it if the template fails.
     """
     environment = _make_environment()
     try:
         template = environment.from_string(source)
-    except Exception as e:  # Jinja's own, and Python's for what it was translated into
+    except Exception as e:  # from Jinja, or from Python for the code that Jinja generates
         line = getattr(e, "lineno", None)
         raise UserError(
-            f"the chat template is no Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
+            f"the chat template is not a Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
         ) from None
 
     def render(**variables: Any) -> str:
@@ -54,11 +55,11 @@ def compile_template(source: str) -> Callable[..., str]:
                 if length > LONGEST_TEXT:
                     break
         except MemoryError:
-            raise UserError("the chat template takes more memory than it may: it cannot be used") from None
-        except Exception as e:  # a program of somebody else's: of any kind
+            raise UserError("the chat template exceeds its memory limit: it cannot be used") from None
+        except Exception as e:  # an untrusted program may raise anything
             why = str(e)[:300].rstrip(".") or type(e).__name__
             raise UserError(
-                f"the chat template refuses it: {why}. Repair the conversation, or give another tokenizer"
+                f"the chat template rejects the conversation: {why}. Repair it, or give another tokenizer"
             ) from None
         if length > LONGEST_TEXT:
             raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
@@ -107,26 +108,28 @@ def _make_environment() -> Any:
 
 
 class Renderer:
-    """A template in a process of its own, called as the function that `compile_template` returns.
+    """A template in a process of its own, called like the function that `compile_template` returns.
 
-    For one text the process may take SECONDS (but on Windows) and MEMORY (on Linux). Where it takes more, that is a
-    `UserError`, and the next text is written by it, or, if it had to be ended, by another.
+    For one text the process may use SECONDS of CPU time (except on Windows) and MEMORY bytes (on Linux). Exceeding a
+    limit raises `UserError`; if that ended the process, the next call starts another.
     """
 
     def __init__(self, source: str):
+        """Start the process and compile the template. Raises `UserError` if the source is not a template."""
         self._source = source
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._start()
 
     def __call__(self, **variables: Any) -> str:
+        """Render one text. Raises `UserError` if the template fails or exceeds a limit."""
         with self._lock:
             if self._process is None:
                 self._start()
             return self._ask(variables)
 
     def _start(self) -> None:
-        # By this file alone: to import its package takes three times as long.
+        # Run only this file: importing its package takes three times as long.
         code = f"import runpy; runpy.run_path({__file__!r})['serve']({SECONDS}, {MEMORY})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
@@ -139,7 +142,7 @@ class Renderer:
         self._ask(self._source)
 
     def _ask(self, value: Any) -> str:
-        """Return the answer of the process. Ends the process if none comes: a late one would be taken for the next."""
+        """Return the answer of the process. End the process if none comes, lest a late one be taken for the next."""
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
@@ -162,20 +165,20 @@ class Renderer:
 
 
 def _end(process: subprocess.Popen) -> None:
-    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes and waits
+    with contextlib.suppress(BrokenPipeError), process:  # `with` closes the pipes and waits
         process.kill()
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Answer each line of the standard input: the first is a template, the others are variables for it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the process that asks
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such a limit, or with a lower one
+    """Answer each line of standard input, in JSON: the first is a template, the others are its variables."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
+    with contextlib.suppress(ImportError, ValueError, OSError):  # the system has no such limit, or a lower one
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    # In seconds of a core, so that a busy machine does not count. Its signal ends the process. Not on Windows.
+    # CPU time, so that a busy machine makes no difference. The timer's signal ends the process. Not on Windows.
     timer = functools.partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, "setitimer") else lambda _: None
-    if hasattr(signal, "SIGPROF"):  # which the process that asks may ignore or block, as profilers do
+    if hasattr(signal, "SIGPROF"):  # the parent may ignore or block it, as profilers do
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     render = None
@@ -195,4 +198,4 @@ def serve(seconds: float, memory: int) -> None:
         sys.stdout.flush()
 
 
-renderer = functools.lru_cache(maxsize=8)(Renderer)  # a template's process stays while it is among the last eight
+renderer = functools.lru_cache(maxsize=8)(Renderer)  # keeps the processes of the eight templates used last

@@ -1,14 +1,15 @@
-"""Chat templates: how messages become one text, and which of it the assistant is to write.
+r"""Chat templates: render messages as one text, and find the parts of it that the assistant writes.
 
-The tokenizer's own, in Jinja, where the files beside it have one. Else ChatML, where it has ChatML's special tokens:
+A tokenizer's own template, in Jinja, is used if the files next to it contain one. A tokenizer without one that has
+ChatML's special tokens gets ChatML::
 
-    <|im_start|>user\\nWhat is 2 + 2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
+    <|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n
 
-Else plain, which any tokenizer can write; END is its end-of-text token, or, without one, the character U+0003:
+Any other tokenizer gets the plain template, in which END is its end-of-text token or, without one, U+0003::
 
-    User:\\nWhat is 2 + 2?ETX\\nAssistant:\\n4END\\n
+    User:\nWhat is 2 + 2?END\nAssistant:\n4END\n
 
-The assistant is to write its content and the end of its turn, not what leads up to it.
+The assistant writes its content and the end of its turn, but not the header of the turn.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 
 Message = dict[str, str]  # "role", one of ROLES, and "content"
-Span = tuple[int, int]  # of characters, from the first to before the last
+Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant")
-HOLE = "\ufdd2"  # around the number that stands for a content
-MARKS = (OPEN, CLOSE, HOLE)  # noncharacters, which contents must not have
-LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's has one of them, for its 6,000 added tokens
+HOLE = "\ufdd2"  # around the number of a content, in its placeholder
+MARKS = (OPEN, CLOSE, HOLE)  # noncharacters, which contents must not contain
+LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """A conversation as text."""
+    """A conversation rendered as text."""
 
     text: str
-    answers: tuple[Span, ...]  # what the assistant is to write
-    contents: tuple[Span, ...]  # what the messages said, in which special tokens written out are text
+    answers: tuple[Span, ...]  # what the assistant writes
+    contents: tuple[Span, ...]  # contents of the messages, in which special tokens written out are text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """A template in which all turns are alike: before, content, end, a newline."""
+    """A template in which every turn is `before`, the content, `end` and a newline."""
 
-    before: str  # with {role} or {Role} in it
+    before: str  # contains {role} or {Role}
     end: str
-    special: bool  # whether `end` is a special token; else no content may have it
-    begin: str = ""  # the tokens that the tokenizer begins texts with, written out
+    special: bool  # whether `end` is a special token; otherwise no content may contain it
+    begin: str = ""  # the tokenizer's prefix, as text
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        """Write messages as text. prompt: up to the beginning of an answer. Raises `UserError` if it cannot."""
+        """Render messages; `prompt` appends the header of an answer. Raises `UserError` if a content contains `end`."""
         text, answers, contents = self.begin, [], []
         for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
@@ -75,14 +76,14 @@ class Turns:
         return self.before.format(role=role, Role=role.capitalize())
 
     def config(self) -> dict[str, Any]:
-        """Return the entries of a tokenizer_config.json: none, as it follows from the tokenizer."""
+        """Return the entries of tokenizer_config.json: none, because the template follows from the tokenizer."""
         return {}
 
     def jinja(self) -> str:
-        """Return the same template in Jinja, for other programs. It accepts contents with `end` in them."""
+        """Return the template in Jinja, for other programs. Unlike `write`, it accepts contents that contain `end`."""
         before = self.before.format(role="{{ message['role'] }}", Role="{{ message['role'] | capitalize }}")
         content = "{{ message['content'] }}" + self.end
-        # No newline follows a block: some leave it out, and some do not.
+        # No newline follows a block: some programs would drop it, others not.
         begin = f"{{{{ {self.begin!r} }}}}" if self.begin else ""
         return (
             f"{begin}{{% for message in messages %}}{before}"
@@ -101,11 +102,11 @@ class Jinja:
     """A tokenizer's own template."""
 
     source: str
-    tokens: dict[str, str]  # bos_token, eos_token, ...: how they are written
+    tokens: dict[str, str]  # text of bos_token, eos_token, ...
     specials: tuple[str, ...]
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Return (what the template writes, the parts in its {% generation %} tags)."""
+        """Return (rendered text, spans of its {% generation %} blocks)."""
         given = {"messages": [dict(m) for m in messages], "add_generation_prompt": prompt}
         rendered = renderer(self.source)(**given, tools=None, documents=None, **self.tokens)
         text, spans = "", []
@@ -119,14 +120,14 @@ class Jinja:
         return text, spans
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False) -> Written:
-        """Write messages as `Turns` does."""
+        """Render messages: see `Turns.write`."""
         text, answers = self._text(messages, prompt=prompt)
         if not answers and not prompt:
             answers = [self._answer(messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
         return Written(text=text, answers=tuple(answers), contents=self._contents(messages, text, prompt))
 
     def _answer(self, messages: Sequence[Message], number: int, text: str) -> Span:
-        """Return what a message adds to the prompt, up to the last special token if only whitespace follows."""
+        """Return the span that an answer adds to its prompt, up to a last special token followed only by whitespace."""
         before, _ = self._text(messages[:number], prompt=True)
         after, _ = self._text(messages[: number + 1])
         end = len(after.rstrip())
@@ -141,12 +142,12 @@ class Jinja:
         return len(before), end
 
     def _contents(self, messages: Sequence[Message], text: str, prompt: bool) -> tuple[Span, ...]:
-        """Find the contents in the text, by rendering it a second time with placeholders for them."""
+        """Find the contents in the text, by rendering the messages again with placeholders for them."""
         contents = [m["content"] for m in messages]
         holes = [m | {"content": m["content"] and f"{HOLE}{n}{HOLE}"} for n, m in enumerate(messages)]
         try:
             parts = re.split(f"{HOLE}([0-9]+){HOLE}", self._text(holes, prompt=prompt)[0])
-        except UserError:  # it looks into contents
+        except UserError:  # the template inspects contents
             parts = []
         for trimmed in (str, str.strip, str.rstrip, str.lstrip):  # what templates do to contents
             filled, spans = "", []
@@ -160,12 +161,12 @@ class Jinja:
             if token := next((s for s in self.specials if s in content), None):
                 raise UserError(
                     f"message {number} has {token!r} in it, and its chat template rewrites contents, so that it cannot "
-                    "be told from the template's own: take it out"
+                    "be distinguished from the template's own: take it out"
                 )
         return ()
 
     def config(self) -> dict[str, Any]:
-        """Return the entries of a tokenizer_config.json."""
+        """Return the entries of tokenizer_config.json."""
         return {"chat_template": self.source, **self.tokens}
 
 
@@ -173,11 +174,13 @@ ChatTemplate = Turns | Jinja
 
 
 def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: bool = True) -> ChatTemplate:
-    """Return the template of a tokenizer. directory: of its tokenizer.json; None: the tokenizer was made here.
+    """Return the chat template of a tokenizer. Raises `UserError` for damaged files.
 
-    It is in chat_template.jinja, or in tokenizer_config.json, perhaps as one of several with names.
-    with_prefix: whether ours write the tokens that the tokenizer begins texts with; one in Jinja decides that itself.
-    Raises `UserError` for files that are damaged.
+    Args:
+        tokenizer: the tokenizer.
+        directory: the directory of its tokenizer.json. Its own template is in chat_template.jinja, or in
+            tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
+        with_prefix: whether ChatML and plain begin with the tokenizer's prefix. One in Jinja decides that itself.
     """
     values: Any = {}
     if directory is not None and is_there(directory / "tokenizer_config.json", "Name another tokenizer."):
@@ -196,7 +199,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: 
             raise UserError(
                 f"the chat_template in {directory} is damaged: needs a text, or a list with one named default"
             )
-        # Written out, or with how they are to be found in a text.
+        # A token is a string, or an object with its content and matching options.
         tokens = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in values.items()
@@ -213,19 +216,19 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: 
 
 
 def _spell_prefix(tokenizer: Tokenizer) -> str:
-    """Return the text that is read as the tokens with which a tokenizer begins texts."""
+    """Return the text that encodes to the tokenizer's prefix. Raises `UserError` unless all its tokens are special."""
     specials = index_specials(tokenizer)
     for token in tokenizer.prefix:
         if token not in specials:
             raise UserError(
-                f"the tokenizer begins texts with {tokenizer.decode([token])!r}, which is no special token of it, so that no "
+                f"the tokenizer begins texts with {tokenizer.decode([token])!r}, which is not one of its special tokens, so that no "
                 "chat template can write it: make it one in tokenizer.json, under added_tokens"
             )
     return "".join(specials[token] for token in tokenizer.prefix)
 
 
 def write_template(directory: Path, config: dict[str, Any]) -> None:
-    """Write a template's `config` into a tokenizer_config.json, in place of another model's that is there."""
+    """Write a template's `config` into tokenizer_config.json, replacing that of another template."""
     path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
     others = {
@@ -236,21 +239,22 @@ def write_template(directory: Path, config: dict[str, Any]) -> None:
     if others or config:
         write_whole(path, json.dumps(others | config, indent=1) + "\n")
     if jinja.exists() and jinja.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):
-        jinja.unlink()  # it would be preferred
+        jinja.unlink()  # it would take precedence
 
 
 def fingerprint(template: ChatTemplate) -> str:
     """Return the SHA-256 of a template's fields."""
-    # Without an empty `begin`: as before there was such a field.
+    # An empty `begin` is left out: older fingerprints have no such field.
     held = {name: value for name, value in dataclasses.asdict(template).items() if name != "begin" or value}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def list_plain_characters() -> str:
-    """Return the characters that the plain template may write beside the contents."""
+    """Return the characters that the plain template may add to the contents."""
     return PLAIN.write([{"role": role, "content": ""} for role in ROLES]).text
 
 
-@functools.lru_cache(maxsize=4)  # some have thousands
+@functools.lru_cache(maxsize=4)  # some tokenizers have thousands
 def index_specials(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the text of each special token by id."""
     return {i: token for token, i in tokenizer.specials.items()}

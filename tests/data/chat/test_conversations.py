@@ -53,10 +53,10 @@ def message(**fields):
         (message(content=None), "message 3 has the content None: needs a text"),
         (message(content=[{"type": "text"}]), r"message 3 has the content \[{'type': 'text'}\]: needs a text"),
         (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
-        (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is no character"),
+        (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is not a character"),
         (message(content="\ufdd0"), r"message 3 has U\+FDD0 in its content"),
         (json.dumps(conversation("only a question")), "none of its 1 messages is the assistant's"),
-        ('{"messages": 1, "messages": 2}', "'messages' is there twice"),
+        ('{"messages": 1, "messages": 2}', "'messages' appears twice"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
