@@ -50,7 +50,7 @@ def list_tensors(directory: Path) -> dict[str, Tensor]:
         wanted = {name: tensor for name, tensor in inside.items() if chosen.get(name, file) == file}
         if more := inside.keys() - wanted.keys():
             warnings.warn(
-                f"{file} has {summarize_names(more)} as well, which {INDEX} takes from elsewhere: this copy is not read",
+                f"{file} has {summarize_names(more)} as well, but {INDEX} chose other copies: this one is not read",
                 UserWarning,
                 stacklevel=2,
             )

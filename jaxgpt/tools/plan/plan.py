@@ -66,9 +66,8 @@ def make_plan(
             try:
                 fitting = _compile(smaller, devices, topology)
             except DoesNotFit as e:
-                say(
-                    f"{description}, micro-batch {micro}: needs {format_gib(e.needed)} of {format_gib(memory_of(devices[0]))}"
-                )
+                available = format_gib(memory_of(devices[0]))
+                say(f"{description}, micro-batch {micro}: needs {format_gib(e.needed)} of {available}")
                 continue
             if not number and smaller is attempts[0]:  # the experiment as given
                 return fitting

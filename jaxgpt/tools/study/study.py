@@ -110,8 +110,9 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
                 raise UserError(
-                    f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and {short(theirs)}. "
-                    "Losses per token on different texts or tokens cannot be compared: give both the same value"
+                    f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and "
+                    f"{short(theirs)}. Losses per token on different texts or tokens cannot be compared: "
+                    "give both the same value"
                 )
     slugs = [slug(name) for name in variants]
     for name in variants:
