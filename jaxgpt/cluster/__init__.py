@@ -1,1 +1,1 @@
-"""Several processes, one run: rendezvous, signals, watchdog, comparison of replicas."""
+"""Train one run in several processes: rendezvous, signals, watchdog, comparison of replicas."""

@@ -1,4 +1,4 @@
-"""Tell from the watchdog's thread whether the main thread compiles, or waits in a debugger."""
+"""Detect, from the watchdog's thread, whether the main thread is compiling or waiting in a debugger."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 import jax
 
-COMPILING = "/jax/core/compile/"  # begins the names of the events that JAX records around each part of a compilation
+COMPILING = "/jax/core/compile/"  # prefix of the events that JAX records for each part of a compilation
 DEBUGGERS = ("bdb", "pdb")  # modules of the standard library
 
 
 class MainThread:
-    """The thread that creates it."""
+    """The thread that trains: the one that creates this object."""
 
     def __init__(self) -> None:
+        """Refer to the current thread."""
         self._ident = threading.get_ident()
-        self._parts = 0  # of compilations, which it is in now: they may be nested
+        self._parts = 0  # of compilations in progress, which may be nested
 
     def is_compiling(self) -> bool:
-        """Return whether it is in a compilation."""
+        """Return whether the thread is compiling."""
         return self._parts > 0
 
     def is_debugged(self) -> bool:
-        """Return whether it is in Python's debugger, where it waits for a person."""
+        """Return whether the thread is in Python's debugger, waiting for input."""
         frame = sys._current_frames().get(self._ident)
         while frame is not None:
             if frame.f_globals.get("__name__") in DEBUGGERS:
@@ -36,7 +37,7 @@ class MainThread:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Count its compilations inside, by the events that JAX records as each part of one begins and ends."""
+        """Track compilations inside, by the events that JAX records when each part of one begins and ends."""
 
         def begins(event: str, *_: Any, **__: Any) -> None:
             if event.startswith(COMPILING) and threading.get_ident() == self._ident:
@@ -44,7 +45,7 @@ class MainThread:
 
         def ends(event: str, *_: Any, **__: Any) -> None:
             if event.startswith(COMPILING) and threading.get_ident() == self._ident:
-                self._parts = max(0, self._parts - 1)  # one may have begun before this was listening
+                self._parts = max(0, self._parts - 1)  # it may have begun before the listener was registered
 
         jax.monitoring.register_scalar_listener(begins)
         jax.monitoring.register_event_time_span_listener(ends)

@@ -1,4 +1,4 @@
-"""Several processes, one run: found by JAX itself, or named by a coordinator."""
+"""Connect the processes of a run, found by JAX or named by a coordinator, and exchange values between them."""
 
 import contextlib
 import importlib.util
@@ -20,24 +20,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError, first_line
 
-HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
-SHUTDOWN = 300  # seconds that a process which is done waits for the others: the first one writes a sample
-LINGER = 3  # seconds that process 0 outlives its last words, for the others to read them in its store
+HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
+SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample
+LINGER = 3  # seconds that process 0 waits before it ends, so that the others can read its last message
 
 
 class ProcessLost(RuntimeError):
-    """Another process has ended or hangs: what this one computed since the last checkpoint is lost."""
+    """Another process has ended or hangs: the progress since the last checkpoint is lost."""
 
     def __init__(self, words: str, status: int = 1):
+        """Take the message and the exit status: 2 if the other process raised `UserError`."""
         super().__init__(words)
-        self.status = status  # to exit with: 2 if the other one refused what its user asked for
+        self.status = status
 
 
 def initialize(config: ParallelConfig) -> None:
-    """Join the other processes, if there are any; before JAX has been asked for a device.
+    """Connect to the other processes, if there are any. Call this before JAX starts a backend.
 
-    They are found where JAX finds them: Cloud TPU, GKE, SLURM, Open MPI; or by `config.coordinator`.
-    Raises `UserError` if they do not meet within `config.connect_timeout` seconds.
+    JAX detects them on Cloud TPU, GKE, SLURM and Open MPI; elsewhere, `config.coordinator` is the address of process 0.
+    Raises `UserError` if they do not all connect within `config.connect_timeout` seconds.
     """
     if jax.distributed.is_initialized() or (config.coordinator is None and cluster() is None):
         return
@@ -52,40 +53,41 @@ def initialize(config: ParallelConfig) -> None:
             num_processes=config.processes,
             process_id=config.process_id,
             cluster_detection_method=None if config.coordinator is None else "deactivate",
-            initialization_timeout=config.connect_timeout + 60,  # then JAX would abort with a dump: `alone` is first
+            initialization_timeout=config.connect_timeout + 60,  # then JAX aborts with a stack dump; `alone` is earlier
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
         raise UserError(
-            f"the processes could not meet at {where}: {first_line(e)}. Is each of them started? Alone, unset what names the others."
+            f"the processes could not meet at {where}: {first_line(e)}. "
+            "Check that each of them was started. For a single process, unset the variables that name the others."
         ) from None
     finally:
         alone.cancel()
 
 
 def _give_up(where: str, seconds: float) -> None:
-    """End the process: the call that waits for the others cannot be interrupted."""
+    """End the process with a message: the call that waits for the others cannot be interrupted."""
     sys.stderr.write(
         f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
-        "is each of them started, with the same --parallel.processes, and can each reach that address?\n"
+        "check that each of them is started with the same --parallel.processes and can reach that address\n"
     )
     os._exit(2)
 
 
 def cluster() -> str | None:
-    """Return what started this process together with others, by the environment. None: it is alone."""
+    """Return the name of the environment that started this process with others. None: it is alone."""
     env = os.environ
     if "OMPI_MCA_orte_hnp_uri" in env and _count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
-    # A step's variables, which srun sets: sbatch alone, or an interactive shell, has a job and one process.
+    # Variables of a SLURM step, set by srun: sbatch without it, or an interactive shell, runs one process.
     if "SLURM_STEP_NODELIST" in env and _count("SLURM_NTASKS") > 1:
         return "SLURM"
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
-        return "Cloud TPU"  # a slice of one host or of many: its metadata server knows
+        return "Cloud TPU"  # a slice of one or more hosts, listed by the metadata server
     return None
 
 
@@ -97,7 +99,7 @@ def _count(name: str) -> int:
 
 
 def _wait_for(address: str, seconds: float) -> None:
-    """Wait until something answers at HOST:PORT: JAX's own client ends the process when nothing does."""
+    """Wait until HOST:PORT accepts connections: JAX's client would end the process if it does not."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
@@ -121,24 +123,24 @@ def is_multiprocess() -> bool:
 
 
 def is_process_0() -> bool:
-    """Return whether this is the process that prints and writes."""
+    """Return whether this process is the one that logs and writes files."""
     return jax.process_index() == 0
 
 
 def barrier(where: str) -> None:
-    """Wait for the other processes."""
+    """Wait until all processes have reached the barrier named `where`."""
     if is_multiprocess():
         multihost_utils.sync_global_devices(where)
 
 
-_asked = itertools.count()  # equal in all processes, since all ask the same things in the same order
+_asked = itertools.count()  # equal in all processes, which make the same calls in the same order
 
 
 def _store() -> Any:
-    """Return the key-value store of JAX's coordination service, which process 0 holds in its memory.
+    """Return the client of JAX's key-value store, which is in the memory of process 0.
 
-    JAX 0.10.2 has no public name for it: `jax.distributed` joins and leaves processes, and what
-    `jax.experimental.multihost_utils` exchanges goes through the devices, which may be what hangs.
+    JAX 0.10.2 has no public name for it: `jax.distributed` only connects and disconnects processes, and
+    `jax.experimental.multihost_utils` communicates through the devices, which may hang.
     """
     from jax._src import distributed
 
@@ -146,19 +148,20 @@ def _store() -> Any:
 
 
 def publish(key: str, value: str) -> None:
-    """Store a value for the other processes. Raises `JaxRuntimeError` if process 0 does not answer, which holds it."""
+    """Store a value for the other processes in process 0. Raises `JaxRuntimeError` if that does not answer."""
     _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
 
 
 def read_published(folder: str) -> list[str]:
-    """Return the values of all keys `FOLDER/...`. Raises like `publish`."""
+    """Return the values of all keys in a folder. Raises `JaxRuntimeError` if process 0 does not answer."""
     return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
 
 
 def on_process_0(function: Callable[[], int]) -> int:
-    """Return in all processes the integer that `function` returns in process 0; other types are not carried.
+    """Call `function` in process 0 and return its result, an integer, in all processes.
 
-    If it raises `UserError` there, all raise one with the same message. All must ask, in the same order.
+    If it raises `UserError`, all processes raise one with the same message. All processes must make these calls, in
+    the same order.
     """
     words = ""
     if is_process_0():
@@ -172,7 +175,7 @@ def on_process_0(function: Callable[[], int]) -> int:
         key = f"leader/{next(_asked)}"
         if is_process_0():
             publish(key, words)
-        else:  # Without a limit of its own, since the leader may be at work: if it is gone, JAX ends this process.
+        else:  # A week: process 0 may take long. If it is lost, JAX ends this process.
             words = _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
     if words.startswith("no: "):
         raise UserError(words.removeprefix("no: "))
@@ -180,9 +183,9 @@ def on_process_0(function: Callable[[], int]) -> int:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End this process at once: a usual exit would wait for the others."""
+    """End this process at once: a normal exit would wait for the others."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nothing may keep it from ending
+        with contextlib.suppress(OSError):  # a closed stream must not keep the process from ending
             stream.flush()
     if is_multiprocess() and is_process_0():
         time.sleep(LINGER)
@@ -190,19 +193,19 @@ def exit_now(status: int) -> NoReturn:
 
 
 def whole_everywhere() -> jax.sharding.Sharding:
-    """Return the sharding of an array that each process is to have whole."""
+    """Return the sharding of an array of which each process holds a full copy."""
     if is_multiprocess():
         return NamedSharding(Mesh(np.asarray(jax.devices()), "devices"), PartitionSpec())
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def one_copy(tree: Any) -> Any:
-    """Return the first copy of arrays that are whole on devices of this process, without moving it."""
+    """Return the first of this process's copies of each array; nothing is moved."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def on_one_device(tree: Any) -> Any:
-    """Return the arrays on a device of this process. None: it holds only parts of them."""
+    """Return the arrays on a single device of this process; None if the process holds only parts of them."""
     arrays = jax.tree.leaves(tree)
     if not all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
         return None

@@ -1,7 +1,7 @@
-"""Copies of one state on several devices must stay equal, bit for bit: a checksum of each finds one that does not.
+"""Compare checksums of the copies of a state on several devices, which must stay equal bit for bit.
 
-A device that computes wrongly rarely says so: about one silent corruption in a hundred gives a NaN
-(arXiv:2605.04213). Where each device updates a copy of its own, any other shows as a difference between them.
+A faulty device rarely reports an error: about one silent corruption in a hundred gives a NaN (arXiv:2605.04213). If
+each device updates its own copy, the others show as differences between copies.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ from jaxgpt.errors import RaisedOnAllProcesses
 
 
 class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
-    """Copies of the state on different devices are no longer equal."""
+    """The copies of the state on different devices are no longer equal."""
 
 
 def checksum(tree: Any) -> jax.Array:
-    """Return a uint32 over all bits of all arrays: any one bit changes it, and so does nearly every change of more.
+    """Return a uint32 checksum of all arrays: every change of one bit changes it, and nearly every larger change.
 
-    Each word counts as often as its odd place says, modulo 2^32, in which odd numbers divide: a sum alone would
-    miss words that change places.
+    Word i is multiplied by 2 i + 1, modulo 2^32. Odd factors are invertible, so every change of a single word changes
+    the sum; equal factors would miss swapped words.
     """
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
@@ -37,9 +37,16 @@ def checksum(tree: Any) -> jax.Array:
 
 
 def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
-    """Raise `ReplicasDiffer` unless the R copies of each of G parts have one checksum.
+    """Raise `ReplicasDiffer` unless the R copies of each of the G parts have equal checksums.
 
-    devices: R * G, in the order of the sums. since, step: of the last check, and of this one.
+    Args:
+        sums_RG: checksums, uint32.
+        devices: the R * G devices, in the order of `sums_RG`.
+        since: step of the last check, which passed.
+        step: step of this check.
+
+    Raises:
+        ReplicasDiffer: the message names the devices that may be faulty.
     """
     sums = np.asarray(sums_RG)
     if (sums == sums[0]).all():
@@ -51,9 +58,9 @@ def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int
             majority = count > sum(n for _, n in others)
             odd += [devices[r * sums.shape[1] + g] for r in range(len(sums)) if not majority or sums[r, g] != most]
     names = ", ".join(f"{d} of process {d.process_index}" for d in odd)
-    whose = f"{names} has another one than the rest" if len(odd) == 1 else f"{names} do not all have the same one"
+    whose = f"{names} differs from the others" if len(odd) == 1 else f"at least one of {names} is wrong"
     raise ReplicasDiffer(
-        f"the copies of the state on the devices differ: {whose}, and did not yet at step {since}. What was computed "
-        f"from then to step {step} is not to be trusted, and was not saved: training again goes on from the last "
+        f"the copies of the state on the devices are not equal: {whose}. They were equal at step {since}. The steps "
+        f"from then to step {step} cannot be trusted and were not saved: train again to continue from the last "
         "checkpoint. The device, its memory or its link may be broken."
     )

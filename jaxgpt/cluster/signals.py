@@ -1,4 +1,4 @@
-"""Catch Ctrl-C and SIGTERM: the loop learns of the first between two steps, and the second ends the process."""
+"""Catch Ctrl-C and SIGTERM: the loop checks for the first signal between steps; a second one ends the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Tell whether Ctrl-C or SIGTERM has reached this process or, at the same step in all of them, another one."""
+    """A check for Ctrl-C or SIGTERM, in this process or any other; all processes see it at the same step."""
 
     def __init__(self) -> None:
+        """Start without a signal."""
         self.caught: signal.Signals | None = None  # by this process
 
     def __call__(self, step: int | None) -> str | None:
-        """Return the name of the signal, None without one. step: all processes are asked; None: this one alone."""
+        """Return the name of the signal, or None. With `step` None, only this process is checked, not the others."""
         if self.caught is not None:
             return self.caught.name
         asked = step is not None and multihost.is_multiprocess()
@@ -31,13 +32,13 @@ class Stop:
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[Stop]:
-    """Catch the first Ctrl-C or SIGTERM; a second one takes its usual course."""
+    """Catch the first Ctrl-C or SIGTERM, and restore the previous handlers for the second."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield stop
         return
     several = multihost.is_multiprocess()
-    # With several processes JAX handles SIGTERM and tells all of them, as long as nobody else does.
+    # With several processes, JAX handles SIGTERM and notifies all of them, if no other handler is installed.
     numbers = (signal.SIGINT,) if several else STOP_SIGNALS
     before = {number: signal.getsignal(number) for number in numbers}
 
@@ -62,9 +63,9 @@ def catch_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Acknowledge the first signal, and end the process on the second, for a command.
+    """Acknowledge the first signal to a command, by `say`, and end the process on the second.
 
-    A thread does both, because Python's own handlers wait as long as the main thread is in a compilation or a step.
+    A thread does both, because Python's handlers run only after the main thread has left a compilation or a step.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -78,9 +79,9 @@ def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
             seen += 1
             name = signal.Signals(number[0]).name
             if seen == 1:
-                say(f"{name}: leaving as soon as what is done is saved; a second one leaves at once")
+                say(f"{name}: stopping as soon as the progress is saved; a second signal stops at once")
                 continue
-            say(f"{name}: left at once, nothing more was saved. The checkpoints that were finished stand.")
+            say(f"{name}: stopped at once without saving. Finished checkpoints are intact.")
             os._exit(128 + number[0])
 
     threading.Thread(target=watch, daemon=True, name="signals").start()
@@ -88,4 +89,4 @@ def second_leaves_at_once(say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(write)  # which ends the thread
+        os.close(write)  # ends the thread

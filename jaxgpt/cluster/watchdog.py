@@ -1,8 +1,8 @@
-"""A run that stands still ends, in words that say who holds it up; so does one that has lost a process.
+"""End a run that is stuck or has lost a process, with a message that names the process at fault.
 
-Each process has a thread that watches the clock of its main thread. With several processes the threads also tell one
-another, once a second, how far each has come: when an exchange between devices breaks or hangs, all processes stand
-in the same call, and only those heartbeats tell whose fault it is.
+In each process, a thread measures the time since the main thread last made progress. With several processes, the
+threads also publish how far each has come, once a second: if a collective fails or hangs, all processes are in the same
+call, and only these heartbeats identify the culprit.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from jaxgpt.cluster.main_thread import MainThread
 from jaxgpt.cluster.multihost import ProcessLost
 from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line, shell_line
 
-STEPS = 20  # median steps without progress, after which a run is stuck
-SLOW = 10  # the limit is multiplied by this during a slow operation, such as a save
+STEPS = 20  # durations of a median step without progress after which a run is stuck
+SLOW = 10  # factor of the limit during a slow operation, such as a save
 INTERVAL = 1.0  # seconds between two heartbeats of a process
-CROWD = 64  # processes from which on heartbeats grow rarer: each reads all of them, from process 0
-GRACE = 5  # intervals of silence after which a process is gone, once an exchange with it has broken
-ASLEEP = 5  # intervals between two looks of a thread, after which it was itself suspended
+CROWD = 64  # processes above which heartbeats are less frequent: each process reads all of them from process 0
+GRACE = 5  # intervals of silence after which a process is lost, once a collective has failed
+ASLEEP = 5  # intervals between two iterations of a thread after which it must have been suspended
 
 
 class Watchdog:
-    """End the process where `beat` is not called in time. `directory` and `last_step`: for words on how to go on."""
+    """End the process if `beat` is not called in time."""
 
     def __init__(self, seconds: float | None):
-        """seconds: the least time without progress that counts as stuck; None or 0: none does."""
-        self.directory: Path | None = None
-        self.last_step: Callable[[], int | None] = lambda: None
+        """Set the minimum of `seconds` without progress after which a run is stuck; None or 0: it never is."""
+        self.directory: Path | None = None  # of the run, for the message on how to continue
+        self.last_step: Callable[[], int | None] = lambda: None  # returns the step of the last checkpoint, if any
         self._least = seconds
         processes, process = jax.process_count(), jax.process_index()
         self._interval = INTERVAL * max(1.0, processes / CROWD)
@@ -54,14 +54,14 @@ class Watchdog:
         self.main = MainThread()
         self._turn = self._step = self._pulse = 0
         self._since = self._stepped = self._looked = time.monotonic()
-        self._woke, self._slept = -math.inf, 0.0  # when this process was last suspended until, and for how long
-        self._durations: deque[float] = deque(maxlen=101)  # of steps, with what lay between them
+        self._woke, self._slept = -math.inf, 0.0  # end and duration of the last suspension
+        self._durations: deque[float] = deque(maxlen=101)  # of steps, in seconds, from one beat to the next
         self._patience = 1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, *, slow: bool = False) -> None:
-        """Note that the main thread has got here. slow: what comes now may take many times longer than a step: a save."""
+        """Record progress of the main thread. `slow`: what follows, such as a save, may take far longer than a step."""
         now = time.monotonic()
         if step != self._step:
             if self._turn:
@@ -72,7 +72,7 @@ class Watchdog:
         self._turn += 1
 
     def _limit(self) -> float | None:
-        """Return None until the first step is done: it holds compilation, and the devices' first meeting."""
+        """Return the limit in seconds. None until the first step is done, which includes compilation and connecting."""
         if not self._least or not self._durations:
             return None
         return self._patience * max(self._least, STEPS * statistics.median(list(self._durations)))
@@ -106,7 +106,7 @@ class Watchdog:
         )
 
     def _cause(self, intervals: float) -> tuple[str, int] | None:
-        """Return the loss of another process that explains a broken exchange, in words, and the status to end with."""
+        """Return a message on the lost process that made a collective fail, and the exit status; None if unknown."""
         if ended := self._peers.find_ended():
             return ended
         gone, slept = self._peers.describe_gone(self._me, intervals * self._interval), self._recent_sleep()
@@ -115,14 +115,14 @@ class Watchdog:
         return None if gone is None else (gone, 1)
 
     def _recent_sleep(self) -> float:
-        """Return the seconds for which this process was suspended, 0 if it was not, or long ago."""
+        """Return the seconds for which this process was recently suspended, or 0."""
         now = time.monotonic()
-        if not self._peers.is_asking and now - self._looked > ASLEEP * self._interval:  # the thread has yet to see it
+        if not self._peers.is_asking and now - self._looked > ASLEEP * self._interval:  # not detected by the thread yet
             return now - self._looked
         return self._slept if now - self._woke < multihost.HEARTBEAT else 0.0
 
     def explain(self) -> tuple[str, int] | None:
-        """Return what broke an exchange, if it was the loss of another process: it takes some silence to be sure."""
+        """Wait for signs that a collective failed because a process was lost. Return (message, exit status) or None."""
         deadline = time.monotonic() + (GRACE + 2) * self._interval
         while time.monotonic() < deadline:
             if cause := self._cause(GRACE):
@@ -131,27 +131,26 @@ class Watchdog:
         return None
 
     def start(self) -> None:
-        """Start to watch, where there is something to watch for."""
+        """Start the thread if there is a limit or another process."""
         if self._least or self._me.processes > 1:
             self._thread.start()
 
     def stop(self, words: str = "", status: int = 0) -> None:
-        """Stop to watch. words: what the others are to say, and to end with; none: they may go on."""
+        """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
         self._over.set()
         if self._thread.ident is not None:
-            self._thread.join(GRACE * self._interval)  # else a last heartbeat of its own might follow this one
+            self._thread.join(GRACE * self._interval)  # otherwise its last heartbeat might overwrite this one
         if self._me.processes > 1:
             self._heartbeat().publish_end(words, status)
 
     def stop_by(self, error: BaseException) -> None:
-        """Stop to watch, because of an error of this process alone."""
-        if isinstance(error, UserError):
-            self.stop(f"{self._me} refuses: {first_line(error)}", 2)
-        else:
-            self.stop(f"{self._me} has ended: " + f"{type(error).__name__}: {error}".splitlines()[0], 1)
+        """Stop watching because of an error in this process only; the others end."""
+        is_mistake = isinstance(error, UserError)
+        what = first_line(error) if is_mistake else f"{type(error).__name__}: {error}".splitlines()[0]
+        self.stop(f"{self._me} has ended: {what}", 2 if is_mistake else 1)
 
     def on_abort(self) -> None:
-        """End this process in JAX's place, which ends it because another is lost, but does not say so."""
+        """End this process with a message, when JAX aborts it because another process is lost."""
         if slept := self._recent_sleep():
             otherwise = self._say_slept(slept)
         elif self._me.process:
@@ -163,12 +162,12 @@ class Watchdog:
         os._exit(status)
 
     def _say_slept(self, seconds: float) -> str:
-        return f"{self._me} stood still for {seconds:.0f} s, and the others have ended without it"
+        return f"{self._me} was suspended for {seconds:.0f} s, and the others have ended without it"
 
     def _say_stuck(self, stuck: list[Heartbeat]) -> str:
         since = f"no progress for {stuck[0].idle:.0f} s, since step {stuck[0].step}"
         if 1 < len(stuck) == self._me.processes:
-            return f"all {self._me.processes} processes are stuck in the same exchange: {since}"
+            return f"all {self._me.processes} processes are stuck in the same collective: {since}"
         return f"{', '.join(map(str, stuck))} {'are' if len(stuck) > 1 else 'is'} stuck: {since}"
 
     def words(self, what: str) -> str:
@@ -176,10 +175,11 @@ class Watchdog:
         saved = None
         with contextlib.suppress(Exception):
             saved = self.last_step()
+        last = "There is no checkpoint" if saved is None else f"The last checkpoint is step {saved}"
         command = shell_line("jaxgpt", "train", "--run-dir", self.directory) if self.directory else ""
         again = f" To continue: {command}" if command else ""
         everywhere = ", on every process." if again and self._me.processes > 1 else ""
-        return f"{what}. The last checkpoint is {'none' if saved is None else f'step {saved}'}.{again}{everywhere}"
+        return f"{what}. {last}.{again}{everywhere}"
 
     def _end(self, what: str, status: int, stacks: bool = False) -> None:
         if stacks:
@@ -199,7 +199,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def watch(seconds: float | None) -> Iterator[Watchdog]:
-    """Watch over what happens inside, in the thread that calls. Raises `ProcessLost` where another process is lost."""
+    """Watch the calling thread inside the context. Raises `ProcessLost` if another process is lost."""
     dog = Watchdog(seconds)
     dog.start()
     with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
             dog.stop()
             raise
         except BaseException as e:
-            # What a broken exchange raises depends on who carried it.
+            # The type of the error of a failed collective depends on the backend.
             is_broken = isinstance(e, Exception) and not isinstance(e, UserError) and multihost.is_multiprocess()
             if is_broken and (cause := dog.explain()):
                 dog.stop(*cause)
@@ -224,9 +224,9 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
 
 @contextlib.contextmanager
 def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
-    """Call a function where JAX aborts the process because another is lost: its client has no setting against that.
+    """Call a function when JAX aborts the process because another is lost, which no option of its client prevents.
 
-    Python's handlers run in the main thread, later; this one runs where it happens, at once.
+    Python's signal handlers run later, in the main thread; this one runs immediately, in the aborting thread.
     """
     if os.name != "posix":
         yield
@@ -243,6 +243,6 @@ def _instead_of_abort(do: Callable[[], None]) -> Iterator[None]:
 
 def _say(words: str) -> None:
     """Write to stderr past Python's buffers, whose locks the main thread may hold."""
-    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar has hidden it
-    with contextlib.suppress(OSError):  # stderr may be closed, or its disk full: the process ends all the same
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # show it again: a progress bar hides it
+    with contextlib.suppress(OSError):  # stderr may be closed, or its disk full; the process must end anyway
         os.write(2, cursor + f"\njaxgpt: {words}\n".encode())

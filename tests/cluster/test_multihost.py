@@ -206,7 +206,7 @@ def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
     processes[1].send_signal(signal.SIGCONT)
     assert processes[1].wait(60) == 1
     said = (tmp_path / "1.err").read_text()
-    assert re.search(named(1, processes) + r"stood still for \d+ s, and the others have ended without it", said)
+    assert re.search(named(1, processes) + r"was suspended for \d+ s, and the others have ended without it", said)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
 
 

@@ -144,8 +144,8 @@ __main__.main(sys.argv[1:])
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
-                ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: left at once"),
-                ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: left at once"),
+                ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: stopped at once"),
+                ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: stopped at once"),
             )
         ),
     ],
@@ -181,7 +181,7 @@ def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, 
         child.wait()
     *_, before, said = told.read_text().strip().splitlines()
     assert said.startswith(last), told.read_text()
-    assert "a second one leaves at once" in before
+    assert "a second signal stops at once" in before
     if how == "usual":
         assert "To continue: jaxgpt train --run-dir r" in said
         assert load(tmp_path / "r").step == lines(tmp_path / "r")[-1]["step"]

@@ -229,13 +229,13 @@ def test_adapters_are_the_same_everywhere(more, name):
 def test_one_flipped_bit_of_one_copy_is_found(more):
     """Of parameters that pmap, or the mesh's axis `data`, keeps on several devices; it does not heal by training."""
     for which, said in more["drift"].items():
-        assert "did not yet at step 100" in said and "from then to step 200 is not to be trusted" in said
+        assert "were equal at step 100" in said and "from then to step 200 cannot be trusted" in said
         if which.startswith("pmap on 2"):  # which of two is wrong nobody knows
-            assert "cpu:0 of process 0, cpu:1 of process 0 do not all have the same one" in said
+            assert "at least one of cpu:0 of process 0, cpu:1 of process 0 is wrong" in said
         elif not which.startswith("all"):
-            assert ": cpu:5 of process 0 has another one than the rest" in said
+            assert ": cpu:5 of process 0 differs from the others" in said
         else:  # two copies of each of four parts
-            assert "cpu:1 of process 0, cpu:5 of process 0 do not all have the same one" in said
+            assert "at least one of cpu:1 of process 0, cpu:5 of process 0 is wrong" in said
 
 
 def test_a_checksum_sees_every_bit_and_every_place():
