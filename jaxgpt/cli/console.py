@@ -147,4 +147,10 @@ def stdout_is_unicode() -> bool:
 
 
 def say(text: str) -> None:
+    """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Print a line on stdout."""
+    print(text, flush=True)

@@ -25,20 +25,24 @@ class Command(NamedTuple):
 
     run: Callable[..., None]
     operand: str
+    example: str  # a line for its help
     takes_experiment: bool = False  # whose fields are options too
 
 
+# In the order in which a newcomer needs them.
 COMMANDS = {
-    "train": Command(train, "[EXPERIMENT]", takes_experiment=True),
-    "sample": Command(sample, "[RUN]"),
-    "evaluate": Command(tools.evaluate, "[RUN]"),
-    "study": Command(tools.study, "EXPERIMENT"),
-    "xray": Command(tools.xray, "[RUN]"),
-    "report": Command(tools.report, "[RUN]"),
-    "replay": Command(tools.replay, "[RUN]"),
-    "import-hf": Command(tools.import_hf, "DIR"),
-    "export-hf": Command(tools.export_hf, "[RUN]"),
-    "plan": Command(tools.plan, "[EXPERIMENT]", takes_experiment=True),
+    "train": Command(
+        train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine", takes_experiment=True
+    ),
+    "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
+    "evaluate": Command(tools.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
+    "report": Command(tools.report, "[RUN]", "jaxgpt report runs/mine"),
+    "xray": Command(tools.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
+    "plan": Command(tools.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True),
+    "study": Command(tools.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
+    "import-hf": Command(tools.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
+    "export-hf": Command(tools.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
+    "replay": Command(tools.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
 }
 
 
@@ -46,22 +50,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `jaxgpt`. Exit status 0: done; 2: the user's mistake, in a line or two; 1: anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with told_in_words():
-        if not arguments or arguments[0] in ("-h", "--help"):
+        if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
             print(usage())
-            return
-        name = arguments.pop(0)
-        if name not in COMMANDS:
-            raise UserError(
-                f"unknown command {name!r}{close(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
-            )
-        command = COMMANDS[name]
-        defaults: dict[str, Any] = {}
-        if command.takes_experiment and arguments and not arguments[0].startswith("-"):
-            defaults["experiment"] = load_experiment(arguments.pop(0))
-        elif command.takes_experiment:
-            metadata = resumed_run(arguments) if name == "train" else None
-            defaults = {"experiment": quickstart() if metadata is None else metadata.given, "metadata": metadata}
-        parse(command.run, arguments, f"jaxgpt {name} {command.operand}", **defaults)()
+        else:
+            bind_command(*arguments)()
+
+
+def bind_command(name: str, *options: str) -> Callable[[], None]:
+    """Return the command of that name with its options bound."""
+    if name not in COMMANDS:
+        raise UserError(
+            f"unknown command {name!r}{close(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
+        )
+    command, arguments = COMMANDS[name], list(options)
+    defaults: dict[str, Any] = {}
+    if command.takes_experiment and arguments and not arguments[0].startswith("-"):
+        defaults["experiment"] = load_experiment(arguments.pop(0))
+    elif command.takes_experiment:
+        metadata = resumed_run(arguments) if name == "train" else None
+        defaults = {"experiment": quickstart() if metadata is None else metadata.given, "metadata": metadata}
+    operand = command.operand if command.takes_experiment else ""
+    return parse(command.run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
 
 
 def usage() -> str:
@@ -75,6 +84,6 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 {commands}
 
-`jaxgpt COMMAND --help` lists the options. EXPERIMENT is a Python file with an `experiment` in it, or one of \
-{", ".join(EXPERIMENTS)}.
-RUN is a run directory; without one, the newest under runs/."""
+`jaxgpt COMMAND --help` lists its options.
+RUN is a run directory; without it, the newest under runs/.
+EXPERIMENT is a Python file that defines `experiment`, or one of: {", ".join(EXPERIMENTS)}."""

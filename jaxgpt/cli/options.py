@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import PositionalMetavarFromFieldName, Suppress
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
-from jaxgpt.config.validate import Count, check_value
+from jaxgpt.cli.console import show
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
-RunName = Annotated[Positional[str | None], arg(help="run directory; None: the newest under runs/")]
-Json = Annotated[bool, arg(help="print JSON instead of text")]
-Force = Annotated[bool, arg(help="write over files that are there")]
-Average = Annotated[
-    Count | None,
-    arg(
-        help="parameters are the mean of this many checkpoints, the last ones, of those that train.keep_last keeps; None: the best one"
-    ),
-]
+# The fields of an experiment that `--help` shows, those that people change; `--help-all` shows all.
+COMMON: dict[type, str] = {
+    Experiment: "model data optim train lora parallel",
+    GPTConfig: "n_layer n_head n_embd block_size dropout",
+    DataConfig: "path corpus tokenizer",
+    OptimConfig: "name learning_rate",
+    TrainConfig: "steps batch_size seed eval_every init_from",
+    LoraConfig: "rank",
+    ParallelConfig: "strategy micro_batch_size",
+}
 
 
-def parse(command: Callable[..., None], argv: list[str], prog: str, **defaults: Any) -> Callable[[], None]:
+def parse(
+    command: Callable[..., None], argv: list[str], prog: str, *, operand: str = "", example: str, **defaults: Any
+) -> Callable[[], None]:
     """Return a command with its options bound; tyro's framed messages become one line of a `UserError`.
 
+    operand: what is read from the command line before `argv`, as the help names it. example: a line for the help.
     defaults: of this call, in place of those in the signature. A parameter annotated as Any is not an option.
     """
 
@@ -43,12 +51,25 @@ def parse(command: Callable[..., None], argv: list[str], prog: str, **defaults: 
     fixed = {p.name: p.default for p in given if p.annotation is Any}
     parameters = [p for p in given if p.name not in fixed]
     vars(bind)["__signature__"] = signature.replace(parameters=parameters)
+    words = set(itertools.takewhile(lambda word: word != "--", argv))
+    wants_help = not words.isdisjoint(("-h", "--help", "--help-all"))
+    is_short = "--help-all" not in words and any(isinstance(p.default, Experiment) for p in parameters)
+    text = inspect.cleandoc(command.__doc__ or "").partition("Args:")[0].rstrip()
     framed = io.StringIO()
     try:
         with contextlib.redirect_stderr(framed):
-            bound: Any = tyro.cli(bind, args=argv, prog=prog)
+            bound: Any = tyro.cli(
+                bind,
+                args=["--help"] if wants_help else argv,
+                prog=f"{prog} {operand}".rstrip(),
+                description=f"{text}\n\nexample: {example}",
+                config=[PositionalMetavarFromFieldName],
+                registry=_common_options() if wants_help and is_short else None,
+            )
     except SystemExit as e:
         if e.code in (0, None):
+            if wants_help and is_short:
+                show("These are the options that are changed most often; --help-all lists all of them.")
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
     values = signature.bind(*bound.args, **bound.keywords).arguments
@@ -57,6 +78,27 @@ def parse(command: Callable[..., None], argv: list[str], prog: str, **defaults: 
             raise UserError(f"{p.name} is empty: name one, or leave it out. See {prog} --help")
         check_value(f"--{p.name.replace('_', '-')}", values[p.name], p.annotation)
     return bound
+
+
+def _common_options() -> ConstructorRegistry:
+    """Return a registry in which tyro finds only the `COMMON` options. It parses no others, so it is for help only."""
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def suppress(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if info.type not in COMMON or suppress in info.markers:
+            return None
+        # The marker makes this rule pass, so that tyro's rule for dataclasses answers.
+        found = ConstructorRegistry.get_struct_spec(dataclasses.replace(info, markers=(*info.markers, suppress)))
+        assert isinstance(found, StructConstructorSpec)
+        fields = []
+        for field in found.fields:
+            kind: Any = field.type if field.name in COMMON[info.type].split() else Suppress[field.type]
+            helptext = "" if kind in COMMON else field.helptext  # the title of a group is enough here
+            fields.append(dataclasses.replace(field, type=kind, helptext=helptext))
+        return dataclasses.replace(found, fields=tuple(fields))
+
+    return registry
 
 
 def _one_line(framed: str, prog: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tyro.conf import UseAppendAction
+from tyro.conf import Positional, UseAppendAction
 
 from jaxgpt.cli.console import say, stdout_is_unicode
-from jaxgpt.cli.options import Average, Json, RunName
 from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.files import render_json
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def sample(
-    run: RunName = None,
+    run: Positional[str | None] = None,
     *,
-    average: Average = None,
+    average: Count | None = None,
     prompt: str = "",
     chat: bool = False,
     max_new_tokens: Size = MAX_NEW_TOKENS,
@@ -41,28 +41,31 @@ def sample(
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
     stream: bool = True,
-    json: Json = False,
+    json: bool = False,
 ) -> None:
-    """Continue a prompt from a trained run; from one trained on pairs, write the target of a source.
+    """Generate text from a trained run.
 
     Args:
-        prompt: what to continue; empty: from the end-of-text token, or a newline
+        run: run directory; None: the newest under runs/
+        average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
+        prompt: text to continue, or the source of a pair; empty: start from the end-of-text token or a newline
         chat: treat the prompt as a user's turn and print only the assistant's reply
         max_new_tokens: tokens to generate
         num_samples: completions to generate
-        temperature: below 1 safer, above 1 bolder, 0 greedy; None: the experiment's
-        top_k: draw from the k most likely tokens
-        top_p: nucleus sampling: draw from the smallest set of tokens with this much probability
-        min_p: draw from tokens at least this likely relative to the most likely
-        repetition_penalty: above 1, tokens that the text already has become less likely
+        temperature: below 1 is safer, above 1 bolder, 0 greedy; None: the experiment's
+        top_k: draw from the k most likely tokens; None: from all
+        top_p: nucleus sampling: draw from the smallest set of tokens with this much probability; None: from all
+        min_p: draw from tokens at least this likely relative to the most likely; None: from all
+        repetition_penalty: above 1, tokens that are in the text already become less likely; None: no penalty
         greedy: always take the most likely token
-        stop: end before this text; may be given several times
+        stop: end before this text
         seed: the same seed gives the same text
-        beams: instead of drawing, beam search of this width
-        draft: run directory of a smaller model with the same tokenizer, for speculative decoding
+        beams: width of a beam search; None: draw tokens instead
+        draft: run directory of a smaller model with the same tokenizer, for speculative decoding; None: without it
         weights: dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
         cache_dtype: dtype of keys and values; None: the model's
         stream: on a terminal, show the text as it is generated
+        json: print JSON instead of text
     """
     filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
@@ -75,11 +78,11 @@ def sample(
             print(piece, end="", flush=True)
     else:
         texts = model.sample([prompt] * num_samples, beams=beams, **options)
-        if json:
-            samples = [{"prompt": prompt, "text": text} for text in texts]
-            print(render_json(samples, ensure_ascii=not stdout_is_unicode()))
-        else:
-            print(f"\n{'-' * 40}\n".join(start + text for text in texts))
+        print(_render_json(prompt, texts) if json else f"\n{'-' * 40}\n".join(start + text for text in texts))
+
+
+def _render_json(prompt: str, texts: Iterable[str]) -> str:
+    return render_json([{"prompt": prompt, "text": text} for text in texts], ensure_ascii=not stdout_is_unicode())
 
 
 def _load(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from jaxgpt.cli.console import say, stdout_is_unicode
 from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.cli.options import Average, Force, Json, RunName, WeightsDtype
 from jaxgpt.config import Experiment, Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, Size
 from jaxgpt.errors import shell_line
@@ -19,27 +18,34 @@ from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS, find_run
 
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+
 
 def evaluate(
-    run: RunName = None,
+    run: Positional[str | None] = None,
     *,
-    average: Average = None,
+    average: Count | None = None,
     data: str | None = None,
     stride: int | None = None,
     batch_size: Count | None = None,
     beams: Count | None = None,
     weights: Precision | None = None,
-    json: Json = False,
+    json: bool = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte of a run on held-out text.
+    """Measure loss and perplexity of a run on held-out text.
+
+    Bits per byte and per character compare runs with different tokenizers.
 
     Args:
+        run: run directory; None: the newest under runs/
+        average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
         data: a UTF-8 text file, conversations (.jsonl) or pairs (.tsv); None: the run's validation split
-        stride: tokens that each window moves on, so that a token has at least block_size less this many before it: the
-            smaller, the better the loss and the longer it takes; None: block_size, windows that touch
-        batch_size: windows read together; None: the run's, in training
-        beams: for pairs, generate by beam search of this width; None: greedy
-        weights: dtype of the matrices, to see what fewer bits cost; None: as trained
+        stride: tokens from one window to the next. Each token has at least block_size - stride tokens before it: a
+            smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
+        batch_size: windows per batch; None: the run's train.batch_size
+        beams: width of the beam search that generates targets of pairs; None: greedy decoding
+        weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
+        json: print JSON instead of text
     """
     find_run(run)
     configure_jax()
@@ -52,13 +58,16 @@ def evaluate(
     print(render_json(found) if json else format_evaluation(found))
 
 
-def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None = None, json: Json = False) -> None:
-    """Train the variants of an experiment with several seeds each; report which differ by more than noise.
+def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None = None, json: bool = False) -> None:
+    """Train variants with several seeds; report which differ.
+
+    Variants differ if the difference of their losses is larger than the noise of the seeds.
 
     Args:
         experiment: a Python file with `variants = {name: Experiment(...), ...}` in it
         seeds: runs of each variant; seeds are 0, 1, ...
-        run_dir: where the runs go, or continue; None: runs/studies/FILE
+        run_dir: directory of the runs; those that exist are resumed; None: runs/studies/FILE
+        json: print JSON instead of text
     """
     variants = load_variants(experiment)
     configure_jax()
@@ -76,11 +85,14 @@ def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None 
     print(render_json(found) if json else format_study(found))
 
 
-def plan(*, topology: str | None = None, json: Json = False, experiment: Annotated[Experiment, arg(name="")]) -> None:
-    """Compile a training step without running it: memory, collectives, and how fast it could be.
+def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:
+    """Compile a training step; estimate its memory and speed.
+
+    The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
         topology: a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
+        json: print JSON instead of text
         experiment: whose fields are options too
     """
     if topology is not None:
@@ -97,11 +109,13 @@ def plan(*, topology: str | None = None, json: Json = False, experiment: Annotat
     print(render_json(found.to_json()) if json else format_plan(found))
 
 
-def replay(run: RunName = None, *, step: int, json: Json = False) -> None:
-    """Repeat one training step of a run from the state that entered it, writing nothing.
+def replay(run: Positional[str | None] = None, *, step: int, json: bool = False) -> None:
+    """Repeat one training step of a run, writing nothing.
 
     Args:
-        step: the step; all since the newest checkpoint before it are repeated
+        run: run directory; None: the newest under runs/
+        step: the step to repeat, with all steps since the newest checkpoint before it
+        json: print JSON instead of text
     """
     find_run(run)
     configure_jax()
@@ -112,20 +126,23 @@ def replay(run: RunName = None, *, step: int, json: Json = False) -> None:
 
 
 def xray(
-    run: RunName = None,
+    run: Positional[str | None] = None,
     *,
-    average: Average = None,
+    average: Count | None = None,
     prompt: str,
     out: str = "xray.html",
-    force: Force = False,
+    force: bool = False,
     data: str | None = None,
     corpus_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = 32768,
 ) -> None:
-    """Show what a model does with a text, token by token, as a page for a browser.
+    """Show what a model does with a text, as an HTML page.
 
     Args:
-        prompt: the text, at most as long as the context
+        run: run directory; None: the newest under runs/
+        average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
+        prompt: the text, at most block_size tokens
         out: the page to write
+        force: overwrite files that exist
         data: a UTF-8 text file in which to look for the top activating examples of each MLP unit; None: the run's own training text
         corpus_tokens: tokens of that text to read, spread evenly over it; 0: none
     """
@@ -141,20 +158,25 @@ def xray(
 
 
 def report(
-    run: RunName = None,
+    run: Positional[str | None] = None,
     *,
     out: str | None = None,
-    force: Force = False,
+    force: bool = False,
     samples: Count = 4,
     tokens: Size = 400,
-    json: Json = False,
+    json: bool = False,
 ) -> None:
-    """Summarise a run as a page and JSON: what it learnt, how fast, samples, and how much of them is memorised.
+    """Summarise a run as an HTML page and JSON.
+
+    The page has losses, speed and samples, and how much of the samples is memorised.
 
     Args:
-        out: the directory for report.html and summary.json; None: the run's
-        samples: texts to generate and to compare with the training text
-        tokens: of each text
+        run: run directory; None: the newest under runs/
+        out: the directory for report.html and summary.json; None: the run directory
+        force: overwrite files that exist
+        samples: number of texts to generate and to compare with the training text
+        tokens: tokens per text
+        json: print JSON instead of text
     """
     directory = find_run(run)
     folder = directory if out is None else Path(out)
@@ -180,15 +202,16 @@ def import_hf(
     run_dir: str,
     dtype: WeightsDtype | None = None,
     tokenizer: str | None = None,
-    json: Json = False,
+    json: bool = False,
 ) -> None:
-    """Make a run of a model in Hugging Face's format, to sample, to evaluate, and to export again.
+    """Make a run of a model in Hugging Face's format.
 
     Args:
-        model: its directory, or its id on the Hub, such as openai-community/gpt2
-        run_dir: where the run goes
-        dtype: of the parameters; None: as stored
-        tokenizer: another tokenizer.json, or ids for none; None: the directory's
+        model: a directory, or an id on the Hub such as openai-community/gpt2
+        run_dir: directory of the new run
+        dtype: dtype of the parameters; None: as stored
+        tokenizer: path of another tokenizer.json, or ids for none; None: the model's
+        json: print JSON instead of text
     """
     configure_jax(computes=False)
     from jaxgpt.tools.convert.import_hf import import_hf
@@ -202,12 +225,18 @@ def import_hf(
     print(f'next: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."')
 
 
-def export_hf(run: RunName = None, *, out: str, dtype: WeightsDtype | None = None, json: Json = False) -> None:
-    """Write a run in Hugging Face's format: a directory that transformers, vLLM and llama.cpp's converters open.
+def export_hf(
+    run: Positional[str | None] = None, *, out: str, dtype: WeightsDtype | None = None, json: bool = False
+) -> None:
+    """Write a run in Hugging Face's format.
+
+    transformers, vLLM and the converters of llama.cpp open the directory.
 
     Args:
+        run: run directory; None: the newest under runs/
         out: the directory to write
-        dtype: of the tensors; None: as in the run
+        dtype: dtype of the tensors; None: as in the run
+        json: print JSON instead of text
     """
     find_run(run)
     configure_jax(computes=False)

@@ -33,11 +33,13 @@ def train(
     experiment: Annotated[Experiment, arg(name="")],
     metadata: Any = None,
 ) -> None:
-    """Train an experiment, or continue a run.
+    """Train an experiment, or resume a run.
+
+    EXPERIMENT: a Python file that defines `experiment`, or a built-in name (quickstart).
 
     Args:
-        run_dir: where the run goes, or continues; None: runs/NAME
-        fresh: start over: an old run in that place is moved aside, never deleted
+        run_dir: run directory, resumed if it exists; None: runs/NAME
+        fresh: move an old run aside, start over
         experiment: whose fields are options too
         metadata: `RunMetadata` of the run to continue, if it has been read
     """
@@ -113,7 +115,8 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
 def run_experiment(experiment: Experiment) -> None:
     """Train the experiment of a file that is run as a program, with the options of its command line."""
     with told_in_words():
-        parse(train, sys.argv[1:], Path(sys.argv[0]).name, experiment=experiment)()
+        example = f"{shell_line('python', sys.argv[0])} --train.seed 1"
+        parse(train, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:

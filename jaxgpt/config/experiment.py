@@ -32,15 +32,15 @@ Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 class DataConfig:
     """The text, and how it becomes tokens."""
 
-    # a name in the registry: python-docs, python-docs.jsonl (questions about it), spanish-numbers.tsv (in words and in
-    # digits), shakespeare, sancho, quijote
+    # built-in text: python-docs, shakespeare, sancho, quijote, python-docs.jsonl (conversations) or
+    # spanish-numbers.tsv (pairs)
     corpus: str = "python-docs"
-    # instead of a corpus: a UTF-8 file, a folder of .txt files, .bin token shards, conversations (.jsonl), or pairs of
-    # texts (.tsv), of which the second is to be written
+    # your text: a UTF-8 file, a folder of .txt files, .bin token shards, conversations (.jsonl) or pairs of source and
+    # target (.tsv); None: data.corpus
     path: str | None = None
-    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids (numbers), or the path of a tokenizer.json
-    bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of the BPE to train
-    # the last share of the characters, or of the conversations, is held out
+    tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
+    bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
+    # share of the characters, conversations or pairs held out for validation: the last ones
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
@@ -75,22 +75,22 @@ class OptimConfig:
     """The optimiser and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
-    learning_rate: PositiveFloat = 1e-3  # peak, of AdamW
-    muon_learning_rate: PositiveFloat = 0.02  # peak, of Muon's matrices
-    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: 2017's, without one
+    learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
+    muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
+    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: 100, or a tenth of fewer than 1,000 steps
-    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # of the steps, the last share in which wsd decays
-    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate over peak
-    beta1: Decay = 0.9  # AdamW's first moment
-    beta2: Decay = 0.99  # AdamW's second moment
-    eps: PositiveFloat = 1e-8  # AdamW's denominator
-    weight_decay: NonNegativeFloat = 0.1  # on matrices only, times the learning rate
-    momentum: Decay = 0.95  # Muon's
-    grad_clip: PositiveFloat | None = 1.0  # global norm; None: no clipping
-    # skip a step whose gradient norm is over so many times the median of the last 128 taken; None: take any finite one
+    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: train.steps / 10, at most 100
+    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
+    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate / peak
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.99  # decay of AdamW's second moment
+    eps: PositiveFloat = 1e-8  # added to AdamW's denominator
+    weight_decay: NonNegativeFloat = 0.1  # of matrices only, multiplied by the learning rate
+    momentum: Decay = 0.95  # of Muon
+    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients; None: no clipping
+    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: skip no finite one
     skip_spikes: Annotated[float, Interval(gt=1)] | None = None
-    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training alone (arXiv:1512.00567)
+    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
     max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
@@ -114,23 +114,23 @@ class TrainConfig:
 
     steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
     batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
-    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # of initialisation, data order and dropout
-    # a run, a model's directory or its id on the Hub, with whose architecture, tokenizer and weights training starts;
-    # of the model only dropout, remat, scan_layers and a shorter block_size are the experiment's. None: from nothing
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
+    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture, but for dropout,
+    # remat, scan_layers and a shorter block_size; None: random weights
     init_from: str | None = None
-    # of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # kernel; auto: splash on TPU, cudnn on Nvidia's, where shape and dropout allow, else plain
+    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain
     attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
     log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
-    eval_every: PositiveInt = 250  # steps between validations; one more at the end
+    eval_every: PositiveInt = 250  # steps between validations; the last step has one too
     eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
     checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
-    keep_last: PositiveInt = 2  # checkpoints kept besides the best; the second is there should the first be damaged
-    keep_every: PositiveInt | None = None  # steps: checkpoints at multiples of it are kept for good; None: none
-    sample_prompt: str = ""  # what the sample at the end continues; empty: the tokenizer's start token
-    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of that sample
-    sample_temperature: NonNegativeFloat = 0.8  # of that sample
+    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best; the second is read if the first is damaged
+    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted; None: none
+    sample_prompt: str = ""  # prompt of the sample at the end; empty: the tokenizer's start token
+    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
+    sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -142,7 +142,7 @@ class TrainConfig:
 class Experiment:
     """Everything that decides the result of a run."""
 
-    name: str  # letters, digits, - and _; the run goes to runs/NAME unless told otherwise
+    name: str  # letters, digits, - and _; names the run's directory, runs/NAME, unless --run-dir does
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)

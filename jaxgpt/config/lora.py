@@ -13,9 +13,9 @@ class LoraConfig:
     """Low-rank adapters (arXiv:2106.09685): with a rank, they alone are trained, on top of the weights that
     train.init_from names."""
 
-    rank: Size | None = None  # of what an adapter adds to its matrix; None: no adapters, all parameters are trained
-    alpha: PositiveFloat = 16.0  # what an adapter adds is multiplied by alpha / rank
-    # matrices of a block that have one: q, k, v, c_fc, c_gate, and c_proj, which attention and MLP both have
+    rank: Size | None = None  # rank of the adapters; None: no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # an adapter's output is multiplied by alpha / rank
+    # matrices of a block with an adapter: q, k, v, c_fc, c_gate, c_proj (of attention and of the MLP)
     targets: tuple[str, ...] = ("q", "v")
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ class GPTConfig:
     vocab_size: Size | None = None  # tokens; None: the tokenizer's
     block_size: Size = 1024  # tokens of context
     n_layer: Count = 12  # blocks
-    # blocks of an encoder of another text, which each of the n_layer reads by an attention of its own
-    # (arXiv:1706.03762); 0: none. It trains on pairs of texts: --data.path FILE.tsv
+    # blocks of an encoder, whose output each of the n_layer blocks reads by cross-attention (arXiv:1706.03762); it is
+    # trained on pairs, --data.path FILE.tsv; 0: no encoder
     n_encoder_layer: Annotated[int, Interval(ge=0, le=LARGEST_COUNT)] = 0
     n_head: Count = 12  # query heads per block
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
@@ -36,46 +36,46 @@ class GPTConfig:
     head_dim: Size | None = None  # size of a head; None: n_embd / n_head
     # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
     mlp_dim: Annotated[int, Interval(ge=1, le=4 * LARGEST_SIZE)] | None = None
-    dropout: Fraction = 0.0  # share dropped from embeddings, attention weights, attention output and MLP output
+    dropout: Fraction = 0.0  # dropout rate of embeddings, attention weights, attention output and MLP output
     bias: bool = True  # biases in linear layers and LayerNorm
-    qkv_bias: bool | None = None  # of the projections to queries, keys and values; None: as bias
-    out_bias: bool | None = None  # of attention's output; None: as bias
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # arXiv:1607.06450, arXiv:1910.07467
+    qkv_bias: bool | None = None  # biases in the projections to queries, keys and values; None: as bias
+    out_bias: bool | None = None  # bias in attention's output projection; None: as bias
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467)
     # pre: x + f(norm(x)); post: norm(x + f(x)), as in 2017; output: x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656);
     # sandwich: x + norm(f(norm(x))), as in Gemma 2 (arXiv:2408.00118)
     norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
     norm_eps: PositiveFloat = 1e-5  # added to the variance
-    norm_offset: bool = False  # RMSNorm's scales are kept as their distance from 1, as in Gemma
+    norm_offset: bool = False  # RMSNorm's parameter is its scale - 1, as in Gemma
     parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
     # gelu is the erf form, gelu_tanh GPT-2's; those with glu are gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how a token's position enters
-    rope_theta: PositiveFloat = 10_000.0  # longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
-    # share of each head that is turned, from its first number on
+    position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how positions are encoded
+    rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
+    # share of each head that is rotated, from its first element on
     rope_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    # for texts longer than those of pre-training; linear: all wavelengths times rope_factor (arXiv:2306.15595);
-    # llama3: those over rope_original_context / rope_low_freq_factor, and less of it down to rope_high_freq_factor
+    # for sequences longer than those of pre-training; linear: multiply all wavelengths by rope_factor
+    # (arXiv:2306.15595); llama3: only the long ones
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    rope_factor: Annotated[float, Interval(ge=1)] = 1.0
-    rope_low_freq_factor: PositiveFloat = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_context: Size = 8192  # tokens
-    sliding_window: Size | None = None  # tokens that attention reads, itself included (arXiv:2004.05150); None: all
-    global_every: Count | None = None  # every n-th layer reads all tokens instead of the window; None: no layer does
-    # rope_theta of layers with a sliding window, unscaled; None: as the others
+    rope_factor: Annotated[float, Interval(ge=1)] = 1.0  # of linear and llama3
+    rope_low_freq_factor: PositiveFloat = 1.0  # llama3: wavelengths over original context / this are scaled
+    rope_high_freq_factor: float = 4.0  # llama3: wavelengths under original context / this are kept
+    rope_original_context: Size = 8192  # llama3: tokens of context in pre-training
+    sliding_window: Size | None = None  # tokens that a token attends to, itself included (arXiv:2004.05150); None: all
+    global_every: Count | None = None  # every n-th layer attends to all tokens, not to a window; None: no layer does
+    # rope_theta of layers with a sliding window, without rope_scaling; None: as the other layers
     rope_local_theta: PositiveFloat | None = None
     qk_norm: bool = False  # RMSNorm over queries and keys before their product (arXiv:2302.05442)
-    qk_norm_over: Literal["head", "heads"] = "head"  # each head by itself, or all of them side by side, as in OLMo 2
-    query_scale: PositiveFloat | None = None  # scores are divided by its square root; None: the head size
-    # c tanh(score / c), before the softmax (arXiv:2408.00118); None: no cap
+    qk_norm_over: Literal["head", "heads"] = "head"  # normalise each head alone, or all heads together, as in OLMo 2
+    query_scale: PositiveFloat | None = None  # attention scores are divided by its square root; None: the head size
+    # attention scores become c tanh(score / c) (arXiv:2408.00118); None: no cap
     attention_softcap: PositiveFloat | None = None
     tie_embeddings: bool = True  # the output matrix is the token embedding
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
-    logit_softcap: PositiveFloat | None = None  # c tanh(logits / c); None: no cap
-    # projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
+    logit_softcap: PositiveFloat | None = None  # logits become c tanh(logit / c); None: no cap
+    # initial projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
     residual_init: Literal["scaled", "zero"] = "scaled"
     scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
-    # recompute in the backward pass: nothing; all but dense layers and attention kernels; all
+    # what the backward pass recomputes; dots: all but dense layers and attention kernels; full: all
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:

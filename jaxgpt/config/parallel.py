@@ -23,19 +23,19 @@ AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: th
 class ParallelConfig:
     """The hardware and how the run fits on it: arguments of a run, never part of the experiment's identity."""
 
-    # auto: one device plainly, several by pmap; single: one device; pmap: a copy of the model on each device;
-    # mesh: data x fsdp x tensor devices, of which fsdp and tensor split the model
+    # auto: single, or pmap with several devices; single: one device; pmap: a model replica per device; mesh: data x
+    # fsdp x tensor devices, where fsdp and tensor shard the model
     strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
-    data: AxisSize = -1  # devices along the mesh's axis of batch parts, each with the whole model; -1: the rest
-    fsdp: AxisSize = 1  # devices that share one copy of parameters and optimiser state, each with its part of the batch; -1: the rest
-    tensor: AxisSize = 1  # devices that share the heads, the MLP's hidden units and the vocabulary; -1: the rest
-    # sequences at once on a device, at most; what is left of its share follows as accumulation. None: the whole share
+    data: AxisSize = -1  # mesh devices that share the batch, each group of them with a full model; -1: the rest
+    fsdp: AxisSize = 1  # mesh devices that shard batch, parameters and optimiser state; -1: the rest
+    tensor: AxisSize = 1  # mesh devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # most sequences at once on a device; the rest of its share is accumulated; None: all
     micro_batch_size: PositiveInt | None = None
     # tokens of each sequence whose logits are in memory at once; None: all of block_size
     loss_chunk: PositiveInt | None = None
-    coordinator: str | None = None  # HOST:PORT of process 0, where JAX cannot find it by itself
-    processes: Size | None = None  # with a coordinator: how many
-    process_id: NonNegativeInt | None = None  # with a coordinator: which one this is, from 0
+    coordinator: str | None = None  # HOST:PORT of process 0; None: as JAX finds it on a cluster, else a single process
+    processes: Size | None = None  # number of processes, with a coordinator; None: without one
+    process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
     connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
     # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and its process is ended;
     # 0: never. In a single process it acts for commands only, never for a program that calls jaxgpt.fit

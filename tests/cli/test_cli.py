@@ -162,7 +162,7 @@ def test_training_again_goes_on_without_being_told_the_options(trained):
 def test_help_is_complete_and_needs_no_jax(tmp_path):
     top = jaxgpt("--help", cwd=tmp_path)
     assert top.returncode == 0 and "train" in top.stdout and "sample" in top.stdout
-    code = "import sys; from jaxgpt.__main__ import main\ntry: main(['train', '--help'])\nfinally: assert 'jax' not in sys.modules"
+    code = "import sys; from jaxgpt.__main__ import main\ntry: main(['train', '--help-all'])\nfinally: assert 'jax' not in sys.modules"
     done = run_command("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for option in ("--model.n-layer", "--data.path", "--optim.learning-rate", "--train.steps", "--train.batch-size"):

@@ -1,0 +1,93 @@
+"""What `--help` shows: little enough to read, an example that works, and what None stands for."""
+
+import contextlib
+import io
+import re
+import shlex
+
+import pytest
+
+from jaxgpt.cli.main import COMMANDS, bind_command, main, usage
+from jaxgpt.cli.options import COMMON
+
+OPTION = re.compile(r"^│ (--[\w.-]+|\[?[A-Z]+\]? )")
+LINES = 70
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return what a command line prints on a terminal of 80 columns, as lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*argv):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # else the frames are taller, and of ASCII
+        with pytest.raises(SystemExit) as left, contextlib.redirect_stdout(stdout):
+            main(list(argv))
+        assert not left.value.code
+        return stdout.buffer.getvalue().decode().splitlines()
+
+    return run
+
+
+def options(lines):
+    """Return the words of each option in a help, by its name."""
+    found = {}
+    for line in lines:
+        if not line.startswith("│"):
+            continue
+        if match := OPTION.match(line):
+            name = match[1].strip()
+            found[name] = ""
+        if found:
+            found[name] += " " + line.strip("│ ")
+    return found
+
+
+@pytest.mark.parametrize("argv", [["train"], ["train", "quickstart"], ["plan"]])
+def test_the_help_of_an_experiment_is_short_and_names_the_rest(shown, argv):
+    lines = shown(*argv, "--help")
+    assert len(lines) <= LINES and max(map(len, lines)) <= 85
+    assert "--help-all" in lines[-1] and lines == shown(*argv, "-h")
+    short, complete = options(lines), options(shown(*argv, "--help-all"))
+    common = sum(len(names.split()) for names in COMMON.values()) - len(COMMON) + 1  # sections are not options
+    assert len(short) == common + 2  # and --run-dir and --fresh, or --topology and --json
+    assert short.keys() < complete.keys() and len(complete) > 90
+
+
+def test_an_option_that_help_does_not_show_is_parsed():
+    bound = bind_command("train", "--train.log-every", "7", "--model.no-qk-norm")
+    assert bound.keywords["experiment"].train.log_every == 7 and not bound.keywords["experiment"].model.qk_norm
+
+
+def test_help_shows_the_defaults_of_the_experiment_that_is_named(shown, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxgpt import Experiment, TrainConfig\nexperiment = Experiment(name='x', train=TrainConfig(steps=77))"
+    )
+    assert "(default: 77)" in options(shown("train", str(file), "--help"))["--train.steps"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_parses(shown, name):
+    (example,) = [line for line in shown(name, "--help")[:10] if line.startswith("example: ")]
+    program, *words = shlex.split(example.removeprefix("example: "))
+    assert program == "jaxgpt" and words[0] == name and len(words) > 1
+    bind_command(*words)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_default_of_none_stands_for(shown, name):
+    found = options(shown(name, "--help-all"))
+    assert found
+    silent = [
+        option
+        for option, text in found.items()
+        if "(default: None)" in text and "None: " not in text.split("(default")[0]
+    ]
+    assert silent == []
+
+
+def test_the_list_of_commands_fits_on_a_terminal():
+    lines = usage().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(COMMANDS)
