@@ -142,7 +142,7 @@ TEMPLATES = [
     ("template_escapes", "good.jsonl:1: the chat template rejects the conversation: "),
     ("template_list", "is damaged: needs a text, or a list with one named default"),
     ("template_config", "tokenizer_config.json is damaged: it holds list, needs an object"),
-    ("template_silent", "good.jsonl:1: the chat template writes nothing of the assistant's"),
+    ("template_silent", "good.jsonl:1: the chat template writes no text of the assistant"),
 ]
 
 TOKENIZERS = [

@@ -15,7 +15,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 
 LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word by word
-MOST_WORDS = 2**19  # words of which the ids are kept: about 100 MB
+MOST_WORDS = 2**19  # words whose ids are kept: about 100 MB
 _PIECE = re.compile(r"\s*\S+(?:(?!\n\S)[^\S ]\s*\S*)*\n?|\s+")
 # Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
 _WORDS = (

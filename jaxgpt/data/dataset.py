@@ -37,8 +37,8 @@ def prepare(
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 
-    The last `val_fraction` is held out: of the characters of a text, of the tokens of .bin files if none of them is for
-    validation, and of the number of conversations or pairs.
+    The split is by position: the last `val_fraction` of the characters is held out. For .bin files without one for
+    validation it is a fraction of the tokens, for conversations and pairs a fraction of their number.
 
     Args:
         config: the data and their tokenizer.

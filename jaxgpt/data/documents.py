@@ -1,4 +1,4 @@
-"""Prepare conversations and pairs: documents of which the model is to generate only some tokens."""
+"""Prepare conversations and pairs: documents in which the model generates only some of the tokens."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def prepare_documents(
 ) -> Dataset:
     """Return the dataset of a file of conversations or pairs: see `dataset.prepare`."""
     kind = "conversation" if config.is_chat else "pair"
-    beside = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
+    tokenizer_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     cached = None if known is None else find_tokens(known, OF_DOCUMENTS)
-    cached = cached or _encode_file(config, kind, beside, with_prefix)
+    cached = cached or _encode_file(config, kind, tokenizer_directory, with_prefix)
     arrays, documents_of = cached.arrays, Pairs if encoder else Conversations
     train, val = (
         documents_of(arrays[split], arrays[f"{split}_answers"], arrays[f"{split}_ends"], block_size) for split in SPLITS
@@ -50,7 +50,7 @@ def prepare_documents(
         made_of["prefix"] = list(cached.tokenizer.prefix)
     tokenizer_config = None
     if config.is_chat:
-        template = chat_template.find_template(cached.tokenizer, beside, with_prefix=with_prefix)
+        template = chat_template.find_template(cached.tokenizer, tokenizer_directory, with_prefix=with_prefix)
         made_of["template_sha256"], tokenizer_config = chat_template.fingerprint(template), template.config()
     return Dataset(
         train=train,
@@ -62,8 +62,8 @@ def prepare_documents(
     )
 
 
-def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix: bool) -> CachedTokens:
-    """Return the tokens of the file, cached or newly encoded. beside: the directory of the tokenizer's file."""
+def _encode_file(config: DataConfig, kind: str, tokenizer_directory: Path | None, with_prefix: bool) -> CachedTokens:
+    """Return the tokens of the file, cached or newly encoded."""
     path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
     suffix = Path(path).suffix
     if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
@@ -73,7 +73,7 @@ def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if config.is_chat and tokenizer is not None:
-        template = chat_template.find_template(tokenizer, beside, with_prefix=with_prefix)
+        template = chat_template.find_template(tokenizer, tokenizer_directory, with_prefix=with_prefix)
         spec["template"] = chat_template.fingerprint(template)
     elif tokenizer is not None and with_prefix and tokenizer.prefix:
         spec["prefix"] = tokenizer.prefix
@@ -96,7 +96,8 @@ def _encode_file(config: DataConfig, kind: str, beside: Path | None, with_prefix
         first = itertools.islice(_texts(config, path), train)
         tokenizer = train_bpe(itertools.chain.from_iterable(first), config.bpe_vocab_size)
     if config.is_chat:
-        encoded = encode_all(path, tokenizer, chat_template.find_template(tokenizer, beside, with_prefix=with_prefix))
+        template = chat_template.find_template(tokenizer, tokenizer_directory, with_prefix=with_prefix)
+        encoded = encode_all(path, tokenizer, template)
     else:
         encoded = encode_pairs(path, tokenizer, with_prefix=with_prefix)
     return write_tokens(directory, tokenizer, _by_split(encoded, train, path, spec["file"]), OF_DOCUMENTS)
@@ -128,6 +129,7 @@ def _by_split(
 
 
 def _describe(train: Conversations, val: Conversations, kind: str) -> Iterator[str]:
+    """Yield the lines to print before training."""
     n, m, block_size = len(train.lengths), len(val.lengths), train.block_size
     filled = train.packing.filled
     yield f"{n:,} training and {m:,} validation {kind}s, in rows of {block_size} tokens that are {filled:.1%} full"

@@ -15,7 +15,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 
 
 class Tokens:
-    """A sequence of token ids in one or more memory-mapped files, of which only the windows in use are in memory."""
+    """A sequence of token ids in one or more memory-mapped files: only the windows in use are in memory."""
 
     def __init__(self, shards: list[np.ndarray]):
         """Concatenate shards: 1-D arrays of any integer dtype."""
@@ -108,7 +108,9 @@ class Dataset:
     tokenizer: Tokenizer
     val_characters: int | None = None  # for bits per character; None if the text is unknown
     val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
-    fingerprint: dict  # token counts of both splits; SHA-256 of both (for shards: of each file) and of the tokenizer
+    fingerprint: dict[
+        str, Any
+    ]  # token counts of both splits; SHA-256 of both (for shards: of each file) and of the tokenizer
     # entries of tokenizer_config.json for the chat template; {} if the tokenizer implies it, None without conversations
     tokenizer_config: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()  # lines to print before training

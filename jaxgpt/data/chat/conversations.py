@@ -68,7 +68,7 @@ def encode_all(
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
         if not answers.any():
-            raise UserError(f"{where}: the chat template writes nothing of the assistant's: give another one")
+            raise UserError(f"{where}: the chat template writes no text of the assistant: give another one")
         end = np.flatnonzero(answers)[-1] + 1
         yield ids[:end], answers[:end]
 
@@ -129,7 +129,7 @@ def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Token
 
 
 class Conversations:
-    """Conversations as token ids, memory-mapped or in memory, each of which fits into a row of `block_size` inputs.
+    """Conversations as token ids, memory-mapped or in memory, each at most a row of `block_size` inputs.
 
     A longer one is cut after the last answer that fits, or left out if none does.
     """
