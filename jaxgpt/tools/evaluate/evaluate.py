@@ -1,4 +1,4 @@
-"""Evaluate a run: its loss on held-out text, in windows, and the pairs that it translates exactly."""
+"""Evaluate a run: its loss on held-out text, and the share of pairs that it translates exactly."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from jaxgpt.sample.generate import stream
 from jaxgpt.train import eval_step
 
 PAIRS_AT_ONCE = 256  # pairs that are decoded together
-LARGEST_EXPONENT = math.log(sys.float_info.max)  # of a perplexity that a float holds
+LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity a float can hold
 
 _eval_step = jax.jit(eval_step, static_argnames="model")
 
 
 class HeldOut(NamedTuple):
-    """What a run is evaluated on."""
+    """Data that a run is evaluated on."""
 
     split: Tokens | Conversations
     is_pairs: bool = False
     characters: int | None = None  # None: only token ids are known
     utf8: int | None = None  # bytes
-    prefix: int = 0  # tokens at the beginning that are context alone
+    prefix: int = 0  # leading tokens that are only context
 
 
 def evaluate_run(
@@ -55,16 +55,23 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Return the loss of a run on its validation split or on a file, with every target scored once.
 
-    path: a text, conversations (.jsonl) or pairs (.tsv); None means the validation split. A text follows the tokens with
-        which its tokenizer begins texts, as in sampling.
-    stride: tokens from one window to the next, see `validation_batches`; the first token of a window has no context. None
-        means block_size, windows that touch.
-    batch_size: windows that are read together. None means the run's in training. beams: see `count_exact_matches`.
+    Args:
+        run: the run to evaluate.
+        path: a text, conversations (.jsonl) or pairs (.tsv). None means the validation split. A text is read after the
+            prefix of its tokenizer, as in sampling.
+        stride: tokens from the start of one window to the start of the next: a target has more than block_size - stride
+            tokens of context, except in the first window. None means block_size, windows without overlap.
+        batch_size: windows per batch. None means the batch size of the run's training.
+        beams: see `count_exact_matches`.
 
-    Returns loss (nats per token), perplexity, tokens, stride, bits_per_byte (of UTF-8) and bits_per_character, which are
-    None where only token ids are known. Conversations and pairs add left_out, how many do not fit into the context and
-    are not scored; conversations add shortened, how many are cut after the last answer that fits; pairs add the results
-    of `count_exact_matches` for those that fit. Raises `UserError`.
+    Returns:
+        loss (nats per token), perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character; the last two are
+        None if only token ids are known. Conversations and pairs add left_out, the number that do not fit into the
+        context and are not scored. Conversations add shortened, the number that are cut after the last answer that fits.
+        Pairs add the results of `count_exact_matches` for those that fit.
+
+    Raises:
+        UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.
     """
     config = run.model.config
     stride = config.block_size if stride is None else check_whole("stride", stride)
@@ -74,7 +81,7 @@ def evaluate_run(
     split = held_out.split
     batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
     if not isinstance(split, Tokens) and stride != config.block_size:
-        raise UserError(f"stride={stride} is for texts: conversations are read whole, so leave it out")
+        raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
     if beams is not None and not held_out.is_pairs:
         raise UserError(f"beams={beams} is for pairs of texts: leave it out")
     if config.n_encoder_layer and not held_out.is_pairs:
@@ -133,18 +140,24 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
 
 
 def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = None) -> dict[str, Any]:
-    """Count the sources whose most probable completion by the run is their target, token for token.
+    """Count the pairs for which the run generates exactly the target, token for token.
 
-    beams: the width of a beam search; None means greedy decoding. Returns exact (the fraction), its standard error,
-    pairs (how many), and missed: up to five of the others, as (source, target, completion).
+    Args:
+        run: the run to evaluate.
+        pairs: the pairs, each of which fits into the context.
+        beams: the width of a beam search. None means greedy decoding.
+
+    Returns:
+        exact (a fraction), exact_error (its standard error), pairs (the number of pairs), and missed: (source, target,
+        completion) of up to five pairs that are not exact.
     """
     tokenizer, right, missed = run.tokenizer, 0, []
-    order = np.argsort(pairs.lengths, kind="stable")  # by length, so that the pairs of a batch end together
+    order = np.argsort(pairs.lengths, kind="stable")  # by length, so that the pairs of a batch finish together
     for first in range(0, len(order), PAIRS_AT_ONCE):
         parts = [_split_pair(pairs, int(n)) for n in order[first : first + PAIRS_AT_ONCE]]
         sources, prompts, targets = zip(*parts, strict=True)
-        # Greedily as many as the longest target has with its end, which has to be generated too; else as many as fit,
-        # since what a search finds may depend on where it ends.
+        # Greedy decoding needs no more tokens than the longest target with its end token. A beam search gets all that
+        # fit, because its result may depend on the limit.
         decoding = Decoding(
             max_new_tokens=max(map(len, targets)) if beams is None else run.model.config.block_size,
             sampling=Sampling(greedy=True),
@@ -174,7 +187,7 @@ def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = N
 
 
 def _split_pair(pairs: Conversations, number: int) -> tuple[list[int], list[int], list[int]]:
-    """Return (source, prompt, target with its end)."""
+    """Return the token ids (source, prompt, target with its end token)."""
     ids, answers = pairs.read(number)
     start = int(np.argmax(answers))
     prompt = ids[start - 1 if isinstance(pairs, Pairs) else 0 : start]
@@ -186,15 +199,13 @@ def format_evaluation(found: dict[str, Any]) -> str:
     text = f"{found['tokens']:,} tokens: loss {found['loss']:.4f} nats per token, perplexity {found['perplexity']:.3f}"
     if "exact" in found:
         missed = "".join(f"\n  {source} -> {written}, not {target}" for source, target, written in found["missed"])
-        fit = f" that fit in the context, which {found['left_out']:,} do not," if found["left_out"] else ""
-        text += (
-            f"\n{found['exact']:.2%} of {found['pairs']:,} pairs{fit} exact (standard error {found['exact_error']:.2%})"
-        )
-        return text + (f"; of the others:{missed}" if missed else "")
+        text += f"\n{found['exact']:.2%} of {found['pairs']:,} pairs exact (standard error {found['exact_error']:.2%})"
+        text += f"; {found['left_out']:,} more do not fit in the context" if found["left_out"] else ""
+        return text + (f"\nnot exact, for example:{missed}" if missed else "")
     if found.get("left_out") or found.get("shortened"):
         text += (
-            f"\nlonger than the context: {found['left_out']:,} conversations, which are left out, and "
-            f"{found['shortened']:,}, which end after the last answer that fits"
+            f"\nlonger than the context: {found['left_out']:,} conversations are left out, and "
+            f"{found['shortened']:,} are cut after the last answer that fits"
         )
     units = {"byte": found["bits_per_byte"], "character": found["bits_per_character"]}
     bits = ", ".join(f"{value:.4f} bits per {unit}" for unit, value in units.items() if value is not None)

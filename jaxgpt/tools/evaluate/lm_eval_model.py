@@ -1,15 +1,15 @@
-"""A run as a model of lm-evaluation-harness (`pip install "jaxgpt[eval]"`), for the tasks that it knows.
+"""Evaluate a run on the tasks of lm-evaluation-harness (`pip install "jaxgpt[eval]"`).
 
-The harness knows only its own models by name, so start its command line from this module; the model is `jaxgpt`:
+The harness finds only its own models by name, so start its command line from this module, which adds `jaxgpt`::
 
     python -m jaxgpt.tools.evaluate.lm_eval_model --model_args run=runs/mine,weights=int8 --tasks lambada_openai --batch_size 8
 
-From Python, pass an instance:
+From Python, pass an instance::
 
     from jaxgpt.tools.evaluate.lm_eval_model import JaxGPT
     results = lm_eval.simple_evaluate(model=JaxGPT(run="runs/mine"), tasks=["lambada_openai"])
 
-Only this module imports lm_eval, and nothing imports this module.
+No other module imports lm_eval, and none imports this one.
 """
 
 from __future__ import annotations
@@ -38,19 +38,16 @@ except ImportError as e:
     raise ImportError(message) from None
 
 MAX_NEW_TOKENS = 256  # the harness's own default
-# The names that tasks have for the most tokens to generate, by priority, as the harness reads them.
+# The names in tasks for the maximum number of tokens to generate; the harness reads the first that is given.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @register_model("jaxgpt")
 class JaxGPT(LM):
-    """A trained run as a model of the harness, on one device, in one process.
+    """A run as a model of the harness, on one device, in one process.
 
-    run: a run, or its directory. None means the newest under `runs/`. weights: see `Run.for_decoding`.
-    batch_size: texts that are read or generated together. None or "auto" means as many as in training.
-    device, max_batch_size: unused; the harness passes them to every model.
-    Raises `UserError` if there is no such run, and later for texts that its tokenizer cannot encode.
+    Its methods raise `UserError` for texts that the run's tokenizer cannot encode.
     """
 
     def __init__(
@@ -62,6 +59,18 @@ class JaxGPT(LM):
         device: str | None = None,
         max_batch_size: int | None = None,
     ):
+        """Load a run.
+
+        Args:
+            run: a run, or its directory. None means the newest under `runs/`.
+            weights: see `Run.for_decoding`.
+            batch_size: texts that are scored or generated together. None or "auto" means the batch size of training.
+            device: ignored; the harness passes it to every model.
+            max_batch_size: ignored; the harness passes it to every model.
+
+        Raises:
+            UserError: if there is no such run, or batch_size is not valid.
+        """
         super().__init__()
         run = run if isinstance(run, Run) else load(run)
         self.run = run if weights is None else run.for_decoding(weights)
@@ -72,12 +81,12 @@ class JaxGPT(LM):
         self.batch_size = int(batch_size)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether it is the greedy one) of each continuation; args: (context, continuation)."""
+        """Return (log-probability, is it greedy?) of each continuation; a request has (context, continuation)."""
         pairs = [pair_ids(self.run.tokenizer, *request.args) for request in requests]
         return [tuple(found) for found in self.run.loglikelihood(pairs, batch_size=self.batch_size)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, in the harness's own disjoint windows; args: (text,)."""
+        """Return the log-probability of each text, in the harness's disjoint windows; a request has (text,)."""
         windows = []  # (index of the request, pair)
         for number, request in enumerate(requests):
             first, ids = pair_ids(self.run.tokenizer, "", *request.args)
@@ -91,7 +100,7 @@ class JaxGPT(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate a continuation of each context, up to a stop string; args: (context, options)."""
+        """Generate a continuation of each context, up to a stop string; a request has (context, options)."""
         groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -107,9 +116,9 @@ class JaxGPT(LM):
 
 
 def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Translate a task's generation_kwargs to options of `Run.sample`: greedy without do_sample or a temperature.
+    """Translate a task's generation_kwargs to options of `Run.sample`; the default is greedy decoding.
 
-    Raises `UserError` for options that have no counterpart, which would change the text.
+    Raises `UserError` for options without a counterpart, since ignoring them would change the text.
     """
     options = dict(options)
     until = options.pop("until", None) or []
@@ -118,7 +127,8 @@ def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
     filters = {name: options.pop(name) for name in FILTERS if name in options}
     if options:
         raise UserError(
-            f"the task's generation_kwargs has {', '.join(options)}: there is until, do_sample, {', '.join((*LIMITS, *FILTERS))}"
+            f"the task's generation_kwargs has {', '.join(options)}, which is not supported: "
+            f"use only until, do_sample, {', '.join((*LIMITS, *FILTERS))}"
         )
     return {
         "max_new_tokens": next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS),

@@ -158,7 +158,8 @@ def test_conversations_that_do_not_fit_are_counted(unread, own):
     assert found["left_out"] == sum(len(PLAIN.write(m[:2]).text.strip()) > 34 for m in long)
     assert found["left_out"] + found["shortened"] == len(long)
     assert found["shortened"] > 0 and "pairs" not in found
-    said = f"longer than the context: {found['left_out']} conversations, which are left out, and {found['shortened']}, which end"
+    left_out, shortened = found["left_out"], found["shortened"]
+    said = f"longer than the context: {left_out} conversations are left out, and {shortened} are cut after"
     assert said in format_evaluation(found)
 
 
@@ -167,9 +168,10 @@ def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
     path.write_text(f"a\tb\n{'a' * 40}\tb\nc\td\n")
     found = evaluate_run(unread, str(path))
     assert (found["left_out"], found["pairs"]) == (1, 2) and "shortened" not in found
-    assert "50.00% of 2 pairs that fit in the context, which 1 do not, exact" in format_evaluation(found)
+    exact = "50.00% of {} pairs exact (standard error 10.00%)"
+    assert format_evaluation(found).endswith(f"{exact.format(2)}; 1 more do not fit in the context")
     path.write_text("a\tb\n")
-    assert "50.00% of 1 pairs exact" in format_evaluation(evaluate_run(unread, str(path)))
+    assert format_evaluation(evaluate_run(unread, str(path))).endswith(exact.format(1))
 
 
 @pytest.mark.parametrize(("name", "said"), [("x.jsonl", "needs a conversation on"), ("x.tsv", "needs a pair on")])

@@ -63,7 +63,7 @@ assert sampling_options(drawn) == {"max_new_tokens": 3, "stop": ["x"], "temperat
 try:
     sampling_options({"num_beams": 3})
 except UserError as e:
-    assert "num_beams: there is until" in str(e)
+    assert "num_beams, which is not supported: use only until" in str(e)
 else:
     raise AssertionError
 run, directory, *tasks = sys.argv[1:]
