@@ -1,4 +1,4 @@
-"""Check a loss curve: whether it lies in its experiment's band, and whether the model still learns."""
+"""Check a loss curve: compare it with its experiment's reference band, and detect over-fitting and divergence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxgpt.tools.report.reference_band import ReferenceBand
 
-RISE = 0.01  # the last validation loss is worse if it is above the best by more than this share of it
+RISE = 0.01  # relative rise above the best validation loss that counts as worse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,32 +22,32 @@ class CurveCheck:
     since: int | None  # the step since which the curve has been out of the band
     learning: str  # "yes", "over-fitting", "diverging" or "unknown"
     learning_since: int | None  # the step of the best validation loss, if over-fitting or diverging
-    words: str
+    words: str  # the verdict in words
 
 
 def check_curve(
     validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]], band: ReferenceBand | None = None
 ) -> CurveCheck:
-    """Compare a run's losses, each (step, nats per token), with one another and with a band.
+    """Judge a run by its losses, each (step, nats per token), and by a band.
 
-    Over-fitting: validation is above its best by more than 1%, and by more than it has lately risen and come back, while
-    training has gone on falling. Diverging: training has risen as well, or a loss is no number. Training is smoothed over
-    a tenth of the lines, for it is that of one batch.
+    Over-fitting: the validation loss is more than 1% above its best, and by more than any rise from which the second half
+    of the curve has recovered, while the training loss has kept falling. Diverging: the training loss has risen too, or a
+    loss is not finite. The training loss, each value of one batch, is smoothed over a tenth of its values.
     """
     learning, worse_since = _learning(validation, training)
     position, since = _position(validation, band)
     words = f"{learning} from the start" if worse_since is None else f"{learning} since step {worse_since:,}"
-    words = {"yes": "it learns", "unknown": "there is too little of it to say whether it learns"}.get(learning, words)
+    words = {"yes": "learning", "unknown": "too few validations to judge"}.get(learning, words)
     if band is not None:
         own = f"this experiment's band of {band.seeds} seeds"
-        beside = {
+        comparison = {
             "inside": f"inside {own}",
             "above": f"above {own} since step {since}",
-            "below": f"below {own}, which is better, since step {since}",
-            None: "nowhere near the steps of this experiment's band",
+            "below": f"below {own} (better) since step {since}",
+            None: "outside the steps of this experiment's band",
         }[position]
-        # A run that is validated once, at its end, is judged by the band alone.
-        words = beside if learning == "unknown" and position else f"{words}; {beside}"
+        # A run with one validation, at its end, is judged only by the band.
+        words = comparison if learning == "unknown" and position else f"{words}; {comparison}"
     return CurveCheck(band=position, since=since, learning=learning, learning_since=worse_since, words=words)
 
 
@@ -61,7 +61,7 @@ def _position(validation: Sequence[tuple[int, float]], band: ReferenceBand | Non
     if not positions:
         return None, None
     last = positions[-1][1]
-    stretch = list(itertools.takewhile(lambda there: there[1] == last, reversed(positions)))
+    stretch = list(itertools.takewhile(lambda point: point[1] == last, reversed(positions)))
     return last, None if last == "inside" else stretch[-1][0]
 
 
@@ -81,7 +81,7 @@ def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[
 
 
 def _swing(validation: Sequence[tuple[int, float]]) -> float:
-    """Return the largest relative rise that the curve's second half has recovered from: the next may be as large."""
+    """Return the largest relative rise from which the curve's second half has recovered: another one may be as large."""
     losses = [loss for step, loss in validation if 2 * step >= validation[-1][0]]
     rises = [0.0]
     for i, loss in enumerate(losses[:-1]):
@@ -92,7 +92,7 @@ def _swing(validation: Sequence[tuple[int, float]]) -> float:
 
 
 def _smoothed(training: Sequence[tuple[int, float]], step: int) -> float:
-    """Return the median loss of a tenth of the lines around a step."""
+    """Return the median of a tenth of the training losses, around a step."""
     half = max(len(training) // 20, 1)
     at = int(np.argmin([abs(s - step) for s, _ in training]))
     return float(np.median([loss for _, loss in training[max(at - half, 0) : at + half + 1]]))

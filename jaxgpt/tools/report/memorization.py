@@ -1,4 +1,4 @@
-"""Measure memorization: the longest overlaps of a text with a corpus, and the share of its n-grams that are new."""
+"""Measure memorisation: the longest overlaps of a text with a corpus, and the share of its n-grams that are new."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 
 from jaxgpt.errors import UserError
 
-LENGTHS = (5, 10, 20, 50)  # characters of the n-grams that are looked for
-SHOWN = 5  # longest overlaps
+LENGTHS = (5, 10, 20, 50)  # n of the n-grams, in characters
+SHOWN = 5  # longest overlaps that are reported
 
 
 class SuffixArray:
-    """A corpus that can be searched for substrings (Manber and Myers 1993; libdivsufsort)."""
+    """Index of a corpus for substring search (Manber and Myers 1993; libdivsufsort)."""
 
     def __init__(self, text: str):
+        """Index a corpus. Raises `UserError` without the pydivsufsort package."""
         try:
             import pydivsufsort
         except ImportError:
@@ -25,9 +26,9 @@ class SuffixArray:
         self._suffixes = pydivsufsort.divsufsort(self._bytes) if text else np.zeros(0, np.int32)
 
     def match_lengths(self, text: str) -> np.ndarray:
-        """Return the length of the longest match that begins at each character, int64 [len(text)].
+        """Return the length of the longest match that begins at each character: characters, int64 [len(text)].
 
-        A match at the next character is at most one shorter, so it is extended from there and never searched again.
+        The match at the next character is at most one shorter, so its search starts from that length.
         """
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right")  # bytes of each character in UTF-8
@@ -41,25 +42,26 @@ class SuffixArray:
         return lengths
 
     def _find(self, piece: bytes) -> int | None:
-        """Return a byte at which the corpus has this piece, or None."""
+        """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
         if not self._bytes:
             return None
         count, at = self._search(self._bytes, self._suffixes, piece)
         return int(self._suffixes[at]) if count > 0 else None
 
     def position(self, piece: str) -> int:
-        """Return a character at which the corpus has this piece, which it must have."""
+        """Return the offset, in characters, of an occurrence of a string, which the corpus must contain."""
         at = self._find(piece.encode())
         assert at is not None
         return len(self._bytes[:at].decode())
 
 
 def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
-    """Compare texts, each by itself, with a corpus.
+    """Compare texts, each separately, with a corpus.
 
-    Returns characters, of all texts together; overlaps, the longest substrings that the corpus has too, none inside
-    another, each with the character of the corpus `at` which it begins, or one of them; novel, by n: the share of the
-    texts' n-grams that the corpus has not, or None if they have none.
+    Returns:
+        characters, the total length of the texts; overlaps, the longest substrings that occur in the corpus, none inside
+        another, each with `at`, the offset of one occurrence in characters; novel, for each n the share of the texts'
+        n-grams that do not occur in the corpus, or None without n-grams.
     """
     overlaps: set[tuple[int, str]] = set()
     seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}
@@ -67,7 +69,7 @@ def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]
         lengths = corpus.match_lengths(text)
         for n in LENGTHS:
             seen[n] += (lengths[: max(len(text) - n + 1, 0)] >= n).tolist()
-        # A match that ends where the one before it ends is inside that one.
+        # A match that ends where the one before it ends is part of that one.
         before = np.concatenate([[0], lengths - 1])[:-1]
         for i in np.flatnonzero((lengths > before) & (lengths > 0)):
             overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))

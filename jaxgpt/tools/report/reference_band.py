@@ -1,4 +1,4 @@
-"""Reference bands: where the validation losses of an experiment lie, from runs with several seeds; some are shipped."""
+"""Reference bands: the range of an experiment's validation losses over seeds. Some bands are shipped in `bands/`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
 
 BANDS = resources.files("jaxgpt.tools.report").joinpath("bands")
 CONFIDENCE = 0.95
-# Fields that do not change where a curve lies, or that the data's fingerprint tells better, by how their names begin.
+# Prefixes of the fields that do not affect the loss curve, or that the fingerprint of the data covers.
 FREE = (*CHANGEABLE, "train.seed")
 
 
@@ -26,8 +26,8 @@ FREE = (*CHANGEABLE, "train.seed")
 class ReferenceBand:
     """A prediction interval for the validation loss of one more run, step by step.
 
-    low and high: a further run's loss is expected between them with 95% probability at each step, by Student's t of the
-    losses' logarithms: a loss is not below 0, and where one seed is late, it is far above the others.
+    At each step the loss of one more run is between `low` and `high` with 95% probability, by Student's t on the
+    logarithms of the losses: losses are positive, and a seed that learns late is far above the others.
     """
 
     steps: list[int]
@@ -37,14 +37,17 @@ class ReferenceBand:
     seeds: int
 
     def at(self, step: int) -> tuple[float, float] | None:
-        """Return (low, high) at a step, interpolated between measured ones; None outside of them."""
+        """Return (low, high) at a step, interpolated between measured steps; None outside their range."""
         if not self.steps[0] <= step <= self.steps[-1]:
             return None
         return float(np.interp(step, self.steps, self.low)), float(np.interp(step, self.steps, self.high))
 
 
 def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
-    """Return the band of runs, each [(step, validation loss), ...] at the same steps. Raises `UserError`."""
+    """Return the band of runs, each [(step, validation loss), ...].
+
+    Raises `UserError` for fewer than two runs, and for runs with validations at different steps.
+    """
     steps = [step for step, _ in curves[0]]
     if any([step for step, _ in curve] != steps for curve in curves):
         raise UserError("the runs of a band need validations at the same steps")
@@ -66,25 +69,25 @@ def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
 
 
 def find_band(metadata: RunMetadata) -> tuple[ReferenceBand | None, str]:
-    """Return the band that is shipped for this experiment on these data; or None, and why."""
+    """Return the shipped band of this experiment on this data; or None, and the reason."""
     file = BANDS.joinpath(f"{metadata.experiment.name}.json")
     if not file.is_file():
-        return None, f"None is shipped for {metadata.experiment.name}."
+        return None, f"No reference band is shipped for {metadata.experiment.name}."
     values = parse_json(file.read_bytes(), str(file))
     differing = differing_fields(metadata.experiment, from_dict(Experiment, values["experiment"], ""))
     if differing:
-        return None, f"The one that is shipped has another configuration: {', '.join(differing[:6])}."
+        return None, f"The shipped reference band has another configuration: {', '.join(differing[:6])}."
     if describe_data_changes(metadata.data, values["data"]):
-        return None, "The one that is shipped is of another text."
+        return None, "The shipped reference band is for another text."
     return ReferenceBand(**values["band"]), ""
 
 
 def render_band(metadata: RunMetadata, band: ReferenceBand, made: dict[str, Any]) -> str:
-    """Return the text of `bands/NAME.json`. made: how and when the band was made."""
+    """Return the text of `bands/NAME.json`. `made` records how and when the band was made."""
     parts = {"experiment": dataclasses.asdict(metadata.experiment), "data": metadata.data, "made": made}
     return render_json(parts | {"band": dataclasses.asdict(band)}, indent=1) + "\n"
 
 
 def differing_fields(ours: Experiment, theirs: Experiment) -> list[str]:
-    """Return the names of the fields that differ and that decide where a curve lies."""
+    """Return the names of the fields that differ and that affect the loss curve."""
     return [name for name in differences(ours, theirs) if not name.startswith(FREE)]

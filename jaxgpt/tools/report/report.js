@@ -1,4 +1,4 @@
-// The report: what a run learnt, how fast, what it writes.
+// The report page: losses, samples, memorisation, speed and configuration of a run.
 
 const s = data.summary;
 
@@ -12,14 +12,14 @@ function ticks(low, high, n) {
 }
 
 // A chart over steps: series of { name, points: [[step, value]], color, dash, dots }, and a band of { steps, low, high }.
-// from: where the axis begins; null: at the lowest value, and of the first tenth, which is guessing, what is above the rest is cut.
+// from: lowest value of the axis. null: the lowest of the data, and high values in the first tenth, before the model has learnt, are cut off.
 function curves(label, unit, series, { band = null, height = 320, from = null } = {}) {
   const drawn = series.filter((one) => one.points.length);
-  const keyed = drawn.length > 1 || band !== null; // one line alone is named by its unit
+  const keyed = drawn.length > 1 || band !== null; // the unit names a single line
   const [left, right, top, bottom, width] = [60, 14, 12, keyed ? 64 : 44, 860];
   const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
   const all = drawn.flatMap((one) => one.points.map((p) => p[1])).sort((a, b) => a - b);
-  if (!all.length) return h("p", { class: "quiet" }, "Nothing was logged.");
+  if (!all.length) return h("p", { class: "quiet" }, "No values were logged.");
   const ends = drawn.map((one) => one.points[Math.floor(one.points.length / 10)][1]);
   let [low, high] = from === null ? [all[0], Math.max(...ends)] : [from, all[all.length - 1]];
   if (band) [low, high] = [Math.min(low, ...band.low.slice(-1)), Math.max(high, ...band.high.slice(1))];
@@ -38,9 +38,9 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
     svg.append(h("text", { class: "quiet", x: x(step), y: height - bottom + 18, "text-anchor": x(step) > width - 40 ? "end" : "middle" }, step.toLocaleString("en")));
   }
   if (band) {
-    let there = band.steps.map((step, i) => [x(step), y(band.low[i]), y(band.high[i])]).filter((_, i) => band.steps[i] <= last);
-    if (there.length === 1) there = [-5, 5].map((by) => [there[0][0] + by, ...there[0].slice(1)]); // one step has no width of its own
-    const edge = [...there.map(([at, , up]) => `${at},${up}`), ...there.reverse().map(([at, down]) => `${at},${down}`)];
+    let shown = band.steps.map((step, i) => [x(step), y(band.low[i]), y(band.high[i])]).filter((_, i) => band.steps[i] <= last);
+    if (shown.length === 1) shown = [-5, 5].map((by) => [shown[0][0] + by, ...shown[0].slice(1)]); // a single step has no width
+    const edge = [...shown.map(([at, , up]) => `${at},${up}`), ...shown.reverse().map(([at, down]) => `${at},${down}`)];
     svg.append(h("path", { class: "band", d: `M${edge.join("L")}Z` }));
   }
   drawn.forEach((one, n) => {
@@ -58,7 +58,7 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
     key.style.stroke = one.color;
     svg.append(key, h("text", { class: "quiet", x: left + 200 * n + 30, y: height - 6 }, one.name));
   });
-  if (band) svg.append(h("text", { class: "quiet", x: left + 200 * drawn.length, y: height - 6 }, `shaded: 95% of further runs, from ${band.seeds} seeds`));
+  if (band) svg.append(h("text", { class: "quiet", x: left + 200 * drawn.length, y: height - 6 }, `shaded: 95% prediction interval from ${band.seeds} seeds`));
   svg.append(h("text", { class: "quiet", x: width - right, y: height - bottom + 38, "text-anchor": "end" }, `optimiser step; ${unit}`));
   return svg;
 }
@@ -67,10 +67,10 @@ function losses() {
   const rows = data.validation.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
   return section("losses", "Losses",
     h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
-    s.band ? null : h("p", { class: "quiet", id: "why-no-band" }, `No band to compare with. ${s.why_no_band}`),
-    s.skipped_steps.length ? h("p", {}, `Steps that were skipped: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
-    curves("training and validation loss by step; the table below has the numbers", "nats per token", [
-      { name: "training, one batch", points: data.training, color: "var(--cool)", thin: true },
+    s.band ? null : h("p", { class: "quiet", id: "why-no-band" }, s.why_no_band),
+    s.skipped_steps.length ? h("p", {}, `Skipped steps: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
+    curves("training and validation loss by step; the table below lists the validation losses", "nats per token", [
+      { name: "training, per batch", points: data.training, color: "var(--cool)", thin: true },
       { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
     ], { band: s.band }),
     h("details", {}, h("summary", {}, "validation losses"), table("nats per token, over the validation split", ["step", "loss"], rows)));
@@ -79,21 +79,21 @@ function losses() {
 function samples() {
   const kept = s.samples.map((one) => [h("h3", {}, `step ${one.step.toLocaleString("en")}`), h("blockquote", { class: "sample", lang: "" }, h("b", {}, one.prompt), one.text)]);
   return section("samples", "Samples through time",
-    h("p", {}, "What each checkpoint that was kept writes from the same prompt, with the same seed. (--train.keep-every keeps more of them.)"),
-    ...(kept.length ? kept.flat() : [h("p", { class: "quiet" }, "No checkpoint is there.")]));
+    h("p", {}, "Generated from each kept checkpoint with the same prompt and the same seed. To keep more checkpoints, train with --train.keep-every."),
+    ...(kept.length ? kept.flat() : [h("p", { class: "quiet" }, "The run has no checkpoints.")]));
 }
 
 function memory() {
   const m = s.memorisation;
   if (!m) return section("memorisation", "Memorisation", h("p", { class: "quiet" }, s.why_no_memorisation));
   const share = (x) => (x === null ? "–" : percent(x));
-  const overlaps = (found) => table("the longest stretches that the training text has word for word", ["characters", "text:"],
+  const overlaps = (found) => table("longest stretches that occur word for word in the training text", ["characters", "text:"],
     found.overlaps.map((one) => [[...one.text].length, h("td", { class: "text wide" }, one.text.replaceAll("\n", "↵"))]));
   return section("memorisation", "Memorisation",
-    h("p", {}, `${m.samples} texts that it wrote, ${m.written.characters.toLocaleString("en")} characters, beside as much held-out text: what a text by the same hand shares with the training text anyway.`),
-    table("n-grams of characters that the training text has not", ["n", "written", "held out"],
+    h("p", {}, `${m.samples} generated texts, ${m.written.characters.toLocaleString("en")} characters in all, compared with the training text. Held-out text of the same length shows how much overlap to expect without memorisation.`),
+    table("share of character n-grams that do not occur in the training text", ["n", "generated", "held out"],
       Object.keys(m.written.novel).map((n) => [n, share(m.written.novel[n]), share(m.held_out.novel[n])])),
-    h("h3", {}, "Written"), h("div", { id: "written" }, overlaps(m.written)),
+    h("h3", {}, "Generated"), h("div", { id: "written" }, overlaps(m.written)),
     h("h3", {}, "Held out"), h("div", { id: "held-out" }, overlaps(m.held_out)));
 }
 
@@ -101,7 +101,7 @@ function speed() {
   const t = s.throughput;
   const rate = (x) => (x === null ? "–" : Math.round(x).toLocaleString("en"));
   return section("speed", "Speed",
-    h("p", {}, `${rate(t.tokens_per_second)} tokens per second in the middle, ${rate(t.least)} to ${rate(t.most)}; ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in all, on ${s.device}.`),
+    h("p", {}, `${rate(t.tokens_per_second)} tokens per second (median; ${rate(t.least)} to ${rate(t.most)}); ${t.mfu === null ? "MFU unknown on this device" : `MFU ${percent(t.mfu)}`}; ${t.seconds === null ? "–" : Math.round(t.seconds).toLocaleString("en")} s in total, on ${s.device}.`),
     curves("tokens per second by step", "tokens per second", [{ name: "tokens per second", points: data.rates, color: "var(--accent)" }], { height: 220, from: 0 }),
     h("h3", {}, "Gradient norm and learning rate"),
     curves("gradient norm by step", "norm", [{ name: "gradient norm", points: data.grad_norms, color: "var(--hot)", thin: true }], { height: 200, from: 0 }),
@@ -112,7 +112,7 @@ function configuration() {
   const shown = (value) => (value === null ? "none" : Array.isArray(value) ? value.join(" ") : String(value));
   const rows = (all) => all.map(([name, value]) => [name, h("td", { class: "text wide" }, shown(value))]);
   return section("configuration", "Configuration",
-    table("what is not at its default", ["field", "value:"], rows(data.configuration.filter((one) => one[2]))),
+    table("fields that differ from the defaults", ["field", "value:"], rows(data.configuration.filter((one) => one[2]))),
     h("details", {}, h("summary", {}, "all fields"), table("all fields", ["field", "value:"], rows(data.configuration))));
 }
 
@@ -125,7 +125,7 @@ begin(async () => {
   ];
   const sections = [losses(), samples(), memory(), speed(), configuration()];
   document.body.append(
-    h("a", { class: "skip", href: "#losses" }, "to the losses"),
+    h("a", { class: "skip", href: "#losses" }, "skip to the losses"),
     h("header", {}, h("h1", {}, data.title), h("dl", { class: "facts" }, ...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
     h("nav", { "aria-label": "parts of the page" }, h("ul", {}, ...sections.map((one) => h("li", {}, h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent))))),
     h("main", {}, ...sections));

@@ -1,4 +1,4 @@
-"""A run's report: its losses, its speed, its samples, and how much of them it has memorized. Drawn by `report.js`."""
+"""Summarise a run: losses, speed, samples, and how much of them is memorised. `report.js` draws the page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from jaxgpt.tools.report.curve_check import check_curve
 from jaxgpt.tools.report.memorization import SuffixArray, measure_novelty
 from jaxgpt.tools.report.reference_band import find_band
 
-MOST_TEXT = 2**26  # tokens of a corpus, from its beginning, in which memorized text is looked for
+MOST_TEXT = 2**26  # leading tokens of the training text that are searched for memorised text
 
 
 def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
     """Return (the content of `summary.json`, the HTML page) of a run.
 
-    samples: texts to generate and to compare with the training text. tokens: length of each.
+    Args:
+        run: the run to summarise.
+        samples: the number of texts to generate and to compare with the training text.
+        tokens: the length of each.
     """
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
@@ -68,7 +71,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
 
 
 def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of the lines of metrics.jsonl with this value; nan for null, which is not finite."""
+    """Return (step, value) of the lines of metrics.jsonl with this value; null, which was not finite, becomes nan."""
     return [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
 
 
@@ -82,7 +85,7 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
         try:
             at_step = load_run(run.metadata, which=step)
             text = at_step.sample(prompt, max_new_tokens=tokens, seed=0, chat=run.experiment.data.is_chat)
-        except UserError as e:  # a damaged checkpoint, or a prompt with letters that the tokenizer lacks
+        except UserError as e:  # a damaged checkpoint, or a prompt that the tokenizer cannot encode
             text = f"({e})"
         val_loss = run.val_loss if step == run.step else None
         samples.append({"step": step, "prompt": prompt, "text": text, "val_loss": val_loss})
@@ -90,21 +93,21 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
 
 
 def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str, Any] | None, str]:
-    """Compare generated texts, and as much held-out text, with the training text; or return None, and why."""
+    """Compare generated texts, and as much held-out text, with the training text; or return None and the reason."""
     if run.metadata.imported is not None:
-        return None, "The model was imported, without its text."
+        return None, "Not measured: the model was imported without its training text."
     if run.experiment.data.is_packed:
-        return None, "It was trained on conversations or pairs, not on one text."
+        return None, "Not measured: the run was trained on conversations or pairs, not on a text."
     try:
         dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
     except UserError as e:  # a run that was copied to another machine
-        return None, f"Its training text could not be read: {e}"
+        return None, f"Not measured: the training text could not be read: {e}"
     train, val, decode = dataset.train, dataset.val, run.tokenizer.decode
     assert isinstance(train, Tokens) and isinstance(val, Tokens), "the data are a text"
     try:
         corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
     except UserError as e:  # the package for it is missing
-        return None, f"It was not looked for: {e}"
+        return None, f"Not measured: {e}"
     prompt = run.experiment.train.sample_prompt
     try:
         run.tokenizer.encode(prompt)
@@ -118,7 +121,7 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
 
 
 def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
-    """Return one self-contained HTML file. lines: of metrics.jsonl."""
+    """Return one self-contained HTML file. `lines` are those of metrics.jsonl."""
     changed = list(differences(experiment, Experiment(name=experiment.name)))
 
     def points(name: str) -> list[list[Any]]:

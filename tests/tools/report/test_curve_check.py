@@ -30,10 +30,10 @@ TRAINING = [(step, 1.4 + 2 * math.exp(-step / 200)) for step in range(10, 1010, 
 @pytest.mark.parametrize(
     "losses, place, since, words",
     [
-        (falling(), "inside", None, "it learns; inside this experiment's band of 5 seeds"),
+        (falling(), "inside", None, "learning; inside this experiment's band of 5 seeds"),
         (falling(1.52), "inside", None, "inside"),
         (falling(1.6), "above", 100, "above this experiment's band of 5 seeds since step 100"),
-        (falling(1.4), "below", 100, "below this experiment's band of 5 seeds, which is better, since step 100"),
+        (falling(1.4), "below", 100, "below this experiment's band of 5 seeds (better) since step 100"),
         (falling()[:6] + [x + 0.1 for x in falling()[6:]], "above", 700, "since step 700"),
         # Out and in again: it is where it ends.
         ([x + 0.2 for x in falling()[:6]] + falling()[6:], "inside", None, "inside"),
@@ -46,14 +46,14 @@ def test_beside_the_band(losses, place, since, words):
 
 def test_one_validation_is_enough_beside_a_band():
     assert check_curve([(1000, falling()[-1])], TRAINING, BAND).words == "inside this experiment's band of 5 seeds"
-    assert check_curve([(1000, 2.0)], TRAINING).words == "there is too little of it to say whether it learns"
+    assert check_curve([(1000, 2.0)], TRAINING).words == "too few validations to judge"
 
 
 def test_without_a_band_nothing_is_said_of_it():
     found = check_curve(curve(falling()), TRAINING)
-    assert found.words == "it learns" and found.band is None
+    assert found.words == "learning" and found.band is None
     beyond = check_curve([(5000, 1.0), (6000, 0.9)], [], BAND)
-    assert beyond.band is None and "nowhere near the steps" in beyond.words
+    assert beyond.band is None and "outside the steps" in beyond.words
 
 
 def rising(since, by):

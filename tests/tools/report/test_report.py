@@ -54,8 +54,8 @@ def test_the_summary_is_what_was_logged(run, found):
     assert summary["throughput"]["tokens_per_second"] == np.median(rates) and summary["throughput"]["least"] == min(
         rates
     )
-    assert summary["verdict"] == "it learns" and summary["band"] is None
-    assert summary["why_no_band"] == "None is shipped for reported."
+    assert summary["verdict"] == "learning" and summary["band"] is None
+    assert summary["why_no_band"] == "No reference band is shipped for reported."
     assert summary["configuration"]["train"]["steps"] == 12 and json.loads(json.dumps(summary)) is not None
 
 
@@ -152,7 +152,7 @@ def test_without_the_package_the_rest_is_there(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
     summary, _ = make_report(run, samples=1, tokens=8)
     assert summary["memorisation"] is None and "pip install 'jaxgpt[report]'" in summary["why_no_memorisation"]
-    assert summary["samples"] and summary["verdict"] == "it learns"
+    assert summary["samples"] and summary["verdict"] == "learning"
 
 
 def test_the_page(found, open_page, tmp_path):
@@ -162,7 +162,7 @@ def test_the_page(found, open_page, tmp_path):
     path.write_text(html, encoding="utf-8")
     for scheme, width in (("light", 1200), ("dark", 380)):
         page = open_page(path, scheme, width)
-        assert page.text_content("#verdict") == "Verdict: it learns."
+        assert page.text_content("#verdict") == "Verdict: learning."
         assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 3
         assert "pwned" in page.text_content("#held-out") and page.evaluate("typeof pwned") == "undefined"
         rows = page.eval_on_selector_all(
@@ -195,7 +195,7 @@ def test_the_command(run, tmp_path):
     options = ["--samples", "1", "--tokens", "8", "--out", str(tmp_path)]
     done = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reported: it learns\n") and re.search(r"report.html: \d", done.stdout)
+    assert done.stdout.startswith("reported: learning\n") and re.search(r"report.html: \d", done.stdout)
     kept = json.loads((tmp_path / "summary.json").read_text())
     again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
     assert again.returncode == 2 and "report.html exists" in again.stderr
