@@ -1,1 +1,1 @@
-"""Programs over trained runs. Nothing else imports them; each folder can be deleted."""
+"""Programs that work on trained runs. Nothing else imports them; each folder can be deleted."""

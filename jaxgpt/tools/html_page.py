@@ -16,33 +16,34 @@ DTYPES = {"u1": np.uint8, "i4": np.int32, "f4": np.float32}  # as page.js reads 
 
 
 class Arrays:
-    """The arrays of a page, concatenated; the page's data refer to each."""
+    """Arrays of a page, concatenated; the page's data hold a reference to each."""
 
     def __init__(self) -> None:
+        """Start without arrays."""
         self._parts: list[bytes] = []
         self._size = 0
 
-    def put(self, array: Any) -> dict[str, Any]:
-        """Add an array of uint8, int32 or float32; return its reference."""
+    def put(self, array: np.ndarray) -> dict[str, Any]:
+        """Add an array of uint8, int32 or float32; return its reference: offset in bytes, type and shape."""
         array = np.ascontiguousarray(array)
         (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
         raw = array.astype(array.dtype.newbyteorder("<")).tobytes()
-        raw += bytes(-len(raw) % 4)  # a typed array begins at a multiple of its own size
+        raw += bytes(-len(raw) % 4)  # JavaScript's typed arrays begin at a multiple of their element size
         reference = {"at": self._size, "type": kind, "shape": list(array.shape)}
         self._parts.append(raw)
         self._size += len(raw)
         return reference
 
     def encode(self) -> str:
-        """Return all arrays, compressed and in base64."""
+        """Return all arrays, compressed by zlib, in base64."""
         return base64.b64encode(zlib.compress(b"".join(self._parts), 9)).decode()
 
 
 def render_html(name: str, title: str, data: dict[str, Any], arrays: Arrays) -> str:
     """Return the page on which `NAME.js` draws `data`.
 
-    The data may hold any text of a user's, which is never parsed as HTML: they are JSON without a "<", which the program
-    shows as text alone; and the page's policy allows no script but that program, by its hash, and no request.
+    Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
+    only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
     """
     style, program = read_asset("page.css"), read_asset("page.js") + read_asset(f"{name}.js")
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(program)}'"
@@ -57,7 +58,7 @@ def render_html(name: str, title: str, data: dict[str, Any], arrays: Arrays) -> 
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page draws itself with JavaScript, which is off: turn it on for this file.</noscript>
+<noscript>This page needs JavaScript: turn it on for this file.</noscript>
 <script type="application/json" id="data">{to_script_json(data)}</script>
 <script type="text/plain" id="arrays">{arrays.encode()}</script>
 <script>{program}</script>
@@ -67,13 +68,13 @@ def render_html(name: str, title: str, data: dict[str, Any], arrays: Arrays) -> 
 
 
 def to_script_json(data: Any) -> str:
-    """Return JSON for a script element, which ends at the first "</script", also inside a string."""
+    """Return JSON that is safe in a script element, which ends at the first "</script", even within a string."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def round_numbers(values: Any, digits: int = 4) -> Any:
-    """Round nested lists of numbers to so many significant digits; None for what is not finite, or None."""
+    """Round nested lists of numbers to `digits` significant digits; None stays, and values that are not finite become None."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list | tuple):
@@ -82,7 +83,7 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
 
 
 def read_asset(name: str) -> str:
-    """Return the text of a file beside this module."""
+    """Return the text of a file in the folder of this module."""
     return resources.files("jaxgpt.tools").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 "use strict";
-// What every page shares. Text of the user's gets into the page as text nodes alone, never as HTML.
+// Shared by all pages. Text from users enters the page only as text nodes, never as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-let bytes; // of all arrays
+let bytes; // the contents of all arrays
 
 async function unpack() {
   const packed = atob(document.getElementById("arrays").textContent);
@@ -11,26 +11,26 @@ async function unpack() {
   bytes = await new Response(stream).arrayBuffer();
 }
 
-// Draw the page once its arrays are there, and say so; what goes wrong is said on the page, not only in a console.
+// Draw the page once its arrays are unpacked, and set data-ready; show an error on the page, not only in the console.
 function begin(draw) {
   unpack().then(draw).then(
     () => (document.documentElement.dataset.ready = "true"),
     (error) => {
       document.documentElement.dataset.failed = "true";
-      document.body.prepend(h("p", { role: "alert" }, `This page could not be drawn (${error}). It needs a browser of 2024 or later.`));
+      document.body.prepend(h("p", { role: "alert" }, `This page could not be drawn (${error}). It needs a browser from 2024 or later.`));
       throw error;
     });
 }
 
 const KINDS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array };
 
-// An array that Python's Arrays.put put there.
+// Return the array that Python's Arrays.put stored.
 function array(reference) {
   const size = reference.shape.reduce((a, b) => a * b, 1);
   return new KINDS[reference.type](bytes, reference.at, size);
 }
 
-// h("p", { class: "quiet", onclick: f }, "text", child, ...): an element.
+// Create an element: h("p", { class: "quiet", onclick: f }, "text", child, ...).
 function h(tag, attributes = {}, ...children) {
   const svg = ["svg", "g", "line", "path", "circle", "text", "rect", "title"].includes(tag);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -58,15 +58,15 @@ function percent(p) {
   return p >= 0.0995 || p === 0 ? `${Math.round(100 * p)}%` : `${Number((100 * p).toPrecision(2))}%`;
 }
 
-// A token as it is read: what would be invisible has a sign.
+// Show a token: whitespace that would be invisible becomes a sign.
 function visible(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍").replace(/^ +| +$/g, (s) => "␣".repeat(s.length)) || "∅";
 }
 
 const named = (text) => `“${visible(text)}”`;
 
-// rows of cells, each a text, a number's text, or an element; of the first column, row headers. A column's name that
-// ends in ":" is that of texts, which stand at the left.
+// A table of rows of cells, each a text, a number or an element; the first cell of a row is its header. A column whose name
+// ends in ":" is aligned to the left.
 function table(caption, columns, rows) {
   const cell = (value, at) => (value instanceof HTMLTableCellElement ? value : h(at ? "td" : "th", at ? {} : { scope: "row" }, value));
   const head = (name) => h("th", { scope: "col", class: String(name).endsWith(":") ? "text" : null }, String(name).replace(/:$/, ""));
@@ -84,7 +84,7 @@ function bar(share, width = 6) {
   return element;
 }
 
-// One of a group's buttons takes part in the Tab order; arrow keys move among them.
+// Only one button of a group is in the Tab order; arrow keys move within the group.
 function arrows(group, selector, moved) {
   group.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity }[event.key];
@@ -103,7 +103,7 @@ function replace(element, ...children) {
   element.replaceChildren(...children.filter((child) => child !== null));
 }
 
-// A line chart: series of { name, values, color, dash } over names of places.
+// A line chart: series of { name, values, color, dash } over the names of the points.
 function chart(label, names, series, height = 260) {
   const [left, top, width, bottom] = [52, 12, 760, 46];
   const all = series.flatMap((s) => s.values).filter((v) => v !== null);

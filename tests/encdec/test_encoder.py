@@ -509,9 +509,9 @@ def test_the_xray_shows_who_reads_what(trained):
     names = [m["name"] for m in data["attention"]]
     assert names == [
         "layer 1",
-        "layer 1, to the source",
+        "layer 1, cross-attention",
         "layer 2",
-        "layer 2, to the source",
+        "layer 2, cross-attention",
         "encoder, layer 1",
         "encoder, layer 2",
     ]

@@ -1,1 +1,1 @@
-"""Show the activations of a model on one text as a page."""
+"""Show the activations of a model on one text, as a page."""

@@ -1,4 +1,4 @@
-"""Capture what every layer computes while a model reads one text, with linen's `capture_intermediates` and `sow`."""
+"""Capture the activations of every layer on one text, with linen's `capture_intermediates` and `sow`."""
 
 from __future__ import annotations
 
@@ -15,60 +15,66 @@ from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
 from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.train import Params
 
-PREDICTIONS = 5  # most likely tokens that are kept for each position
-LENS_PREDICTIONS = 3  # and for each position and layer
-EXAMPLES = 4  # positions of a corpus that are kept for each unit of an MLP
-WINDOWS_AT_ONCE = 8  # of a corpus
+PREDICTIONS = 5  # most probable tokens that are kept at each position
+LENS_PREDICTIONS = 3  # most probable tokens that are kept at each position and layer
+EXAMPLES = 4  # top activating positions that are kept for each MLP unit
+WINDOWS_AT_ONCE = 8  # windows of a corpus per batch
 
 
 class Guess(NamedTuple):
-    """The most likely next tokens at each position, and the log-probability of the true one."""
+    """The most probable next tokens at each position, and the log-probability of the actual one."""
 
-    tokens_TK: Any  # int32, the most likely first
-    probabilities_TK: Any
-    logprob_T: Any  # nats, of the next token of the text; nan at the last position
+    tokens_TK: jax.Array | np.ndarray  # int32, the most probable first
+    probabilities_TK: jax.Array | np.ndarray
+    logprob_T: jax.Array | np.ndarray  # nats, of the next token of the text; nan at the last position
 
 
 class Branch(NamedTuple):
     """The norms of what attention or an MLP adds to the residual stream."""
 
     name: str  # "h_0/attn", "h_0/cross", "h_0/mlp"
-    added_T: Any  # Euclidean norm at each position
-    stream_T: Any  # norm of the stream after the addition, and after the norm where that follows (post)
+    added_T: np.ndarray  # Euclidean norm at each position
+    stream_T: np.ndarray  # norm of the stream after the addition (for post-norm, after the norm)
 
 
 class Norm(NamedTuple):
-    """One normalisation: the vector at each position before and after it."""
+    """One normalisation layer: the vector at each position before and after it."""
 
     name: str  # "h_0/ln_1"
-    before_TD: Any
-    after_TD: Any
-    scale_D: Any  # gamma, as it multiplies
-    bias_D: Any  # beta, or None
+    before_TD: np.ndarray
+    after_TD: np.ndarray
+    scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
+    bias_D: np.ndarray | None  # beta; None: no bias
 
 
 class Activations(NamedTuple):
-    """What a model computes for one text of T tokens. Arrays are NumPy's, in float32."""
+    """Activations of a model on one text of T tokens, as NumPy arrays in float32."""
 
     guess: Guess
-    logits_V: Any  # at the last position
-    lens: list[Guess]  # L + 1: the logit lens after the embedding, after the first block, ...
-    weights_LNTS: list[Any]  # attention weights of query T on key S
-    cross_LNTS: list[Any]  # with an encoder: attention weights of query T on token S of the source
-    encoder_LNSS: list[Any]  # with an encoder: attention weights among the tokens of the source
-    hidden_LTF: list[Any]  # hidden units of the MLPs, after the activation
-    start_T: Any  # norm of the stream that enters the first block
+    logits_V: np.ndarray  # at the last position
+    lens: list[Guess]  # the logit lens after the embedding and after each of the L blocks
+    weights_LNTS: list[np.ndarray]  # attention weights of query T on key S
+    cross_LNTS: list[np.ndarray]  # with an encoder: attention weights of query T on token S of the source
+    encoder_LNSS: list[np.ndarray]  # with an encoder: attention weights among the tokens of the source
+    hidden_LTF: list[np.ndarray]  # hidden units of the MLPs, after the activation
+    start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
     branches: list[Branch]  # in the order of computation
     norms: list[Norm]  # in the order of computation
 
 
 def capture_activations(
-    model: GPT, params: dict, tokens: list[int], vocab_size: int | None = None, source: list[int] | None = None
+    model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None, source: list[int] | None = None
 ) -> Activations:
-    """Return all activations of one text.
+    """Return all activations on one text.
 
-    tokens: at most block_size ids. vocab_size: ids from there on are padding. source: the encoder's input, if any.
+    Args:
+        model: the model, with or without an encoder.
+        params: its parameters.
+        tokens: at most block_size token ids.
+        vocab_size: the number of token ids that are not padding. None means all.
+        source: the encoder's input. None for a model without an encoder.
     """
     model, params = _unroll(model, params)
     source_S = None if source is None else jnp.asarray(source, jnp.int32)
@@ -108,22 +114,22 @@ def capture_activations(
 
 
 class TopExamples(NamedTuple):
-    """The positions of a corpus at which each hidden unit of the MLPs is most active, at most one of each window."""
+    """The positions of a corpus at which each hidden unit of the MLPs is most active, at most one per window."""
 
-    windows_NT: np.ndarray  # token ids, each window read by itself
-    values: list[Any]  # activations, for each layer [F, EXAMPLES]
-    positions: list[Any]  # their indices into windows_NT.ravel(); -1 where there are fewer windows
+    windows_NT: np.ndarray  # token ids; each window is a sequence of its own
+    values: list[np.ndarray]  # activations, [F, EXAMPLES] for each layer
+    positions: list[np.ndarray]  # indices into windows_NT.ravel(); -1 if there are fewer windows than EXAMPLES
 
 
-def top_activating_examples(model: GPT, params: dict, windows_NT: np.ndarray) -> TopExamples:
-    """Return the positions at which each hidden unit of the MLPs is most active."""
+def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> TopExamples:
+    """Return the positions of `windows_NT` (token ids) at which each hidden unit of the MLPs is most active."""
     model, params = _unroll(model, params)
     T = windows_NT.shape[1]
     shape = (model.config.explicit().mlp_dim, EXAMPLES)
     best: Any = [(jnp.full(shape, -jnp.inf), jnp.full(shape, -1)) for _ in range(model.config.n_layer)]
     for first in range(0, len(windows_NT), WINDOWS_AT_ONCE):
         count = min(WINDOWS_AT_ONCE, len(windows_NT) - first)
-        windows_BT = np.zeros((WINDOWS_AT_ONCE, T), np.int32)  # one shape, so that one program is compiled
+        windows_BT = np.zeros((WINDOWS_AT_ONCE, T), np.int32)  # one shape, hence one compilation
         windows_BT[:count] = windows_NT[first : first + count]
         best = _update_best(model, params, best, jnp.asarray(windows_BT), first, count)
     best = jax.device_get(best)
@@ -131,8 +137,8 @@ def top_activating_examples(model: GPT, params: dict, windows_NT: np.ndarray) ->
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _update_best(model: GPT, params: dict, best: Any, windows_BT: jax.Array, first: Any, count: Any) -> Any:
-    """Merge the first `count` windows, of which the first has index `first`, into the best (values, positions)."""
+def _update_best(model: GPT, params: Params, best: Any, windows_BT: jax.Array, first: Any, count: Any) -> Any:
+    """Merge the first `count` windows into the best (values, positions); `first` is the index of the first one."""
     _, kept = model.apply({"params": params}, windows_BT, mutable=["intermediates"])
     inner: Any = kept["intermediates"]
     B, T = windows_BT.shape
@@ -151,14 +157,16 @@ def _update_best(model: GPT, params: dict, best: Any, windows_BT: jax.Array, fir
     return merged
 
 
-def _unroll(model: GPT, params: dict) -> tuple[GPT, dict]:
+def _unroll(model: GPT, params: Params) -> tuple[GPT, Params]:
     """Return the model without scan and remat, under which sown values would be lost."""
     model, params = unstack_layers(model, params)
     return model.clone(config=dataclasses.replace(model.config, remat="none")), params
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _forward(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None) -> Any:
+def _forward(
+    model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None
+) -> Any:
     """Return (guess, logits_V at the last position, lens, intermediates, attention weights)."""
 
     def sow_inputs(call, args, kwargs, context):
@@ -180,14 +188,14 @@ def _forward(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | No
     def guess(logits_BTV: Any, most: int) -> Guess:
         logprobs_TV = jax.nn.log_softmax(logits_BTV[0, :, :vocab_size])
         top_TK, ids_TK = jax.lax.top_k(logprobs_TV, min(most, logprobs_TV.shape[1]))
-        came_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
-        return Guess(ids_TK, jnp.exp(top_TK), jnp.append(came_T, jnp.nan))
+        actual_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
+        return Guess(ids_TK, jnp.exp(top_TK), jnp.append(actual_T, jnp.nan))
 
     def unembed(module: GPT, x_BTD: jax.Array) -> jax.Array:
         return module.unembed(x_BTD if model.config.norm_position == "post" else module.ln_f(x_BTD))
 
     streams = [inner["drop"]["__call__"][-1], *(inner[f"h_{i}"]["__call__"][0] for i in range(model.config.n_layer))]
-    lens = jax.lax.map(  # sequentially: the logits of one layer in memory
+    lens = jax.lax.map(  # sequential, so that the logits of only one layer are in memory
         lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=unembed), LENS_PREDICTIONS),
         jnp.stack([_first(stream) for stream in streams]),
     )
@@ -195,11 +203,11 @@ def _forward(model: GPT, params: dict, tokens_T: jax.Array, vocab_size: int | No
 
 
 def _weights(attention: Any) -> Any:
-    """Return the sown weights of the only sequence, [N, T, S]."""
+    """Return the sown attention weights of the single sequence, [N, T, S]."""
     return attention["weights_BTNS"][0][0].swapaxes(0, 1)
 
 
-def _norm(model: GPT, name: str, values: Any, params: dict) -> Norm:
+def _norm(model: GPT, name: str, values: Any, params: Params) -> Norm:
     offset = 1.0 if model.config.norm_offset else 0.0
     return Norm(
         name=name,

@@ -1,4 +1,4 @@
-"""The X-ray page: the data that `xray.js` draws."""
+"""Render the X-ray page: prepare the data that `xray.js` draws."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
@@ -14,12 +15,13 @@ from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import Activations, Guess, Norm, TopExamples
+from jaxgpt.train import Params
 
-UNITS = 8  # most active units that are listed of each token
-NUMBERS = 8  # of a token's vector that are shown on their way through a norm
-LABELS = 400  # tokens on the map of embeddings, at most
-NAMED = 200  # most likely next tokens that are named
-NEIGHBOURS = 5
+UNITS = 8  # most active units that are listed for each position
+ELEMENTS = 8  # of a token's vector that are shown before and after a norm
+LABELS = 400  # most tokens on the map of embeddings
+NAMED = 200  # most probable next tokens whose text the page has
+NEIGHBOURS = 5  # nearest tokens that are listed for each token
 
 
 def render_page(
@@ -32,7 +34,12 @@ def render_page(
 ) -> str:
     """Return one self-contained HTML file.
 
-    texts: token ids by name; "text" is the one that the model writes on. why_no_corpus: why there are no examples.
+    Args:
+        run: the run.
+        texts: token ids by name: "text", which the model continues, and "source", the encoder's input, if there is one.
+        activations: those of `texts`.
+        examples: the top activating examples of a corpus. None means that no corpus was searched.
+        why_no_corpus: the reason if `examples` is None.
     """
     arrays = TokenArrays()
     data: dict[str, Any] = {
@@ -80,7 +87,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def spell(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as it is shown: its text, or bytes in hexadecimal or U+FFFD for part of a character."""
+    """Return the text that stands for a token on the page: part of a character is hexadecimal (bytes) or U+FFFD."""
     if token >= tokenizer.vocab_size:  # padding of the vocabulary
         return f"<{token}>"
     if isinstance(tokenizer, ByteTokenizer) and token >= 0x80:
@@ -88,21 +95,22 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.decode([token]) + " " * isinstance(tokenizer, IdTokenizer)
 
 
-def read_embedding(params: dict) -> np.ndarray:
-    """Return the rows of the token embedding in float32, [V, D]; those of a packed run as decoding reads them."""
+def read_embedding(params: Params) -> np.ndarray:
+    """Return the token embedding in float32, [V, D], dequantised if the run has quantised weights."""
     quantized = params["wte"].get(DECODE_MATRIX)
     rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.values_FD)))
     return np.asarray(rows_VD, np.float32)
 
 
 class TokenArrays(Arrays):
-    """The arrays of a page, and the tokens that it names, each once."""
+    """The arrays of a page, and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
+        """Start without arrays and tokens."""
         super().__init__()
-        self.words: dict[int, int] = {}  # index by token id, in order
+        self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
-    def put_tokens(self, tokens: Any) -> dict[str, Any]:
+    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any]:
         """Add token ids as indices into `words`; return the reference."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)
@@ -111,9 +119,10 @@ class TokenArrays(Arrays):
 
 
 def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
-    """Return the share of each head's attention on the previous token, on the first, and on the token itself.
+    """Return, for each head, the mean attention weight on the previous token, the first token and the token itself.
 
-    They are means over queries from the third token on, since the second's previous token is the first; None: no such.
+    The means are over queries from the third token on, because the token before the second is the first. None means fewer
+    than three tokens.
     """
     t = np.arange(2, weights_NTS.shape[1])
     if not len(t):
@@ -123,8 +132,8 @@ def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
 
 
 def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the two principal components of vectors, xy_N2 in [-1, 1]; their shares of the variance)."""
-    vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # float32 can hold the squares
+    """Return (projections of vectors on their first two principal components, [N, 2] in [-1, 1]; shares of the variance)."""
+    vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # so that the squares are finite in float32
     centred_ND = vectors_ND - vectors_ND.mean(axis=0)
     variance_D, axes_DD = np.linalg.eigh(centred_ND.T @ centred_ND)
     xy_N2 = centred_ND @ axes_DD[:, [-1, -2]] if vectors_ND.shape[1] > 1 else np.repeat(centred_ND, 2, axis=1)
@@ -136,19 +145,19 @@ def _guess(guess: Guess, arrays: TokenArrays) -> dict[str, Any]:
     return {
         "ids": arrays.put_tokens(guess.tokens_TK),
         "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
-        "came": round_numbers(np.exp(guess.logprob_T)),
+        "actual": round_numbers(np.exp(guess.logprob_T)),
     }
 
 
 def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, Any]]:
-    """Return the maps of each decoder layer, that to the source beside it, and then those of the encoder."""
+    """Return the maps of each decoder layer, self-attention then cross-attention, and those of the encoder."""
 
     def draw(name: str, queries: str, keys: str, weights_NTS: np.ndarray) -> dict[str, Any]:
         return {
             "name": name,
-            "queries": queries,  # the text of which the rows are tokens
+            "queries": queries,  # name of the text whose tokens are the rows
             "keys": keys,
-            # Square roots, which the page shades, in 256 levels: most weights are small.
+            # The page shades square roots, in 256 levels, because most weights are small.
             "roots": arrays.put(np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)),
             "shares": round_numbers(attention_shares(weights_NTS), 3) if queries == keys else None,
         }
@@ -157,7 +166,7 @@ def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, 
     for i, weights_NTS in enumerate(activations.weights_LNTS):
         maps.append(draw(f"layer {i + 1}", "text", "text", weights_NTS))
         if activations.cross_LNTS:
-            maps.append(draw(f"layer {i + 1}, to the source", "text", "source", activations.cross_LNTS[i]))
+            maps.append(draw(f"layer {i + 1}, cross-attention", "text", "source", activations.cross_LNTS[i]))
     encoder = enumerate(activations.encoder_LNSS)
     return maps + [draw(f"encoder, layer {i + 1}", "source", "source", weights_NSS) for i, weights_NSS in encoder]
 
@@ -169,18 +178,18 @@ def _norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
     def spread(x_D: np.ndarray | None) -> Any:
         return None if x_D is None else round_numbers([x_D.mean(), x_D.min(), x_D.max()])
 
-    bias_D = None if norm.bias_D is None else round_numbers(norm.bias_D[:NUMBERS])
+    bias_D = None if norm.bias_D is None else round_numbers(norm.bias_D[:ELEMENTS])
     return {
         "name": norm.name,
         "eps": config.norm_eps,
-        "centred": config.norm == "layernorm",  # which subtracts the mean
+        "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
         "before": moments(norm.before_TD),
         "after": moments(norm.after_TD),
-        "scale": round_numbers(norm.scale_D[:NUMBERS]),
+        "scale": round_numbers(norm.scale_D[:ELEMENTS]),
         "bias": bias_D,
         "scales": spread(norm.scale_D),
         "biases": spread(norm.bias_D),
-        "x": round_numbers(norm.before_TD[:, :NUMBERS]),
+        "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
     }
 
 
@@ -189,7 +198,7 @@ def _units(
 ) -> dict[str, Any]:
     order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
     peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
-    # In sixteen levels of each unit's own peak: enough for colours, and it compresses well.
+    # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
     levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
     zero_TF = hidden_TF == 0
     return {
@@ -198,11 +207,11 @@ def _units(
         "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1).astype(np.float32)),
         "levels": arrays.put(levels_TF.T),
         "peaks": arrays.put(peak_F.astype(np.float32)),
-        # ReLU and its square alone give exact zeros.
+        # Only ReLU and its square give exact zeros.
         "zeros": round_numbers(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
         "silent": int(zero_TF.all(axis=0).sum()),
-        "places": None if examples is None else arrays.put(examples.positions[layer].astype(np.int32)),
-        "excited": None
+        "examples": None if examples is None else arrays.put(examples.positions[layer].astype(np.int32)),
+        "example_values": None
         if examples is None
         else arrays.put(np.nan_to_num(examples.values[layer], nan=0, posinf=0, neginf=0).astype(np.float32)),
     }
@@ -230,7 +239,7 @@ def _embedding(
 
 
 def _most_used(texts: dict[str, list[int]], examples: TopExamples | None, V: int) -> np.ndarray:
-    """Return the tokens to show: all, or those of the texts and the most frequent of the corpus."""
+    """Return the tokens to show: all, or those of the texts and the most frequent ones of the corpus."""
     if V <= LABELS:
         return np.arange(V)
     own = np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in texts.values()]))
@@ -241,7 +250,7 @@ def _most_used(texts: dict[str, list[int]], examples: TopExamples | None, V: int
 
 
 def _last(logits_V: np.ndarray, arrays: TokenArrays) -> dict[str, Any]:
-    """Return the logits at the last position, sorted: no temperature changes their order."""
+    """Return the logits at the last position, sorted; sampling options do not change their order."""
     order_V = np.argsort(-logits_V, kind="stable")
     return {
         "ids": arrays.put_tokens(order_V[:NAMED]),

@@ -1,33 +1,34 @@
-// The X-ray: one place of the text is chosen, and every part of the page tells of that place.
+// The X-ray page: one position of the text is selected, and every section shows the activations at that position.
 
 const word = (i) => data.words[i];
 
-// A place is chosen by a click or by keys, and shown for a moment under the pointer.
-const place = { fixed: 0, under: null, told: [] };
-const here = () => place.under ?? place.fixed;
+// A click or a key selects a position; the one under the pointer is shown for as long as the pointer is there.
+const selection = { fixed: 0, hovered: null, listeners: [] };
+const selected = () => selection.hovered ?? selection.fixed;
 
-function choose(t, fixed) {
+function select(t, fixed) {
   const last = texts.text.length - 1;
-  if (fixed) place.fixed = Math.min(Math.max(t, 0), last);
-  place.under = fixed ? null : t;
-  place.told.forEach((tell) => tell(here()));
+  if (fixed) selection.fixed = Math.min(Math.max(t, 0), last);
+  selection.hovered = fixed ? null : t;
+  selection.listeners.forEach((listener) => listener(selected()));
 }
 
-function onPlace(tell) {
-  place.told.push(tell);
+function onSelect(listener) {
+  selection.listeners.push(listener);
 }
 
 const texts = {};
 
-// The tokens of a text as buttons (spans, which break lines as text does): { element, shade(f) } where f(t) is 0 to 1; picked(t, fixed) hears of choices.
+// Show the tokens of a text as buttons: { element, mark(t), shade(f, label) }, where f(t) is 0 to 1. Each button is a span, so that
+// lines break as in text. picked(t, fixed) is called when a token is selected (fixed) or hovered.
 function strip(label, ids, picked) {
   const buttons = [...ids].map((id, t) => {
     const text = word(id);
-    const sign = text === "" || /[\n\t\r]/.test(text); // what would not be seen
+    const sign = text === "" || /[\n\t\r]/.test(text); // would be invisible
     const shown = sign ? [h("span", { class: "mark" }, visible(text)), text.includes("\n") ? "\n" : ""] : [text];
     return h("span", { role: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
   });
-  const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; arrow keys move` }, ...buttons);
+  const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; use the arrow keys to move` }, ...buttons);
   const at = (event) => event.target.closest?.(".tok");
   element.addEventListener("pointerover", (event) => at(event) && picked(Number(at(event).dataset.t), false));
   element.addEventListener("pointerleave", () => picked(null, false));
@@ -48,7 +49,7 @@ function strip(label, ids, picked) {
       buttons.forEach((button, t) => {
         button.style.setProperty("--much", `${Math.round(100 * Math.min(Math.max(much(t), 0), 1))}%`);
         button.style.setProperty("--shade", color);
-        button.setAttribute("aria-label", `${visible(word(ids[t]))}, place ${t + 1}: ${label(t)}`);
+        button.setAttribute("aria-label", `${visible(word(ids[t]))}, position ${t + 1}: ${label(t)}`);
       });
     },
   };
@@ -60,32 +61,32 @@ function guesses(guess, t) {
   return [...Array(K).keys()].map((k) => ({ text: word(ids[t * K + k]), p: p[t * K + k] }));
 }
 
-function placeBar() {
-  const said = h("output", { id: "place" });
-  onPlace((t) => replace(said, `place ${t + 1} of ${texts.text.length}: `, h("span", { class: "code" }, named(word(texts.text[t]))), data.bits[t] === null ? ", with nothing before it" : `, ${number(data.bits[t])} bits`));
-  return h("div", { class: "place", role: "group", "aria-label": "the chosen place" },
-    h("button", { type: "button", id: "back", onclick: () => choose(place.fixed - 1, true) }, "← before"),
-    h("button", { type: "button", id: "on", onclick: () => choose(place.fixed + 1, true) }, "after →"),
-    said);
+function positionBar() {
+  const current = h("output", { id: "position" });
+  onSelect((t) => replace(current, `position ${t + 1} of ${texts.text.length}: `, h("span", { class: "code" }, named(word(texts.text[t]))), data.bits[t] === null ? ", no context" : `, ${number(data.bits[t])} bits`));
+  return h("div", { class: "position", role: "group", "aria-label": "selected position" },
+    h("button", { type: "button", id: "previous", onclick: () => select(selection.fixed - 1, true) }, "← previous"),
+    h("button", { type: "button", id: "next", onclick: () => select(selection.fixed + 1, true) }, "next →"),
+    current);
 }
 
 function surprise() {
-  const tokens = strip("the text, token by token, by surprise", texts.text, choose);
+  const tokens = strip("tokens of the text, shaded by surprise", texts.text, select);
   const most = Math.max(...data.bits.filter((b) => b !== null), 1);
-  tokens.shade((t) => (data.bits[t] ?? 0) / most, (t) => (data.bits[t] === null ? "nothing before it" : `${number(data.bits[t])} bits`));
+  tokens.shade((t) => (data.bits[t] ?? 0) / most, (t) => (data.bits[t] === null ? "no context" : `${number(data.bits[t])} bits`));
   const panel = h("div", { id: "alternatives", "aria-live": "polite" });
-  onPlace((t) => {
+  onSelect((t) => {
     tokens.mark(t);
-    if (t === 0) return replace(panel, h("p", {}, "Nothing is before the first token, so that the model could not guess it."));
-    const came = data.guess.came[t - 1];
+    if (t === 0) return replace(panel, h("p", {}, "The first token has no context, so the model does not predict it."));
+    const p = data.guess.actual[t - 1];
     const rows = guesses(data.guess, t - 1).map((g) => [code(named(g.text)), percent(g.p), bar(g.p)]);
-    replace(panel, table(`what the model expected at place ${t + 1}`, ["token", "probability", ""], rows),
-      h("p", {}, "It was ", h("span", { class: "code" }, named(word(texts.text[t]))), `: probability ${percent(came)}, ${number(data.bits[t])} bits of surprise.`));
+    replace(panel, table(`most probable tokens at position ${t + 1}`, ["token", "probability", ""], rows),
+      h("p", {}, "Actual token: ", h("span", { class: "code" }, named(word(texts.text[t]))), `, probability ${percent(p)}, ${number(data.bits[t])} bits.`));
   });
   const known = data.bits.filter((b) => b !== null);
   const mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
   return section("surprise", "Surprise",
-    h("p", {}, `Each token is shaded by how little the model expected it: −log₂ of its probability, in bits. Mean: ${number(mean)} bits per token; darkest: ${number(most)}.`),
+    h("p", {}, `The shade of a token shows its surprise: −log₂ of the probability that the model gave it, in bits. Mean: ${number(mean)} bits per token; darkest shade: ${number(most)} bits.`),
     h("div", { class: "columns" }, tokens.element, panel));
 }
 
@@ -113,9 +114,9 @@ function attention() {
       const canvas = h("canvas", { "aria-hidden": "true" });
       drawn.push(() => paint(canvas, array(map.roots).subarray(n * T * S, (n + 1) * T * S), T, S));
       const share = map.shares?.[n];
-      const said = share ? `previous ${percent(share[0])}, first ${percent(share[1])}, itself ${percent(share[2])}` : "";
-      return h("button", { type: "button", class: "head", "data-head": `${l},${n}`, "aria-label": `${map.name}, head ${n + 1}: ${said}`, onclick: () => dialog.show(l, n) },
-        canvas, h("b", {}, `head ${n + 1}`), ...said.split(", ").map((line) => h("div", {}, line)));
+      const shares = share ? `previous ${percent(share[0])}, first ${percent(share[1])}, itself ${percent(share[2])}` : "";
+      return h("button", { type: "button", class: "head", "data-head": `${l},${n}`, "aria-label": `${map.name}, head ${n + 1}: ${shares}`, onclick: () => dialog.show(l, n) },
+        canvas, h("b", {}, `head ${n + 1}`), ...shares.split(", ").map((line) => h("div", {}, line)));
     });
     return [h("h3", {}, map.name), h("div", { class: "heads" }, ...heads)];
   });
@@ -123,14 +124,14 @@ function attention() {
   redraw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   return section("attention", "Attention",
-    h("p", {}, "A map for each head: a row for each token, and in it how much the token takes from those before it (the darker, the more; shades go by the square root). Below: the share of attention that goes to the previous token, to the first and to the token itself, on average over tokens from the third on. Choose a map to enlarge it."),
+    h("p", {}, "One map per head, with one row per token: its weights on the tokens that it can attend to. A darker pixel is a larger weight; the shade is the square root of the weight. Below each map is the mean share of attention on the previous token, on the first token and on the token itself, from the third token on. Click a map to enlarge it."),
     ...layers.flat(), dialog.element);
 }
 
 function headDialog() {
   const title = h("h2", { id: "head-title", tabindex: -1 });
   const canvas = h("canvas", { id: "map", "aria-hidden": "true" });
-  const said = h("div", { id: "looks", "aria-live": "polite" });
+  const weights = h("div", { id: "attended", "aria-live": "polite" });
   const strips = h("div", {});
   const state = { l: 0, n: 0, t: 0, shown: 0 };
   let draw = () => {};
@@ -143,42 +144,42 @@ function headDialog() {
     h("div", { class: "row" }, title,
       h("button", { type: "button", onclick: step(-1) }, "← head"), h("button", { type: "button", onclick: step(1) }, "head →"),
       h("button", { type: "button", id: "close", onclick: () => element.close() }, "close")),
-    h("p", { class: "quiet" }, "Point at a token, or move with the arrow keys, to see where it looks."),
-    strips, h("div", { class: "columns" }, canvas, said));
+    h("p", { class: "quiet" }, "Point at a token, or move with the arrow keys, to see its attention weights."),
+    strips, h("div", { class: "columns" }, canvas, weights));
 
   function open(l, n) {
     Object.assign(state, { l, n });
     const map = data.attention[l];
     const [, T, S] = map.roots.shape;
     const roots = array(map.roots).subarray(n * T * S, (n + 1) * T * S);
-    const looked = (t, s) => (roots[t * S + s] / 255) ** 2;
+    const weight = (t, s) => (roots[t * S + s] / 255) ** 2;
     title.textContent = `${map.name}, head ${n + 1}`;
     const same = map.queries === map.keys;
     const pick = (t, fixed) => {
       if (fixed) state.t = t;
-      if (same && fixed && map.queries === "text") choose(t, true);
+      if (same && fixed && map.queries === "text") select(t, true);
       draw(t ?? state.t);
     };
-    const queries = strip(same ? "the text" : `the ${map.queries}, which looks`, texts[map.queries], pick);
-    const keys = same ? queries : strip(`the ${map.keys}, which is looked at`, texts[map.keys], () => {});
-    replace(strips, ...(same ? [] : [h("h3", {}, `${map.keys}: looked at`), keys.element, h("h3", {}, `${map.queries}: looks`)]), queries.element);
+    const queries = strip(same ? "the text" : `the ${map.queries}, which attends`, texts[map.queries], pick);
+    const keys = same ? queries : strip(`the ${map.keys}, which is attended to`, texts[map.keys], () => {});
+    replace(strips, ...(same ? [] : [h("h3", {}, `keys: the ${map.keys}`), keys.element, h("h3", {}, `queries: the ${map.queries}`)]), queries.element);
     draw = (t) => {
       state.shown = t;
       queries.mark(t);
       if (!same) queries.shade(() => 0, () => "");
       const most = (Math.max(...roots.subarray(t * S, (t + 1) * S)) / 255) ** 2 || 1;
-      keys.shade((s) => looked(t, s) / most, (s) => percent(looked(t, s)));
+      keys.shade((s) => weight(t, s) / most, (s) => percent(weight(t, s)));
       paint(canvas, roots, T, S, t);
-      const order = [...Array(S).keys()].sort((a, b) => looked(t, b) - looked(t, a)).slice(0, 6);
-      const rows = order.filter((s) => looked(t, s) > 0).map((s) => [code(named(word(texts[map.keys][s]))), s + 1, percent(looked(t, s)), bar(looked(t, s))]);
-      replace(said, table(`where place ${t + 1}, ${named(word(texts[map.queries][t]))}, looks`, ["token", "place", "share", ""], rows));
+      const order = [...Array(S).keys()].sort((a, b) => weight(t, b) - weight(t, a)).slice(0, 6);
+      const rows = order.filter((s) => weight(t, s) > 0).map((s) => [code(named(word(texts[map.keys][s]))), s + 1, percent(weight(t, s)), bar(weight(t, s))]);
+      replace(weights, table(`largest attention weights of position ${t + 1}, ${named(word(texts[map.queries][t]))}`, ["token", "position", "weight", ""], rows));
     };
     canvas.onpointermove = (event) => {
       const t = Math.floor((event.offsetY / canvas.clientHeight) * T);
       if (t >= 0 && t < T && t !== state.shown) draw(t);
     };
     canvas.onpointerleave = () => draw(state.t);
-    state.t = same && map.queries === "text" ? place.fixed : Math.min(state.t, T - 1);
+    state.t = same && map.queries === "text" ? selection.fixed : Math.min(state.t, T - 1);
     draw(state.t);
     if (!element.open) element.showModal();
     title.focus();
@@ -188,45 +189,45 @@ function headDialog() {
 
 // The residual stream and its norms ------------------------------------------------------------------------------------
 
-const branchName = (name) => name.replace(/^h_(\d+)\/cross$/, (_, i) => `to the source ${Number(i) + 1}`).replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
-const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2|cross)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP", cross: "to the source" }[n]}${out ? ", after" : ""}`).replace(/^ln_f$/, "the last");
+const branchName = (name) => name.replace(/^h_(\d+)\/cross$/, (_, i) => `cross-attention ${Number(i) + 1}`).replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
+const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2|cross)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP", cross: "cross-attention" }[n]}${out ? " output" : ""}`).replace(/^ln_f$/, "final norm");
 
 function stream() {
   const panel = h("div", {});
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
-  const names = ["start", ...data.branches.map((b) => branchName(b.name))];
-  const short = ["start", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", c: "src", m: "mlp" }[kind]} ${Number(i) + 1}`))];
-  onPlace((t) => {
+  const names = ["embedding", ...data.branches.map((b) => branchName(b.name))];
+  const short = ["emb", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", c: "cross", m: "mlp" }[kind]} ${Number(i) + 1}`))];
+  onSelect((t) => {
     const at = (pick) => data.branches.map((b) => pick(b));
     const norms = [data.start[t], ...at((b) => b.stream[t])];
     const added = [null, ...at((b) => b.added[t])];
     const rows = names.map((name, i) => [name, i ? number(added[i]) : "–", number(norms[i]), number(i ? mean(data.branches[i - 1].stream) : mean(data.start))]);
     replace(panel,
-      chart(`norms along the layers at place ${t + 1}`, short, [
-        { name: "the stream, here", values: norms, color: "var(--accent)" },
-        { name: "the stream, mean", values: [mean(data.start), ...at((b) => mean(b.stream))], color: "var(--quiet)", dash: "2 4" },
-        { name: "what is added, here", values: added, color: "var(--hot)", dash: "7 3" },
+      chart(`norms by layer at position ${t + 1}`, short, [
+        { name: "stream, this position", values: norms, color: "var(--accent)" },
+        { name: "stream, mean", values: [mean(data.start), ...at((b) => mean(b.stream))], color: "var(--quiet)", dash: "2 4" },
+        { name: "added, this position", values: added, color: "var(--hot)", dash: "7 3" },
       ]),
-      table(`Euclidean norms at place ${t + 1}`, ["after", "added", "stream", "stream, mean of all places"], rows));
+      table(`Euclidean norms at position ${t + 1}`, ["after", "added", "stream", "stream, mean over positions"], rows));
   });
   return section("stream", "The residual stream",
-    h("p", {}, "A token's vector on its way through the layers: how long it is, and how long is what each attention and each MLP adds to it."), panel);
+    h("p", {}, "The Euclidean norm of a token's vector along the layers, and of the output that each attention and each MLP adds to it."), panel);
 }
 
 function norms() {
   const kind = data.norms[0]?.centred ? "LayerNorm" : "RMSNorm";
-  const [all, one] = [h("div", { class: "scroll" }), h("div", { class: "scroll", id: "norm-numbers" })];
-  const select = h("select", { id: "norm", onchange: () => draw(here()) }, ...data.norms.map((norm, i) => h("option", { value: i }, normName(norm.name))));
+  const [all, one] = [h("div", { class: "scroll" }), h("div", { class: "scroll", id: "norm-elements" })];
+  const select = h("select", { id: "norm", onchange: () => draw(selected()) }, ...data.norms.map((norm, i) => h("option", { value: i }, normName(norm.name))));
   const triple = (x) => (x === null ? "none" : `${number(x[0])} (${number(x[1])} to ${number(x[2])})`);
   const draw = (t) => {
-    replace(all, table(`each ${kind} at place ${t + 1}; gamma and beta: mean (least to most)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
+    replace(all, table(`each ${kind} at position ${t + 1}; gamma and beta: mean (minimum to maximum)`, ["norm", "mean before", "variance before", "gamma", "beta", "mean after", "variance after"],
       data.norms.map((n) => [normName(n.name), number(n.before.mean[t]), number(n.before.variance[t]), triple(n.scales), triple(n.biases), number(n.after.mean[t]), number(n.after.variance[t])])));
     const n = data.norms[Number(select.value)];
     const [mean, variance] = [n.before.mean[t], n.before.variance[t]];
     const inner = (x) => (n.centred ? (x - mean) / Math.sqrt(variance + n.eps) : x / Math.sqrt(variance + mean * mean + n.eps));
     const x = n.x[t];
     const row = (name, f) => [name, ...x.map((_, i) => number(f(i)))];
-    replace(one, table(`${normName(n.name)}, place ${t + 1}: the first ${x.length} numbers of the vector`, ["", ...x.map((_, i) => i + 1)], [
+    replace(one, table(`${normName(n.name)}, position ${t + 1}: the first ${x.length} elements of the vector`, ["", ...x.map((_, i) => i + 1)], [
       row("x", (i) => x[i]),
       row(n.centred ? "(x − mean) / √(variance + ε)" : "x / √(mean of x² + ε)", (i) => inner(x[i])),
       row("gamma", (i) => n.scale[i]),
@@ -234,18 +235,18 @@ function norms() {
       row("result", (i) => inner(x[i]) * n.scale[i] + (n.bias?.[i] ?? 0)),
     ]));
   };
-  onPlace(draw);
+  onSelect(draw);
   return section("norms", kind,
-    h("p", {}, `Before each attention or MLP, or after it, ${kind} brings a token's vector to ${data.norms[0]?.centred ? "mean 0 and variance 1" : "a mean square of 1"}; then gamma stretches each number${data.norms.some((n) => n.bias) ? " and beta moves it" : ""}.`),
-    all, h("h3", {}, "Number by number"), h("div", { class: "row" }, h("label", { for: "norm" }, "norm"), select), one);
+    h("p", {}, `Before or after each attention and MLP, ${kind} normalises a token's vector to ${data.norms[0]?.centred ? "mean 0 and variance 1" : "a mean square of 1"}; then gamma scales each element${data.norms.some((n) => n.bias) ? " and beta shifts it" : ""}.`),
+    all, h("h3", {}, "Element by element"), h("div", { class: "row" }, h("label", { for: "norm" }, "norm"), select), one);
 }
 
 // The MLP ----------------------------------------------------------------------------------------------------------------
 
 function mlp() {
   const state = { layer: 0, unit: 0 };
-  const tokens = strip("the text, by the unit's activation", texts.text, choose);
-  const [top, said, places] = [h("div", { id: "units", "aria-live": "polite" }), h("p", { id: "unit-said" }), h("div", { id: "places" })];
+  const tokens = strip("tokens of the text, shaded by the unit's activation", texts.text, select);
+  const [top, peakLine, examples] = [h("div", { id: "units", "aria-live": "polite" }), h("p", {}), h("div", { id: "examples" })];
   const layer = h("select", { id: "mlp-layer", onchange: () => pick(Number(layer.value), null) }, ...data.mlp.map((_, i) => h("option", { value: i }, `layer ${i + 1}`)));
   const unit = h("input", { id: "unit", type: "number", min: 0, step: 1, onchange: () => pick(state.layer, Number(unit.value)) });
 
@@ -262,8 +263,8 @@ function mlp() {
     const units = best(t);
     const most = Math.max(...units.map((u) => u.value), 1e-9);
     const rows = units.map((u) => [h("button", { type: "button", "data-unit": u.unit, onclick: () => pick(state.layer, u.unit) }, u.unit), number(u.value), bar(u.value / most)]);
-    replace(top, table(`layer ${state.layer + 1}: the most active units at place ${t + 1}`, ["unit", "activation", ""], rows),
-      h("p", {}, m.zeros ? `Zeros at this place: ${percent(m.zeros[t])} of ${m.units} units. Zero on the whole text: ${m.silent}.` : `${m.units} units, whose activation has no exact zeros.`));
+    replace(top, table(`layer ${state.layer + 1}: the most active units at position ${t + 1}`, ["unit", "activation", ""], rows),
+      h("p", {}, m.zeros ? `Zero at this position: ${percent(m.zeros[t])} of ${m.units} units. Zero at every position: ${m.silent} units.` : `${m.units} units; their activation function gives no exact zeros.`));
   }
 
   function show() {
@@ -274,32 +275,32 @@ function mlp() {
     unit.max = m.units - 1;
     unit.value = state.unit;
     tokens.shade((t) => levels[t] / 15, (t) => `about ${number((levels[t] / 15) * peak, 2)}`);
-    said.textContent = `Unit ${state.unit} of layer ${state.layer + 1} on this text: ${peak > 0 ? `at most ${number(peak)}` : "never above zero"}.`;
-    if (!data.corpus) return replace(places, h("p", { class: "quiet" }, `No places in the corpus. ${data.why_no_corpus}`));
-    const K = m.places.shape[1];
-    const at = array(m.places).subarray(state.unit * K, (state.unit + 1) * K);
-    const values = array(m.excited).subarray(state.unit * K, (state.unit + 1) * K);
+    peakLine.textContent = `Unit ${state.unit} of layer ${state.layer + 1}: ${peak > 0 ? `largest activation on this text ${number(peak)}` : "never above zero on this text"}.`;
+    if (!data.corpus) return replace(examples, h("p", { class: "quiet" }, `No examples from a corpus. ${data.why_no_corpus}`));
+    const K = m.examples.shape[1];
+    const at = array(m.examples).subarray(state.unit * K, (state.unit + 1) * K);
+    const values = array(m.example_values).subarray(state.unit * K, (state.unit + 1) * K);
     const rows = [...Array(K).keys()].filter((k) => at[k] >= 0).map((k) => [number(values[k]), context(at[k])]);
-    replace(places, table("where the corpus excites it most", ["activation", "text:"], rows));
+    replace(examples, table("top activating examples from the corpus", ["activation", "text:"], rows));
   }
 
   function pick(l, u) {
     const units = data.mlp[l].units;
     state.layer = l;
-    state.unit = Math.min(Math.max(Math.floor(u ?? best(here())[0].unit) || 0, 0), units - 1);
-    list(here());
+    state.unit = Math.min(Math.max(Math.floor(u ?? best(selected())[0].unit) || 0, 0), units - 1);
+    list(selected());
     show();
   }
 
-  onPlace(list);
+  onSelect(list);
   queueMicrotask(() => pick(0, null));
   return section("mlp", "The MLP",
-    h("p", {}, "Each MLP has hidden units, and each unit answers to something. Choose one to see where it is active: in this text, and in the corpus."),
+    h("p", {}, "Select a hidden unit of an MLP to see where it is active, in this text and in the corpus."),
     h("div", { class: "row" }, h("label", { for: "mlp-layer" }, "layer"), layer, h("label", { for: "unit" }, "unit"), unit),
-    h("div", { class: "columns" }, h("div", {}, said, tokens.element, places), top));
+    h("div", { class: "columns" }, h("div", {}, peakLine, tokens.element, examples), top));
 }
 
-// A place of the corpus between its neighbours, which the model saw in the same window.
+// A position of the corpus with its neighbours in the window that the model read.
 function context(at) {
   const ids = array(data.corpus.ids);
   const first = Math.floor(at / data.corpus.window) * data.corpus.window;
@@ -308,10 +309,10 @@ function context(at) {
   return h("td", { class: "text wide" }, text(from, at), h("mark", {}, visible(word(ids[at]))), text(at + 1, to));
 }
 
-// The lens, embeddings, sampling ------------------------------------------------------------------------------------------
+// The logit lens, embeddings, sampling ------------------------------------------------------------------------------------------
 
 function lens() {
-  const panel = h("div", { id: "lens-said", "aria-live": "polite" });
+  const panel = h("div", { id: "lens-predictions", "aria-live": "polite" });
   const cells = [];
   const rows = data.lens.map((guess, l) => {
     const [ids, p] = [array(guess.ids), array(guess.p)];
@@ -321,28 +322,28 @@ function lens() {
       (cells[t] ??= []).push(cell);
       return cell;
     });
-    return [l ? `after layer ${l}` : "the embedding", ...row];
+    return [l ? `after layer ${l}` : "embedding", ...row];
   }).reverse();
-  const grid = table("the likeliest next token after each token (columns), were the stream read off after each layer (rows)",
+  const grid = table("most probable next token at each position (columns), predicted from the stream after each layer (rows)",
     ["", ...[...texts.text].map((id) => visible(word(id)))], rows);
   grid.classList.add("lens");
   const at = (event) => event.target.closest?.("td[data-t]");
-  grid.addEventListener("pointerover", (event) => at(event) && choose(Number(at(event).dataset.t), false));
-  grid.addEventListener("pointerleave", () => choose(null, false));
-  grid.addEventListener("click", (event) => at(event) && choose(Number(at(event).dataset.t), true));
+  grid.addEventListener("pointerover", (event) => at(event) && select(Number(at(event).dataset.t), false));
+  grid.addEventListener("pointerleave", () => select(null, false));
+  grid.addEventListener("click", (event) => at(event) && select(Number(at(event).dataset.t), true));
   let before = [];
-  onPlace((t) => {
+  onSelect((t) => {
     before.forEach((cell) => cell.classList.remove("here"));
     before = cells[t];
     before.forEach((cell) => cell.classList.add("here"));
     const next = texts.text[t + 1];
     const rows = data.lens.map((guess, l) => [l ? `layer ${l}` : "embedding",
       h("td", { class: "text" }, guesses(guess, t).map((g) => `${named(g.text)} ${percent(g.p)}`).join("  ")),
-      next === undefined ? "–" : percent(guess.came[t])]);
-    replace(panel, table(`after place ${t + 1}, ${named(word(texts.text[t]))}`, ["read off after", "likeliest:", next === undefined ? "what came" : `what came, ${named(word(next))}`], rows));
+      next === undefined ? "–" : percent(guess.actual[t])]);
+    replace(panel, table(`predictions at position ${t + 1}, after ${named(word(texts.text[t]))}`, ["from the stream after", "most probable:", next === undefined ? "actual token" : `actual token ${named(word(next))}`], rows));
   });
   return section("lens", "The logit lens",
-    h("p", {}, "What the model would say next if it stopped after each layer: its last norm and output matrix applied to the stream as it is there. The deeper the blue, the surer."),
+    h("p", {}, "The next token that the model would predict after each layer: its final norm and output matrix, applied to the residual stream there. A deeper blue is a higher probability."),
     h("div", { class: "scroll" }, grid), panel);
 }
 
@@ -351,7 +352,7 @@ function embeddings() {
   const [ids, xy, near, cosine] = [array(e.ids), array(e.xy), array(e.near), array(e.cosine)];
   const K = e.near.shape[1];
   const [width, height] = [720, 520];
-  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "map of the token embeddings; the list beside it says the same" });
+  const svg = h("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "map of the token embeddings; the table next to it lists the nearest tokens" });
   const labels = [...ids].map((id, i) => {
     const label = h("text", { x: width / 2 + xy[2 * i] * (width / 2 - 24), y: height / 2 - xy[2 * i + 1] * (height / 2 - 20), "text-anchor": "middle", "data-i": i }, visible(word(id)));
     svg.append(label);
@@ -363,20 +364,21 @@ function embeddings() {
     select.value = i;
     const close = [...near.subarray(i * K, (i + 1) * K)];
     labels.forEach((label, j) => label.setAttribute("class", j === i ? "chosen" : close.includes(j) ? "near" : "dim"));
-    replace(panel, table(`nearest to ${named(word(ids[i]))} by the cosine of their vectors`, ["token", "cosine"], close.map((j, k) => [code(named(word(ids[j]))), number(cosine[i * K + k], 2)])));
+    replace(panel, table(`tokens nearest to ${named(word(ids[i]))}, by cosine similarity`, ["token", "cosine"], close.map((j, k) => [code(named(word(ids[j]))), number(cosine[i * K + k], 2)])));
   };
   svg.addEventListener("pointerover", (event) => event.target.dataset?.i && show(Number(event.target.dataset.i)));
   svg.addEventListener("click", (event) => event.target.dataset?.i && show(Number(event.target.dataset.i)));
-  onPlace((t) => {
+  onSelect((t) => {
     const i = ids.indexOf(texts.text[t]);
     if (i >= 0) show(i);
   });
   return section("embeddings", "Embeddings",
-    h("p", {}, `${e.ids.shape[0]} of ${e.of} token vectors, on the plane in which they differ most (their two principal components, ${percent(e.share[0])} and ${percent(e.share[1] ?? 0)} of the variance).`),
+    h("p", {}, `${e.ids.shape[0]} of ${e.of} token vectors, projected on their first two principal components (${percent(e.share[0])} and ${percent(e.share[1] ?? 0)} of the variance).`),
     h("div", { class: "columns" }, svg, h("div", {}, h("div", { class: "row" }, h("label", { for: "embedding-token" }, "token"), select), panel)));
 }
 
-// As jaxgpt's `Sampling`: temperature, then top-k, then top-p. Logits come sorted. -> probabilities of those that stay.
+// As jaxgpt's `Sampling`: temperature, then top-k, then top-p. logits are sorted, largest first. Returns the probabilities of the
+// tokens that can be drawn.
 function distribution(logits, temperature, topK, topP) {
   if (temperature === 0) return [1];
   const kept = logits.subarray(0, topK ?? logits.length);
@@ -401,22 +403,22 @@ function sampling() {
   const slider = (id, label, min, max, step, value, shown) => {
     const out = h("output", { for: id });
     const input = h("input", { id, type: "range", min, max, step, value, oninput: () => draw() });
-    return { input, row: h("div", { class: "slider" }, h("label", { for: id }, label), input, out), say: () => (out.textContent = shown(Number(input.value))) };
+    return { input, row: h("div", { class: "slider" }, h("label", { for: id }, label), input, out), update: () => (out.textContent = shown(Number(input.value))) };
   };
   const temperature = slider("temperature", "temperature", 0, 3, 0.05, s.temperature, (v) => (v ? v.toFixed(2) : "0: greedy"));
   const topK = slider("top-k", "top-k", 1, most, 1, most, (v) => (v === most ? "off" : String(v)));
   const topP = slider("top-p", "top-p", 0.01, 1, 0.01, 1, (v) => (v === 1 ? "off" : v.toFixed(2)));
   const draw = () => {
-    [temperature, topK, topP].forEach((control) => control.say());
+    [temperature, topK, topP].forEach((control) => control.update());
     const k = Number(topK.input.value);
     const p = distribution(logits, Number(temperature.input.value), k === most ? null : k, Number(topP.input.value));
     const bits = -p.reduce((sum, x) => sum + (x > 0 ? x * Math.log2(x) : 0), 0);
     const rows = [...p.slice(0, Math.min(20, ids.length))].map((x, i) => [code(named(word(ids[i]))), h("td", { "data-p": x }, percent(x)), bar(x, 14)]);
-    replace(panel, h("p", {}, `Tokens that can be drawn: ${p.length} of ${V}. Entropy: ${number(bits)} bits.`), table("the likeliest", ["token", "probability", ""], rows));
+    replace(panel, h("p", {}, `Tokens that can be drawn: ${p.length} of ${V}. Entropy: ${number(bits)} bits.`), table("most probable", ["token", "probability", ""], rows));
   };
   draw();
   return section("sampling", "Sampling",
-    h("p", {}, "What comes after the last token: the distribution from which the next one is drawn."),
+    h("p", {}, "The distribution from which the token after the last one is drawn."),
     temperature.row, topK.row, topP.row, panel);
 }
 
@@ -427,12 +429,12 @@ function draw() {
   const sections = [surprise(), attention(), norms(), stream(), mlp(), lens(), embeddings(), sampling()];
   const links = sections.map((s) => h("li", {}, h("a", { href: `#${s.id}` }, s.querySelector("h2").textContent)));
   document.body.append(
-    h("a", { class: "skip", href: "#surprise" }, "to the text"),
+    h("a", { class: "skip", href: "#surprise" }, "skip to the text"),
     h("header", {}, h("h1", {}, data.title),
       h("dl", { class: "facts" }, ...data.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
     h("nav", { "aria-label": "parts of the page" }, h("ul", {}, ...links)),
-    placeBar(), h("main", {}, ...sections));
-  choose(Math.min(1, texts.text.length - 1), true);
+    positionBar(), h("main", {}, ...sections));
+  select(Math.min(1, texts.text.length - 1), true);
 }
 
 begin(draw);

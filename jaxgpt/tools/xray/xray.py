@@ -1,4 +1,4 @@
-"""Gather what the X-ray page of a run shows."""
+"""Make the X-ray page of a run: what the model computes on one text."""
 
 from __future__ import annotations
 
@@ -21,40 +21,46 @@ from jaxgpt.sample.generate import stream
 from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
 from jaxgpt.tools.xray.page import render_page
 
-CORPUS_TOKENS = 2**15  # of the corpus that are searched for top activating examples: seconds for a small model
-MOST_WEIGHTS = 2**25  # attention weights on a page: a byte each, before compression
+CORPUS_TOKENS = 2**15  # searched for top activating examples; takes seconds for a small model
+MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
 
 
 def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
-    """Return a self-contained HTML page that shows what the model does with a text.
+    """Return a self-contained HTML page that shows what the model computes on a text.
 
-    It shows surprise, attention, norms, the residual stream, the MLPs' units, the logit lens, embeddings and sampling.
+    It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
 
-    prompt: the text; the source, for a model with an encoder. data: a UTF-8 file in which to look for the top activating
-        examples of each unit; None means the run's own training text. corpus_tokens: how many of its tokens are read for
-        that, spread evenly; 0 means none.
-    Raises `UserError` for a prompt that is empty, or longer than block_size.
+    Args:
+        run: the run.
+        prompt: the text; for a model with an encoder, the source.
+        data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
+        corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
+
+    Raises:
+        UserError: if the prompt is empty, longer than block_size or too long for a page, or the file cannot be used.
     """
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
     ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
     if not prompt or not ids:
-        raise UserError("the prompt is empty: give a text to look at with --prompt TEXT")
+        raise UserError("the prompt is empty: give a text with --prompt TEXT")
     if len(ids) > config.block_size:
         raise UserError(
-            f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: give at most {config.block_size}"
+            f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: "
+            f"give at most {config.block_size}"
         )
     texts = {"text": _generate_target(run, ids), "source": ids} if config.n_encoder_layer else {"text": ids}
     tokens, layers = max(map(len, texts.values())), config.n_layer + config.n_encoder_layer
     if (weights := layers * config.n_head * tokens**2) > MOST_WEIGHTS:
         fits = int((MOST_WEIGHTS / layers / config.n_head) ** 0.5)
         raise UserError(
-            f"{tokens} tokens have {weights:,} attention weights in this model, too many for a page: give at most {fits} tokens"
+            f"{tokens} tokens have {weights:,} attention weights in this model, too many for a page: "
+            f"give at most {fits} tokens"
         )
     vocab_size, source = run.tokenizer.vocab_size, texts.get("source")
     activations = capture_activations(run.model, run.params, texts["text"], vocab_size, source)
     if np.isnan(activations.logits_V).any():
         raise UserError(
-            f"{run.directory} gives logits that are not finite, so there is nothing to draw: take another run"
+            f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
     windows_NT, why = _windows(run, data, corpus_tokens)
     examples = None if windows_NT is None else top_activating_examples(run.model, run.params, windows_NT)
@@ -62,7 +68,7 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
 
 
 def _generate_target(run: Run, source: list[int]) -> list[int]:
-    """Decode a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
+    """Translate a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
     start, end = (int(run.tokenizer.encode(text)[0]) for text in (TARGET_START, TARGET_END))
     T, vocab_size = run.model.config.block_size, run.tokenizer.vocab_size
     greedy = Sampling(greedy=True)
@@ -73,26 +79,26 @@ def _generate_target(run: Run, source: list[int]) -> list[int]:
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
-    """Return windows spread evenly over the run's training text, or over the file `data`; or None, and why."""
+    """Return windows spread evenly over the run's training text, or over the file `data`; or None and the reason."""
     T = run.model.config.block_size
     if run.model.config.n_encoder_layer:
-        return None, "It was trained on pairs of texts, not on one."
+        return None, "The run was trained on pairs of texts, not on a text."
     if not tokens:
-        return None, "It was not asked for (--corpus-tokens 0)."
+        return None, "The search is switched off (--corpus-tokens 0)."
     if data is not None:
         text: Any = Tokens([encode_whole(find_user_files(data), run.tokenizer)[0]])
         if len(text) < T:
             raise UserError(f"{data} has {len(text)} tokens, needed {T} for one window")
     else:
         if run.metadata.imported is not None:
-            return None, "The model was imported, without its corpus: name a text with --data FILE."
+            return None, "The model was imported without its training text: name a text with --data FILE."
         try:
             dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
         except UserError as e:  # a run that was copied to another machine
-            return None, f"Its training text could not be read ({e}): name a text with --data FILE."
+            return None, f"The training text could not be read ({e}): name a text with --data FILE."
         text = dataset.train
         if not isinstance(text, Tokens):
-            return None, "It was trained on conversations, or pairs: name a text with --data FILE."
+            return None, "The run was trained on conversations or pairs: name a text with --data FILE."
     count = min(max(tokens // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
     return np.stack([text.read(int(start), T) for start in starts]), ""

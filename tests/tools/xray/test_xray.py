@@ -163,7 +163,7 @@ def test_surprise_and_its_alternatives(page, run, found):
     t = PROMPT.index("M")
     tokens.nth(t).hover()
     bits = -found.guess.logprob_T[t - 1] / math.log(2)
-    assert number(re.search(r"([\d.]+) bits", page.text_content("#place"))[1]) == pytest.approx(bits, **NEAR)
+    assert number(re.search(r"([\d.]+) bits", page.text_content("#position"))[1]) == pytest.approx(bits, **NEAR)
     rows = cells(page, "#alternatives")
     assert len(rows) == 5
     expected = [run.tokenizer.decode([i]) for i in found.guess.tokens_TK[t - 1]]
@@ -171,10 +171,10 @@ def test_surprise_and_its_alternatives(page, run, found):
     assert [number(row[1]) for row in rows] == pytest.approx(found.guess.probabilities_TK[t - 1].tolist(), **NEAR)
     assert "bits" in tokens.nth(t).get_attribute("aria-label")
     page.mouse.move(5, 5)  # what was under the pointer is no longer chosen
-    assert "place 2 of" in page.text_content("#place")
+    assert "position 2 of" in page.text_content("#position")
     tokens.nth(t).click()
     page.mouse.move(5, 5)
-    assert f"place {t + 1} of" in page.text_content("#place")
+    assert f"position {t + 1} of" in page.text_content("#position")
 
 
 def test_shades_go_with_surprise(page, found):
@@ -187,12 +187,12 @@ def test_shades_go_with_surprise(page, found):
 
 def test_keys_move_through_the_text(page):
     page.focus("#surprise .tok >> nth=0")
-    for key, place in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowLeft", 2), ("End", len(PROMPT)), ("Home", 1)):
+    for key, position in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowLeft", 2), ("End", len(PROMPT)), ("Home", 1)):
         page.keyboard.press(key)
-        assert f"place {place} of" in page.text_content("#place")
-    assert "Nothing is before the first" in page.text_content("#alternatives")
-    page.click("#on")
-    assert "place 2 of" in page.text_content("#place")
+        assert f"position {position} of" in page.text_content("#position")
+    assert "The first token has no context" in page.text_content("#alternatives")
+    page.click("#next")
+    assert "position 2 of" in page.text_content("#position")
 
 
 def test_a_head_enlarged(page, found):
@@ -209,7 +209,7 @@ def test_a_head_enlarged(page, found):
     t = 9
     page.locator("dialog .tok").nth(t).hover()
     row = found.weights_LNTS[1][0, t]
-    rows = cells(page, "#looks")
+    rows = cells(page, "#attended")
     assert int(rows[0][1]) == np.argmax(row) + 1
     assert [number(r[2]) for r in rows] == pytest.approx(np.sort(row)[::-1][: len(rows)].tolist(), **NEAR)
     much = page.eval_on_selector_all(
@@ -219,7 +219,7 @@ def test_a_head_enlarged(page, found):
     # On the map itself, by the pointer: the row under it.
     box = page.locator("#map").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + (20.5 / len(PROMPT)) * box["height"])
-    assert "place 21," in page.text_content("#looks caption")
+    assert "position 21," in page.text_content("#attended caption")
     page.click("text=head →")
     assert page.text_content("#head-title") == "layer 2, head 2"
     page.keyboard.press("Escape")
@@ -245,7 +245,7 @@ def test_norms_as_the_formula_has_them(page, found):
         said = [number(row[i]) for i in (1, 2, 5, 6)]
         assert said == pytest.approx([x_D.mean(), x_D.var(), y_D.mean(), y_D.var()], **NEAR)
     page.select_option("#norm", "2")
-    x, inner, gamma, beta, result = cells(page, "#norm-numbers")
+    x, inner, gamma, beta, result = cells(page, "#norm-elements")
     norm = found.norms[2]
     assert [number(v) for v in x[1:]] == pytest.approx(norm.before_TD[4, :8].tolist(), **NEAR)
     assert [number(v) for v in result[1:]] == pytest.approx(norm.after_TD[4, :8].tolist(), **NEAR)
@@ -267,7 +267,7 @@ def test_units_and_what_excites_them(page, run, found):
     hidden_F = found.hidden_LTF[1][6]
     rows = cells(page, "#units")
     assert [number(row[1]) for row in rows] == pytest.approx(np.sort(hidden_F)[::-1][:8].tolist(), **NEAR)
-    zeros = number(re.search(r"place: ([\d.]+%)", page.text_content("#units"))[1])
+    zeros = number(re.search(r"position: ([\d.]+%)", page.text_content("#units"))[1])
     assert zeros == pytest.approx((hidden_F == 0).mean(), **NEAR)
     page.click("#units button >> nth=2")
     unit = int(page.input_value("#unit"))
@@ -275,11 +275,11 @@ def test_units_and_what_excites_them(page, run, found):
     much = page.eval_on_selector_all("#mlp .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))")
     of_unit_T = found.hidden_LTF[1][:, unit]
     np.testing.assert_allclose(much, 100 * of_unit_T / of_unit_T.max(), atol=4)  # sixteen levels
-    places = cells(page, "#places")
-    assert len(places) == 4 and page.locator("#places mark").count() == 4
-    texts = [row[1].replace("↵", "\n") for row in places]
+    examples = cells(page, "#examples")
+    assert len(examples) == 4 and page.locator("#examples mark").count() == 4
+    texts = [row[1].replace("↵", "\n") for row in examples]
     assert all(text.strip("\n") in TEXT.replace(" ", " ") or "␣" in text or "\n" in text for text in texts)
-    values = [number(row[0]) for row in places]
+    values = [number(row[0]) for row in examples]
     assert values == sorted(values, reverse=True) and values[0] >= 0.9 * of_unit_T.max()
     page.fill("#unit", "99999")
     page.keyboard.press("Enter")
@@ -289,8 +289,8 @@ def test_units_and_what_excites_them(page, run, found):
 def test_the_lens(page, run, found):
     t = 5
     page.locator(f"#lens td[data-t='{t}']").first.click()
-    assert f"place {t + 1} of" in page.text_content("#place")
-    rows = cells(page, "#lens-said")
+    assert f"position {t + 1} of" in page.text_content("#position")
+    rows = cells(page, "#lens-predictions")
     assert len(rows) == len(found.lens)
     for row, guess in zip(rows, found.lens, strict=True):
         assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t]), **NEAR)
@@ -390,7 +390,7 @@ def test_a_packed_run_is_seen_as_it_reads(run):
 
 
 def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
-    assert "not asked for" in data_of(xray(run, "la", corpus_tokens=0))["why_no_corpus"]
+    assert "switched off" in data_of(xray(run, "la", corpus_tokens=0))["why_no_corpus"]
     moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
     assert data_of(xray(gone, "la"))["corpus"] is not None  # its tokens are in the cache
