@@ -57,8 +57,7 @@ def evaluate_run(
 
     Args:
         run: the run to evaluate.
-        path: a text, conversations (.jsonl) or pairs (.tsv). None means the validation split. A text is read after the
-            prefix of its tokenizer, as in sampling.
+        path: conversations (.jsonl), pairs (.tsv) or a text, after its tokenizer's prefix. None: the validation split.
         stride: tokens from the start of one window to the start of the next: a target has more than block_size - stride
             tokens of context, except in the first window. None means block_size, windows without overlap.
         batch_size: windows per batch. None means the batch size of the run's training.
