@@ -172,7 +172,7 @@ def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, 
         began = time.monotonic()
         for count, number in enumerate(sent, start=1):
             child.send_signal(number)
-            while told.read_text().count(": le") < count and count < len(sent):  # acknowledged
+            while told.read_text().count(": stop") < count and count < len(sent):  # acknowledged
                 assert time.monotonic() < began + GRACE, told.read_text()
                 time.sleep(0.02)
         assert child.wait(GRACE) == status, told.read_text()
