@@ -1,1 +1,1 @@
-"""The command line. Results go to stdout, everything else to stderr; JAX is imported late."""
+"""The command line. It prints results on stdout and everything else on stderr, and imports JAX late."""

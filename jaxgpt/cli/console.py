@@ -1,4 +1,4 @@
-"""How the command line speaks: results on stdout, everything else on stderr, mistakes in a line or two."""
+"""Output of the command line: results on stdout, everything else on stderr, errors in a line or two."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any, TextIO
 
 from jaxgpt.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a place that cannot be written, named or not
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be written, named or not
 
 
 @contextlib.contextmanager
 def told_in_words() -> Iterator[None]:
-    """End the process as the command line does: by `SystemExit`, with the reason in words on stderr."""
+    """Turn errors of the user and of the system into `SystemExit`, with the reason on stderr."""
     with _standard_streams() as stdout:
         try:
             with _filter_hooks():
                 try:
                     yield
                 finally:
-                    stdout.flush()  # here, where what goes wrong can be told
+                    stdout.flush()  # here, where an error can still be reported
         except UserError as e:
             say(one_line(f"jaxgpt: {e}"))
             raise SystemExit(2) from None
-        except KeyboardInterrupt:  # before or after the loop, which saves: there is nothing to save
+        except KeyboardInterrupt:  # outside the training loop, which saves; here there is nothing to save
             say("interrupted")
             raise SystemExit(1) from None
-        except OSError as e:  # a full disk, a directory without permission: the place, not the program
+        except OSError as e:  # a full disk, a directory without permission: not a bug of ours
             if stdout.is_broken and isinstance(e, BrokenPipeError):  # `jaxgpt sample | head`
                 raise SystemExit(1) from None
             place = "stdout" if stdout.is_broken else e.filename
@@ -44,11 +44,11 @@ def told_in_words() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[_Stream]:
-    """Give the process streams that a command can rely on, and return its stdout.
+    """Replace the standard streams by streams that a command can rely on, and return stdout.
 
-    What is closed is /dev/null: else the next file that is opened would be stdout or stderr to everybody else, and
-    print() without a stderr writes to stdout. A stderr that cannot be written loses what is said, not the run. stdout
-    writes what its encoding does not have as an escape.
+    A closed stream becomes /dev/null: otherwise the next file opened would get its number, and print() without a
+    stderr writes to stdout. If stderr cannot be written, its messages are lost and the run continues. stdout writes
+    characters that its encoding does not have as escapes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -74,10 +74,10 @@ def _standard_streams() -> Iterator[_Stream]:
 
 
 class _Stream:
-    """A text stream that knows when it could not be written: a full disk, a terminal or a reader that is gone."""
+    """A text stream that records failed writes: to a full disk, or to a terminal or a reader that is gone."""
 
     def __init__(self, stream: TextIO, *, is_fatal: bool):
-        """is_fatal: raise the error as well; else what is written is lost."""
+        """is_fatal: raise the error as well; otherwise the text is lost."""
         self._stream, self._is_fatal = stream, is_fatal
         self.is_broken = False
 
@@ -103,7 +103,7 @@ class _Stream:
                 raise
 
     def release(self) -> None:
-        """Make it /dev/null if it is still broken: Python flushes it as the process ends, and would complain."""
+        """Make it /dev/null if it is still broken: Python flushes it as the process ends, and would print an error."""
         try:
             self._stream.flush()
         except OSError:
@@ -113,9 +113,9 @@ class _Stream:
 
 @contextlib.contextmanager
 def _filter_hooks() -> Iterator[None]:
-    """Print our warnings in words, and not what TensorStore's threads say, dozens of times, after a failed write.
+    """Print our warnings as one line, and drop what TensorStore's threads print, dozens of times, after a failed write.
 
-    Some of that comes while the process ends, so after a failure, which ends it, the hook stays.
+    They print some of it while the process ends, so the hook is kept after a failure, which ends the process.
     """
 
     def showwarning(message, category, *where, **kwargs):
@@ -136,13 +136,13 @@ def _filter_hooks() -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """Return one printable line: what comes from files and arguments may hold line ends, control codes, megabytes."""
+    """Return the text as one printable line: from files and arguments come newlines, control codes, megabytes."""
     text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def stdout_is_unicode() -> bool:
-    """Return whether stdout has all characters; JSON is to be written with escapes where it has not."""
+    """Return whether stdout can encode all characters; if not, JSON is written with escapes."""
     return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 

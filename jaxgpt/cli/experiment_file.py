@@ -1,4 +1,4 @@
-"""A built-in experiment by its name, or the `experiment` of a Python file, which is run."""
+"""Load experiments: built-in ones by name, others by running a Python file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes
 
 LARGEST_FILE = 2**22  # bytes
-MODULE = "__experiment__"  # the name of a file's module while it runs: like `__main__`, of no other module
+MODULE = "__experiment__"  # name of a file's module while it runs; like `__main__`, no other module has it
 
 
 def load_experiment(named: str) -> Experiment:
-    """named: a built-in one, FILE.py, or FILE.py:NAME for another than `experiment`. What goes wrong is `UserError`."""
+    """Return a built-in experiment, `experiment` of FILE.py, or NAME of FILE.py:NAME. Raises `UserError`."""
     if named in EXPERIMENTS:
         return EXPERIMENTS[named]()
     file, _, attribute = named.partition(".py:")
@@ -42,7 +42,7 @@ def load_experiment(named: str) -> Experiment:
 
 
 def load_variants(named: str) -> dict[str, Experiment]:
-    """The `variants` of a Python file, experiments by name: what a study compares. What goes wrong is `UserError`."""
+    """Return `variants` of a Python file: the experiments that a study compares, by name. Raises `UserError`."""
     path = Path(named)
     if path.suffix != ".py" or not is_there(path, "Give a .py file."):
         raise UserError(f"no study {named!r}: give a .py file with `variants = {{name: Experiment(...), ...}}` in it")
@@ -58,7 +58,7 @@ def load_variants(named: str) -> dict[str, Experiment]:
 
 
 def _run(path: Path) -> types.ModuleType:
-    """The file as a module. The user named it, as one names a program: it is trusted, and may yet be wrong."""
+    """Run the file as a module. The user named it, so it is trusted as a program is, but it may have errors."""
     try:
         source = decode_source(read_bytes(path, LARGEST_FILE))
     except UnicodeDecodeError as e:
@@ -81,15 +81,15 @@ def _run(path: Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _as_a_program(module: types.ModuleType, path: Path) -> Iterator[None]:
-    """Let a file import what `python FILE` does, its neighbours first, and be found in `sys.modules`, as dataclasses ask.
+    """Let a file import what `python FILE` can: modules of its folder first. dataclasses need it in `sys.modules`.
 
-    Afterwards its neighbours are forgotten: the next file may have others of the same names.
+    The modules of its folder are removed afterwards: the next file may have others of the same names.
     """
     folder = str(path.resolve().parent)
     search_path, modules = list(sys.path), set(sys.modules)
     sys.path.insert(0, folder)
     sys.modules[MODULE] = module
-    importlib.invalidate_caches()  # a neighbour may have been written since the folder was last looked into
+    importlib.invalidate_caches()  # a module may have been written since the folder was last read
     try:
         yield
     finally:
@@ -102,13 +102,13 @@ def _as_a_program(module: types.ModuleType, path: Path) -> Iterator[None]:
 
 
 def _folder_of(module: types.ModuleType | None) -> str | None:
-    """Return the folder in which a module, or a package, was found; None for one that is of no file."""
+    """Return the folder in which a module or package was found; None if it has no file."""
     folders = list(getattr(module, "__path__", []))
     file = folders[0] if folders else getattr(module, "__file__", None)
     return None if file is None else str(Path(file).parent)
 
 
 def close(word: str, known: Iterable[str]) -> str:
-    """A question, where something known is spelt nearly so."""
+    """Return a question that names the known word with the closest spelling; empty if there is none."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {found[0]}?)" if found else ""

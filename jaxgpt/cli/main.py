@@ -1,7 +1,7 @@
 """The command line: `jaxgpt COMMAND ...`, equal to `python -m jaxgpt COMMAND ...`.
 
 A command is a function: its signature is its options, its docstring their help. Importing this module imports no jax, so
-that help and mistakes answer at once.
+that help and errors are printed at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `jaxgpt`. Exit status 0: done; 2: the user's mistake, in a line or two; 1: anything else."""
+    """Run the command `jaxgpt`. Exit status 0: success; 2: the user's mistake, in a line or two; 1: anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with told_in_words():
         if not arguments or arguments[0] in ("-h", "--help", "--help-all"):

@@ -1,4 +1,4 @@
-"""Options of the command line: the signature of a command is its options and its docstring their help, by tyro."""
+"""Options of the command line: tyro makes them from a command's signature, and their help from its docstring."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ COMMON: dict[type, str] = {
 def parse(
     command: Callable[..., None], argv: list[str], prog: str, *, operand: str = "", example: str, **defaults: Any
 ) -> Callable[[], None]:
-    """Return a command with its options bound; tyro's framed messages become one line of a `UserError`.
+    """Return a command with its options bound. Turn tyro's framed messages into one line of a `UserError`.
 
-    operand: what is read from the command line before `argv`, as the help names it. example: a line for the help.
-    defaults: of this call, in place of those in the signature. A parameter annotated as Any is not an option.
+    operand: what the usage line shows before the options. example: a command line for the help.
+    defaults: override those in the signature. A parameter annotated as Any is not an option.
     """
 
     @functools.wraps(command)
@@ -102,7 +102,7 @@ def _common_options() -> ConstructorRegistry:
 
 
 def _one_line(framed: str, prog: str) -> str:
-    """Return the words of one of tyro's boxes, without frame, repeated help or pointer to the help."""
+    """Return the text of one of tyro's boxes, without frame, repeated help or pointer to the help."""
     words = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in framed.splitlines() if not re.match(r"^[╭╰]", line)]
     text = " ".join(w for w in words if w and not set(w) <= set("─"))
     text = re.split(r"For full helptext|Argument helptext:", text)[0].strip()

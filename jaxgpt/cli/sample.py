@@ -88,7 +88,7 @@ def _render_json(prompt: str, texts: Iterable[str]) -> str:
 def _load(
     name: str | None, draft: str | None, average: int | None, weights: Precision | None, filters: dict[str, Any]
 ) -> tuple[Run, Run | None]:
-    """Return the run and its draft, ready to decode, once the options are known to be right."""
+    """Check the options; return the run and its draft, ready to decode."""
     find_run(name)  # before jax is imported
     if draft:
         find_run(draft)
@@ -101,7 +101,7 @@ def _load(
 
 
 def _start(run: Run, prompt: str, chat: bool) -> str:
-    """Return the prompt if the completion continues it; say where the completion starts if there is none."""
+    """Return the prompt if the completion continues it; print where the completion starts if it is empty."""
     from jaxgpt.data.tokenizer import find_start_token
 
     if chat or run.experiment.data.is_pairs:

@@ -1,4 +1,4 @@
-"""The commands over runs and experiments: each is a tool of `jaxgpt.tools`, imported when it is asked for."""
+"""Commands on runs and experiments: each calls a tool of `jaxgpt.tools`, imported when the command runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
     Args:
         topology: a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
         json: print JSON instead of text
-        experiment: whose fields are options too
+        experiment: its fields are options too
     """
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # libtpu compiles; no device of this machine is wanted

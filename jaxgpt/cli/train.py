@@ -40,8 +40,8 @@ def train(
     Args:
         run_dir: run directory, resumed if it exists; None: runs/NAME
         fresh: move an old run aside, start over
-        experiment: whose fields are options too
-        metadata: `RunMetadata` of the run to continue, if it has been read
+        experiment: its fields are options too
+        metadata: `RunMetadata` of the run to resume, if it has been read
     """
     configure_jax()
     import jax
@@ -52,7 +52,7 @@ def train(
     from jaxgpt.session import fit_as_command
 
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)  # asks a run that hangs where it stands
+        faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
@@ -63,7 +63,7 @@ def train(
         raise SystemExit(1) from None
     except CheckpointSaveError as e:
         say(str(e))
-        exit_now(1)  # a usual exit would print pages of TensorStore's
+        exit_now(1)  # a normal exit would print pages from TensorStore
     except BaseException as e:
         if not jax.distributed.is_initialized():
             raise
@@ -86,12 +86,12 @@ def train(
 
 
 def _print_sample(run: Run, experiment: Experiment) -> str:
-    """Print and keep the sample that the experiment asks for; return its prompt, without a newline at its end."""
+    """Print and save the sample that the experiment asks for; return its prompt, without trailing newlines."""
     config, data, context = experiment.train, experiment.data, run.model.config.block_size
     prompt = config.sample_prompt
     try:
         run.tokenizer.encode(prompt)
-    except UserError as e:  # the experiment's prompt is of another text
+    except UserError as e:  # the tokenizer lacks characters of the prompt
         say(f"sampling from an empty prompt instead of {prompt!r}: {e}")
         prompt = ""
     if data.is_pairs and len(run.tokenizer.prefix) + len(run.tokenizer.encode(prompt)) > context:
@@ -106,21 +106,21 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
             seed=config.seed,
         )
         text = f"{prompt}\n\n{sampled}" if data.is_packed else f"{prompt}{sampled}"
-        with contextlib.suppress(OSError):  # it is printed as well
+        with contextlib.suppress(OSError):  # it is printed anyway
             write_whole(run.directory / "sample.txt", text + "\n")
         print(f"\n{text}\n", flush=True)
     return prompt.rstrip("\n") if prompt.strip() else ""
 
 
 def run_experiment(experiment: Experiment) -> None:
-    """Train the experiment of a file that is run as a program, with the options of its command line."""
+    """Train an experiment with the options of the command line: the main function of an experiment file."""
     with told_in_words():
         example = f"{shell_line('python', sys.argv[0])} --train.seed 1"
         parse(train, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:
-    """Return the metadata of the run in --run-dir, if it is one."""
+    """Return the metadata of the run in --run-dir; None if there is none."""
     for at, argument in enumerate(argv):
         name, _, value = argument.partition("=")
         if name in ("--run-dir", "--run_dir"):
