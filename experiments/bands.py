@@ -21,7 +21,7 @@ from jaxgpt.files import write_whole
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
-from jaxgpt.runs.metrics import read_metrics, validations
+from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import fit_band, render_band
 
@@ -30,7 +30,7 @@ BANDS = Path(__file__).parent.parent / "jaxgpt/tools/report/bands"
 
 def curve(directory: Path) -> list[tuple[int, float]]:
     """Return the validation losses of a run, as (step, loss)."""
-    return validations(read_metrics(directory / "metrics.jsonl"))
+    return finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")
 
 
 def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:

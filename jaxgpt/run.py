@@ -33,22 +33,23 @@ from jaxgpt.sample.generate import stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.sample.speculative import speculate
+from jaxgpt.train import Params
 
-Restored = tuple[Any, int, float | None]  # parameters, step, validation loss in nats per token, if it is known
+Restored = tuple[Params, int, float | None]  # parameters, step, validation loss in nats per token if it is known
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model and all that is needed to use it."""
+    """A trained model with all that is needed to use it."""
 
     directory: Path
     metadata: RunMetadata
     experiment: Experiment
     model: GPT
-    params: dict
+    params: Params
     tokenizer: Tokenizer
-    step: int  # optimiser steps that made these parameters
+    step: int  # optimiser steps that produced these parameters
     val_loss: float | None  # nats per token at that step, if it was measured
 
     def sample(
@@ -69,28 +70,38 @@ class Run:
         draft: Run | None = None,
         beams: int | None = None,
     ) -> str | list[str]:
-        """Return the completion of a prompt, without the prompt; of a list of prompts, a list of completions.
+        """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        It ends after max_new_tokens, at the end-of-text token, at an eos_token_id of an imported model, or before a
-        stop string. It depends on the prompt and the seed, not on the batch. An empty prompt starts from the
-        end-of-text token, a newline, or token 0, whichever the tokenizer has. A run trained on pairs takes a source and
-        returns its target; the beginning of the target may follow the source after a tab.
+        A completion ends after max_new_tokens, at the end-of-text token, at an eos_token_id of an imported model, or
+        before a stop string. It depends on the prompt and the seed, not on the other prompts. A run trained on pairs
+        takes a source as the prompt and returns the target; a tab and the beginning of the target may follow it.
 
-        temperature: None means the experiment's `train.sample_temperature`. See `Sampling` for it and for top_k, top_p,
-            min_p, repetition_penalty and greedy; see `generate` for cache_dtype.
-        chat: treat each prompt as a user's turn and return the assistant's answer, by `template`.
-        draft: a smaller run with the same tokenizer, for speculative decoding (see `speculate`). With it a seed gives
-            another text of the same distribution.
-        beams: instead of drawing, search for the most probable text with this many beams (see `beam_search`).
+        Args:
+            prompt: one text or several. An empty one means the end-of-text token, a newline, or token 0: the first of
+                these that the tokenizer has.
+            max_new_tokens: the most tokens of a completion.
+            seed: of the random key, 0 to 2**32 - 1.
+            temperature: see `Sampling`. None means the experiment's `train.sample_temperature`.
+            top_k: see `Sampling`.
+            top_p: see `Sampling`.
+            min_p: see `Sampling`.
+            repetition_penalty: see `Sampling`.
+            greedy: see `Sampling`.
+            stop: stop strings, which are not part of the completion.
+            chat: treat each prompt as a user's turn and return the assistant's answer, by the run's chat template.
+            cache_dtype: see `generate`.
+            draft: a smaller run with the same tokenizer, for speculative decoding (see `speculate`). It changes the
+                completion of a seed, not the distribution of completions.
+            beams: search for the most probable completion with this many beams instead of sampling (see `beam_search`).
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
             raise UserError("no prompts: give a text, or a list of at least one")
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
-        drawing = filters | {"stop": stop, "cache_dtype": cache_dtype, "draft": draft}
-        if beams is not None and (given := [name for name, value in drawing.items() if value]):
-            raise UserError(f"beams={beams} draws nothing, so leave out {', '.join(given)}")
+        sampling_only = filters | {"stop": stop, "cache_dtype": cache_dtype, "draft": draft}
+        if beams is not None and (given := [name for name, value in sampling_only.items() if value]):
+            raise UserError(f"beams={beams} searches and does not sample: leave out {', '.join(given)}")
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
         decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype)
         ids, sources = self.prompt_format.encode(prompts, chat)
@@ -103,7 +114,7 @@ class Run:
         else:
             texts = []
             for number, row in enumerate(ids):
-                earlier = prompts[:number].count(prompts[number])  # equal prompts draw by keys of their own
+                earlier = prompts[:number].count(prompts[number])  # equal prompts get different keys
                 row_key = jax.random.fold_in(key, earlier) if earlier else key
                 new_ids = self._speculate(draft, row, decoding, row_key, every)
                 texts.append("".join(iter_text(self.tokenizer, new_ids, stop)))
@@ -127,9 +138,10 @@ class Run:
         cache_dtype: Precision | None = None,
         draft: Run | None = None,
     ) -> Iterator[str]:
-        """Yield the text that `sample` returns in pieces, as it is generated: the first token at once.
+        """Yield the completion that `sample` returns, in pieces as they are generated.
 
-        every: tokens between two pieces. None means one piece, at the end. The other options are those of `sample`.
+        The options are those of `sample`, and every: tokens in a piece, after a first piece of one token. None means one
+        piece, at the end.
         """
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
@@ -144,7 +156,7 @@ class Run:
         yield from iter_text(self.tokenizer, new_ids, stop)
 
     def score(self, texts: list[str]) -> list[Score]:
-        """Return how well the model predicts each text, after the tokens that its tokenizer begins texts with."""
+        """Return how well the model predicts each text: see `sample.score`."""
         return score_texts(*self.decode_params, self.tokenizer, texts)
 
     def loglikelihood(
@@ -152,27 +164,29 @@ class Run:
     ) -> list[LogLikelihood]:
         """Return the log-likelihood of each pair's second list of ids given its first: see `sample.score`.
 
-        `pair_ids` there makes pairs of texts. batch_size: pairs read together. None means as many as in training.
+        `pair_ids` there encodes pairs of texts. batch_size: pairs evaluated together. None means as many as sequences
+        in a training batch.
         """
         batch_size = self.experiment.train.batch_size if batch_size is None else batch_size
         return loglikelihood(*self.decode_params, pairs, batch_size=batch_size)
 
     def for_decoding(self, weights: Precision | None = None) -> Run:
-        """Return the run with its parameters in the form that decodes fastest, in "float32", "bfloat16" or "int8".
+        """Return the run with its parameters in the layout that decodes fastest: see `jaxgpt.for_decoding`.
 
-        It samples and scores in less memory: see `jaxgpt.for_decoding`. Without it `sample` keeps a copy of its own.
+        It samples and scores in less memory: `sample` on the original run keeps a second copy of its parameters.
+        weights: "float32", "bfloat16" or "int8". None means the dtype of the model.
         """
         model, params = for_decoding(self.model, self.params, weights)
         return dataclasses.replace(self, model=model, params=params)
 
     @functools.cached_property
-    def decode_params(self) -> tuple[GPT, dict]:
-        """(model, parameters) in the form that decodes fastest."""
+    def decode_params(self) -> tuple[GPT, Params]:
+        """Return the model and its parameters in the layout that decodes fastest."""
         return for_decoding(self.model, self.params)
 
     @functools.cached_property
     def prompt_format(self) -> PromptFormat:
-        """How prompts become ids."""
+        """Return the format of the run's prompts."""
         return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
@@ -197,27 +211,30 @@ class Run:
     ) -> Iterator[list[int]]:
         if fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
             raise UserError(
-                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
+                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: "
+                "train both on the same data"
             )
         if self.model.config.n_encoder_layer:
-            raise UserError("a draft guesses for a model without an encoder: leave it out")
+            raise UserError("a draft needs a model without an encoder: leave it out")
         return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
 
 def load(run: str | Path | None = None, *, which: str | int = "best", average: int | None = None) -> Run:
-    """Return the run in a directory (None means the newest under `runs/`), ready to sample on this machine.
+    """Load the run in a directory, ready to sample on this machine. Raises `UserError` if it has no checkpoint.
 
-    which: "best" is the checkpoint with the lowest validation loss, "last" the newest, an int the one of that step.
-    average: take the mean of the parameters of the last `average` checkpoints, which is less noisy where the learning
-        rate is still high (Vaswani et al. 2017 take 5). `train.keep_last` must keep as many. The best so far count too:
-        for even spacing make `train.eval_every` a multiple of `train.checkpoint_every`.
-    Raises `UserError` if there is no run or no checkpoint.
+    Args:
+        run: the run directory. None means the newest under `runs/`.
+        which: "best" for the checkpoint with the lowest validation loss, "last" for the newest, or a step.
+        average: return the mean of the parameters of this many checkpoints, the last ones, which is less noisy while
+            the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many. Best
+            checkpoints that were kept count as well: for even spacing make `train.eval_every` a multiple of
+            `train.checkpoint_every`.
     """
     return load_run(read_metadata(find_run(run)), which=which, average=average)
 
 
 def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:
-    """Load a run whose metadata are read: see `load`."""
+    """Load the run with this metadata: see `load`."""
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = build_model(metadata.model, dtype=options.dtype, attention_fn=options.attention_fn)
@@ -235,19 +252,19 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     )
 
 
-def _restore(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
-    """Read the parameters of one checkpoint, or the mean of several: see `load`."""
+def _restore(metadata: RunMetadata, like: Params, which: str | int, average: int | None) -> Restored:
+    """Restore the parameters of one checkpoint, or the mean of several: see `load`."""
     which = to_python(which)
     if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
         raise UserError(f"which={short(which)}: needs best, last or a step")
     average = None if average is None else check_count("average", average)
     for _ in range(4):
-        with contextlib.suppress(CheckpointRemoved):  # by a process that trains; the next may last until it is read
+        with contextlib.suppress(CheckpointRemoved):  # by a process that trains: try the next checkpoint
             return _restore_mean(metadata, like, which, average)
     return _restore_mean(metadata, like, which, average)
 
 
-def _restore_mean(metadata: RunMetadata, like: Any, which: str | int, average: int | None) -> Restored:
+def _restore_mean(metadata: RunMetadata, like: Params, which: str | int, average: int | None) -> Restored:
     checkpoints = open_checkpoints(metadata.directory)
     step, *earlier = _choose_steps(checkpoints, metadata.directory, which, average)
     params = restore_merged_params(metadata, checkpoints, step, like)
@@ -258,7 +275,7 @@ def _restore_mean(metadata: RunMetadata, like: Any, which: str | int, average: i
 
 
 def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, average: int | None) -> list[int]:
-    """Return the steps of the checkpoints to read, the newest first: one, or `average`."""
+    """Return the steps of the checkpoints to restore, newest first."""
     if isinstance(which, int):
         step = checkpoints.latest_valid(before=which + 1)
         if step != which:
@@ -268,7 +285,7 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
     if step is None:
-        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were read")
+        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were being read")
     steps = [step]
     while len(steps) < (average or 1):
         earlier = checkpoints.latest_valid(before=steps[-1])

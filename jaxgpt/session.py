@@ -36,15 +36,23 @@ from jaxgpt.train import TrainState
 def fit(
     experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
 ) -> Run:
-    """Train an experiment in a run directory (None: `runs/NAME`), or resume it from its last good checkpoint.
+    """Train an experiment, or resume its run from the last good checkpoint. Return the run with its best parameters.
 
-    fresh: start over, moving an old run aside. progress: show a live bar, or lines where there is no terminal.
-    Returns the run with its best parameters. Raises `UserError` for whatever the user can repair, before
-    anything is written; `Preempted` after a save on Ctrl-C or SIGTERM; `Diverged` where it no longer learns;
-    `CheckpointSaveError` if a checkpoint or the metrics cannot be written. It never ends the process of the program that
-    called it, unless that is one of several: see `cluster.watchdog`.
+    The watchdog, which ends a process that hangs, runs only if there are several processes: see `cluster.watchdog`.
+
+    Args:
+        experiment: what to train, and how.
+        run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
+        fresh: move an old run aside and start over.
+        progress: show a live bar on a terminal, or lines elsewhere.
+
+    Raises:
+        UserError: for a mistake of the user, before anything is written.
+        Preempted: on Ctrl-C or SIGTERM, after a save.
+        Diverged: if the run no longer learns.
+        CheckpointSaveError: if a checkpoint or metrics.jsonl cannot be written.
     """
-    return fit_as_command(experiment, run_dir, fresh=fresh, progress=progress, owns_process=False)
+    return _fit(experiment, run_dir, fresh=fresh, progress=progress, metadata=None, owns_process=False)
 
 
 def fit_as_command(
@@ -54,15 +62,26 @@ def fit_as_command(
     fresh: bool = False,
     progress: bool = True,
     metadata: RunMetadata | None = None,
-    owns_process: bool = True,
 ) -> Run:
-    """Do what `fit` does, for a command: the process is the run's own, and a watchdog ends it if it hangs.
+    """Do what `fit` does, in a process that does nothing else: the watchdog ends it if it hangs.
 
-    metadata: of the run in `run_dir`, if the command has read it. owns_process: False for `fit`.
+    metadata: of the run in `run_dir`, if the command has read it already.
     """
+    return _fit(experiment, run_dir, fresh=fresh, progress=progress, metadata=metadata, owns_process=True)
+
+
+def _fit(
+    experiment: Experiment,
+    run_dir: str | Path | None,
+    *,
+    fresh: bool,
+    progress: bool,
+    metadata: RunMetadata | None,
+    owns_process: bool,
+) -> Run:
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
-    first_device()  # the first use of JAX that needs one, and the place for its error
+    first_device()  # here, so that JAX reports a missing device before anything else is done
     has_watchdog = owns_process or multihost.is_multiprocess()
     with watch(experiment.parallel.watchdog if has_watchdog else None) as watchdog:
         if not is_resumable(directory, fresh):
@@ -82,7 +101,7 @@ def _train(
     fresh: bool,
     progress: bool,
 ) -> None:
-    """Check everything before anything is written, then lock the directory, then train."""
+    """Check everything before anything is written, lock the directory, and train."""
     session = check_session(experiment, directory, resumed)
     multihost.barrier("everything is checked")
     watchdog.directory, watchdog.last_step = directory, session.checkpoints.last
@@ -92,9 +111,9 @@ def _train(
 
 
 def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None) -> Session:
-    """Check all that the user can have wrong. Nothing is written. Raises `UserError`.
+    """Check all that the user decides, without writing anything. Raises `UserError`.
 
-    resumed: the metadata of the run that is resumed. None: a new run.
+    resumed: metadata of the run to resume. None means a new run.
     """
     if resumed is not None:
         check_same_configuration(resumed, experiment)
@@ -107,7 +126,7 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=None if resumed is None else resumed.given)
     model, train = resolved.model, experiment.train
-    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # of one activation in 16 bits
+    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # one 16-bit activation
     check_memory(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
     return Session(
         given=experiment,
@@ -123,13 +142,13 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session(Training):
-    """The training of a run by this process, from now to its end or a signal."""
+    """Training of a run by this process, until it is complete or a signal arrives."""
 
-    given: Experiment  # as it was asked for
+    given: Experiment  # as the user configured it
     is_new: bool
 
     def begin(self, lock: contextlib.ExitStack, *, fresh: bool) -> int:
-        """Lock the directory, make it a run, and rewind it to its newest good checkpoint. Return the step of that."""
+        """Lock the directory, make it a run, and rewind it to its newest good checkpoint, whose step is returned."""
         lock.enter_context(lock_run(self.directory, fresh))
         if self.is_new:
             self._write_metadata()
@@ -141,7 +160,7 @@ class Session(Training):
 
     def _write_metadata(self) -> None:
         if is_run(self.directory):
-            raise UserError(f"another process has just begun a run in {self.directory}: start again to go on with it")
+            raise UserError(f"another process has just started a run in {self.directory}: to resume it, run this again")
         weights, model = None if self.weights is None else self.weights(), self.experiment.model
         if weights is not None:
             keep_companions(weights.directory, self.directory)
@@ -156,7 +175,7 @@ class Session(Training):
         )
 
     def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:
-        """Train from the checkpoint of step `start`, 0 for none, to the end."""
+        """Train to the end, from the checkpoint of step `start`. 0 means from the initial parameters."""
         state, batches = self.restore_or_init(start), self.batches(start)
         log = Log(self, start, show=progress and multihost.is_process_0())
         is_lost = False
@@ -172,15 +191,15 @@ class Session(Training):
         finally:
             batches.close()
             log.close()
-            if not is_lost:  # else this would wait for the others
+            if not is_lost:  # otherwise this would wait for processes that are gone
                 self.checkpoints.close()
             if multihost.is_process_0():
-                with contextlib.suppress(OSError):  # a full disk has been told by now
+                with contextlib.suppress(OSError):  # a full disk has been reported by now
                     plot_losses(log.lines, self.directory / "loss.png", self.experiment.name)
 
     def _run_loop(self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int) -> None:
         config = self.experiment.train
-        losses = map(self.checkpoints.val_loss, self.checkpoints.steps())  # with digests; metrics.jsonl may have none
+        losses = map(self.checkpoints.val_loss, self.checkpoints.steps())  # unlike metrics.jsonl, these have checksums
         best = min((loss for loss in losses if loss is not None), default=math.inf)
         is_measured = any(line["step"] == start and "val_loss" in line for line in callbacks.log.lines)
         try:
@@ -208,7 +227,7 @@ class Session(Training):
             raise Diverged(f"{e}. {self._advice()}") from None
 
     def _advice(self) -> str:
-        """Say what to do about a run that has diverged."""
+        """Return advice for a run that has diverged."""
         autopsy = self.directory / "autopsy"
         spikes = "" if self.experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
         return (

@@ -10,7 +10,7 @@ from tests.bad_place import LONG
 BROKEN = {
     "half": "experiment.json is damaged",
     "nothing": "experiment.json is damaged",
-    "changed": "experiment.json is not what was written: its own SHA-256 does not hold. Put back a copy",
+    "changed": "experiment.json is not what was written: its own SHA-256 does not match. Restore a copy",
     "list": "has format None",
     "null": "has format None",
     "deep": "nested too deeply",
@@ -319,7 +319,7 @@ OPTIONS = [
     (["evaluate", "runs/tiny", "--beams", "0"], "--beams=0: needs at least 1"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "0"], "--beams=0: needs at least 1"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "2"], "beam search needs a stop token"),
-    (["sample", "runs/tiny", "--prompt", "a", "--beams", "2", "--top-k", "3"], "draws nothing, so leave out top_k"),
+    (["sample", "runs/tiny", "--prompt", "a", "--beams", "2", "--top-k", "3"], "does not sample: leave out top_k"),
     (["train", "--model.n-encoder-layer", "1", "--data.path", "t.txt"], "an encoder reads the first of two texts"),
     (["train", "--model.n-encoder-layer", "-1"], "n_encoder_layer=-1: needs at least 0"),
     (["train", "--model.n-encoder-layer", "1", "--model.scan-layers"], "n_encoder_layer=1 with scan_layers=True"),

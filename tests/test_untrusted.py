@@ -67,7 +67,7 @@ def test_a_record_that_was_changed_by_hand_says_what_to_do(recorded, tmp_path):
     body["experiment"]["train"]["seed"] = 7
     path = tmp_path / "experiment.json"
     path.write_text(json.dumps(body))
-    with pytest.raises(UserError, match='is not what was written.*Put back a copy, or.*delete its "sha256"'):
+    with pytest.raises(UserError, match='is not what was written.*Restore a copy, or.*delete its "sha256"'):
         read_metadata(tmp_path)
     del body["sha256"]  # as older versions wrote it
     path.write_text(json.dumps(body, indent=4))
@@ -266,7 +266,7 @@ def test_nothing_is_written_through_a_link_that_leads_out_of_a_run(tmp_path, nam
     (tmp_path / "by a link").symlink_to("run")
     for directory, fresh in itertools.product((tmp_path / "run", tmp_path / "by a link"), (False, True)):
         said = re.escape(f"{directory / name} is a link that leads out of {directory}, to ")
-        with pytest.raises(UserError, match=said + ".*Put there what it leads to, or delete it"):
+        with pytest.raises(UserError, match=said + ".*Replace it with a copy of its target, or delete it"):
             lock_run(directory, fresh)
     path.unlink()
     path.symlink_to("../nowhere" if path.parent == tmp_path / "run" else "../../nowhere")

@@ -1,1 +1,1 @@
-"""A run directory: metadata, checkpoints, metrics, log."""
+"""The run directory: metadata, checkpoints, metrics, log."""

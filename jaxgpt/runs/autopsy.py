@@ -1,4 +1,4 @@
-"""Write the autopsy of a step that was not finite: its batch, what made it so, and the state before it."""
+"""Write the autopsy of a non-finite step: its batch, the cause, and the state before it."""
 
 from __future__ import annotations
 
@@ -28,27 +28,34 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.training import Training
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.skip import why_skipped
-from jaxgpt.train import TrainState, batch_loss
+from jaxgpt.train import Params, TrainState, batch_loss
 
-MOST_ROWS = 32  # of a batch that a report shows; the others follow from data, seed and step
+MOST_ROWS = 32  # rows of a batch in a report; the others can be computed from data, seed and step
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFiniteReport:
-    """Where the forward and the backward pass of a step are not finite. A layer is a group of parameters: wte, h_0, ..."""
+    """Where the forward and backward pass of a step are not finite. A layer is a group of parameters: wte, h_0, ..."""
 
-    first: str | None  # what made the first number that is not finite, of finite ones; None: it did not come again
+    first: str | None  # what computed the first non-finite value from finite ones; None: all were finite this time
     parameter_norms: dict[str, float]  # by layer
     gradient_norms: dict[str, float]  # by layer, of the mean loss
-    bad_parameters: tuple[str, ...]  # that hold such numbers: h_0/mlp/c_fc/kernel
-    bad_gradients: tuple[str, ...]  # layers
+    bad_parameters: tuple[str, ...]  # paths of parameters with non-finite values, such as h_0/mlp/c_fc/kernel
+    bad_gradients: tuple[str, ...]  # layers with non-finite gradients
 
 
-def debug_step(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
-    """Compute a step once more, on one device, and find the first module whose output is not finite.
+def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, step: int) -> NonFiniteReport:
+    """Repeat a step on one device, and find the first module whose output is not finite.
 
-    params: before the step; batch: all its rows; key: the run's. Dropout is that of the step, but for attention weights on a mesh, which each of its devices draws for itself.
+    Dropout masks are those of the step, except for attention weights on a mesh, where each device draws its own.
+
+    Args:
+        trainer: of the run.
+        params: of the model, before the step.
+        batch: all rows of the step.
+        key: the run's dropout key.
+        step: its number, from 1.
     """
     plain = trainer.model.clone(
         config=dataclasses.replace(trainer.model.config, remat="none"),
@@ -81,20 +88,20 @@ def debug_step(trainer: Trainer, params: Any, batch: Batch, key: jax.Array, step
     )
 
 
-def gather_params(trainer: Trainer, state: TrainState) -> Any:
-    """Return the parameters as the model takes them, on a device of this process. None: it holds only parts of them.
+def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
+    """Gather the parameters of the model on one device; return None if this process holds only shards of them.
 
-    Adapters are merged in after that, since one process cannot start a program over all devices.
+    Adapters are merged in afterwards, since one process cannot launch a program over all devices.
     """
     held = multihost.on_one_device((state.params, state.frozen_params))
     return None if held is None else trainer.merge(*held)
 
 
 def _watch_modules(model: GPT) -> tuple[Any, list[str]]:
-    """Return (params, micro, key) -> ((nats, (targets, flags)), gradients), compiled; and the names behind the flags.
+    """Return the compiled (params, micro, key) -> ((nats, (targets, flags)), gradients), and a name for each flag.
 
-    Each flag is (inputs finite, outputs finite) of one call of a module, in the order in which calls end: the
-    innermost first, so that of a module inside a module the inner one is blamed.
+    Each flag is (inputs finite, outputs finite) of one call of a module, in the order in which calls return: the
+    innermost first, so that the inner one of two nested modules is blamed.
     """
     names: list[str] = []
 
@@ -123,7 +130,7 @@ def _finite(tree: Any) -> jax.Array:
 
 
 def _micro_batches(trainer: Trainer, batch: Batch, key: jax.Array, step: int) -> Iterator[tuple[Batch, jax.Array]]:
-    """Yield the micro-batches of a step with their keys, as `train_step` and pmap cut and draw them."""
+    """Yield the micro-batches of a step with their dropout keys, both as `train_step` and pmap make them."""
     programs = trainer.strategy.num_replicas
     parts = jax.tree.map(lambda x: x.reshape(programs or 1, -1, *x.shape[1:]), batch)
     for number in range(programs or 1):
@@ -140,7 +147,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _norms(tree: Any) -> dict[str, float]:
-    """Return the norm of each layer, in the order of the forward pass; in float64, where no square of a float32 overflows."""
+    """Return the norm of each layer in the order of the forward pass, in float64, where no square overflows."""
     squares: dict[str, float] = {}
     for name, x in _leaves(tree):
         layer = name.split("/")[0]
@@ -156,12 +163,12 @@ def _forward_order(layer: str) -> tuple[int, int]:
 
 
 def format_report(found: NonFiniteReport) -> str:
-    """Return lines of text."""
+    """Format a report as lines of text."""
     bad = ", ".join(found.bad_parameters[:8]) + (" and more" if len(found.bad_parameters) > 8 else "")
     width = max(len(name) for name in found.parameter_norms)
     return "\n".join(
         [
-            f"first not finite: {found.first or 'nothing; it did not come again'}",
+            f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
             f"parameters that are not finite: {bad or 'none'}",
             f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
             *(
@@ -173,18 +180,24 @@ def format_report(found: NonFiniteReport) -> str:
 
 
 def autopsy_directory(run: Path, step: int) -> Path:
-    """Return where the autopsy of a step is; `state` in it is the state before the step, if it could be saved."""
+    """Return the directory of a step's autopsy; its folder `state` has the state before the step, if that was saved."""
     return run / "autopsy" / f"step-{step}"
 
 
 def write_autopsy(
     training: Training, *, state: TrainState, step: int, metrics: Metrics, later: Sequence[Metrics]
 ) -> str:
-    """Write `RUN/autopsy/step-N/`, once: report.json, report.txt and the state before the step. Return what to tell.
+    """Write report.json, report.txt and the state before a step to `RUN/autopsy/step-N/`, once. Return a summary.
 
-    state: the newest, after `step` and those whose metrics are `later`; where they were skipped too, it is in all but
-    its counters the one that entered the step. Nothing here may end a run that goes on: what cannot be known, or
-    written, is said instead.
+    It never ends a run that could continue: the summary or the report says what could not be computed or written.
+
+    Args:
+        training: the run.
+        state: the newest state, after `step` and the steps of `later`. If those were skipped as well, it differs only
+            in its counters from the state before `step`.
+        step: the one to examine, which was skipped.
+        metrics: of `step`.
+        later: metrics of the steps since.
     """
     run, trainer, key = training.directory, training.trainer, training.dropout_key
     place = autopsy_directory(run, step)
@@ -196,9 +209,9 @@ def write_autopsy(
     batch = training.whole_batch(step)
     found, unknown = _debug_step(trainer, state, batch, key, step)
     if not exact:
-        lost = f"steps up to {of_step} had moved the parameters when this one was known to be bad"
+        lost = f"steps up to {of_step} had moved the parameters before this one was known to be bad"
     elif multihost.is_multiprocess():
-        lost = "several processes write a state together or not at all"
+        lost = "a run of several processes does not save it"
     else:
         lost = _save_state(place / "state", trainer, _rewind(state, 1 + len(later)), step - 1)
     report = {
@@ -215,13 +228,13 @@ def write_autopsy(
         "step_key": jax.random.key_data(jax.random.fold_in(key, step - 1)).tolist(),
         "batch": _rows(batch, training.dataset.tokenizer),
     }
-    first = unknown if found is None else f"first not finite: {found.first or 'nothing, the second time'}"
+    first = unknown if found is None else f"first not finite: {found.first or 'nothing, when repeated'}"
     message = f"{why}; {first}" + ("" if exact else f" (with the parameters of step {of_step})")
     text = f"step {step}: {message}\n\n{'' if found is None else format_report(found)}\n\n{command}\n"
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_whole(place / "report.txt", text)
-        json = render_json(report, indent=1, ensure_ascii=False, not_finite=str)  # which it is, is the question
+        json = render_json(report, indent=1, ensure_ascii=False, not_finite=str)  # NaN and infinity as strings
         write_whole(place / "report.json", json + "\n")
     except OSError as e:
         return f"{message}. The autopsy could not be written: {e}"
@@ -231,27 +244,27 @@ def write_autopsy(
 def _debug_step(
     trainer: Trainer, state: TrainState, batch: Batch, key: jax.Array, step: int
 ) -> tuple[NonFiniteReport | None, str | None]:
-    """Return (the report, None), or (None, why there is none)."""
+    """Return (the report, None), or (None, the reason why there is none)."""
     params = gather_params(trainer, state)
     if params is None:
-        return None, "no process holds the whole of the parameters"
+        return None, "no process holds all parameters"
     try:
         return debug_step(trainer, params, batch, key, step), None
-    except jax.errors.JaxRuntimeError as e:  # the whole model on one device, and without remat
-        return None, f"the look at it failed: {first_line(e)}"
+    except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
+        return None, f"its examination failed: {first_line(e)}"
 
 
 def _rewind(state: TrainState, steps: int) -> TrainState:
-    """Return the state before the last so many steps, all of them skipped."""
+    """Return the state before the last `steps` steps, all of which were skipped."""
     skips = state.opt_state
     skips = dataclasses.replace(skips, skipped=skips.skipped - steps, in_a_row=skips.in_a_row - steps)
     return dataclasses.replace(state, step=state.step - steps, opt_state=skips)
 
 
 def _save_state(directory: Path, trainer: Trainer, state: TrainState, step: int) -> str | None:
-    """Save the state of a step. Return None, or why it could not be saved."""
+    """Save the state of a step. Return None, or the reason why it could not be saved."""
     try:
-        shutil.rmtree(directory, ignore_errors=True)  # of a session that was killed before its report
+        shutil.rmtree(directory, ignore_errors=True)  # left by a session that was killed before it wrote the report
         with contextlib.closing(Checkpoints(directory)) as checkpoints:
             checkpoints.save(trainer.strategy.to_checkpoint(state), step, None)
     except CheckpointSaveError as e:

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop in a run: validate, save, examine a step that is not finite, compare replicas."""
+"""Callbacks of the training loop in a run: validate, save, examine a non-finite step, compare replicas."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from jaxgpt.train import TrainState
 
 @dataclasses.dataclass(kw_only=True)
 class RunCallbacks(Callbacks):
-    """See `Callbacks`."""
+    """Validate, save, examine and compare in a run directory: see `Callbacks`."""
 
     training: Training
     watchdog: Watchdog
     log: Log
     stop: Stop
-    compared: int  # the last step at which the copies of the state were compared
-    has_examined: bool = False  # a step that is not finite
+    compared: int  # the last step after which the replicas were compared
+    has_examined: bool = False  # an autopsy of a non-finite step was tried
 
     def begin_step(self, step: int) -> None:
         """Feed the watchdog."""
         self.watchdog.beat(step)
 
     def agree(self, number: int) -> int:
-        """Return in all processes the number of process 0."""
+        """Return the number of process 0, in all processes."""
         return multihost.on_process_0(lambda: number)
 
     def checksums(self, step: int, state: TrainState) -> jax.Array | None:
-        """Return a checksum of each copy of the state, every so many steps."""
+        """Return a checksum of each replica of the state if they are compared after this step, otherwise None."""
         compute, every = self.training.trainer.checksums, self.training.experiment.parallel.check_replicas_every
         return compute(state) if compute and every and step % every == 0 else None
 
@@ -56,18 +56,18 @@ class RunCallbacks(Callbacks):
         self.compared = step
 
     def stop_signal(self, step: int | None) -> str | None:
-        """Return the name of the signal that is to end the run."""
+        """Return the name of the signal that ends the run, if it has arrived."""
         return self.stop(step)
 
     def validate(self, step: int, state: TrainState) -> float | None:
-        """Return the validation loss. None: a signal came between, and saving goes first."""
+        """Return the validation loss, or None if a signal interrupted it."""
         trainer = self.training.trainer
         with self.log.clock.paused():
             val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), self._windows(step))
         return val_loss if self.stop(None) is None else None
 
     def validate_start(self, step: int, state: TrainState) -> float | None:
-        """Measure the loss at the step from which a session starts, where a signal came between in the last one."""
+        """Measure the validation loss at the start of a session, if a signal interrupted that in the previous one."""
         val_loss = self.validate(step, state)
         if val_loss is None:
             return None
@@ -76,9 +76,9 @@ class RunCallbacks(Callbacks):
         return loop.log_validation(self.log, step, val_loss, self.training.experiment.train)
 
     def _windows(self, step: int) -> Iterator[Batch]:
-        """Yield the validation batches until a signal comes."""
+        """Yield the validation batches until a signal arrives."""
         training, strategy = self.training, self.training.trainer.strategy
-        rows = strategy.data_parallel_size * training.trainer.split.micro_batch_size  # at once, on all devices together
+        rows = strategy.data_parallel_size * training.trainer.split.micro_batch_size  # in one batch, over all devices
         windows = validation_batches(
             training.dataset.val,
             block_size=training.experiment.model.block_size,
@@ -93,7 +93,7 @@ class RunCallbacks(Callbacks):
                 return
 
     def skipped(self, step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-        """Tell of a step that was skipped, and examine the first that is not finite."""
+        """Log a skipped step, and examine the first non-finite one."""
         why = why_skipped(metrics)
         self.log.skipped(step, why)
         if int(metrics["skipped"]) == NOT_FINITE and not self.has_examined:
@@ -105,7 +105,7 @@ class RunCallbacks(Callbacks):
         self.log.say(f"step {step} skipped: {why}")
 
     def save(self, step: int, state: TrainState, val_loss: float | None) -> None:
-        """Begin to save, once the copies of the state are known to be equal."""
+        """Compare the replicas if they were not compared after this step, then start to save."""
         self.watchdog.beat(step, slow=True)
         training, trainer = self.training, self.training.trainer
         if trainer.checksums and self.compared < step:
@@ -116,7 +116,7 @@ class RunCallbacks(Callbacks):
             training.checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
 
     def raise_if_save_failed(self) -> None:
-        """Raise `CheckpointSaveError` if the last save is known to have failed."""
+        """Raise `CheckpointSaveError` if the last save has failed by now."""
         self.training.checkpoints.raise_if_failed()
 
     def wait_for_save(self) -> None:
@@ -125,12 +125,12 @@ class RunCallbacks(Callbacks):
 
 
 def introduction(training: Training, start: int) -> Iterator[str]:
-    """Yield lines that say what is trained, on which hardware and data, and from where. start: the step."""
+    """Yield lines that describe a run: its model, hardware and data, and `start`, the step to resume from."""
     experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
     strategy, split, train = trainer.strategy, trainer.split, experiment.train
     n_params, in_adapters = trainer.parameters
     hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
-    adapters = f" and {in_adapters:,} in adapters, which alone are trained" if in_adapters else ""
+    adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
     yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
     if trainer.fallback is not None:
         yield trainer.fallback

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background by Orbax, sealed with a manifest, restored once they are known to match."""
+"""Checkpoints: saved in the background by Orbax, sealed with a manifest, restored after a check of their arrays."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint_index import CheckpointIndex, finite_or_none
 from jaxgpt.skip import SkipState
-from jaxgpt.train import TrainState
+from jaxgpt.train import Params, TrainState
 
-if TYPE_CHECKING:  # half a second to import: only where it is used
+if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
     import orbax.checkpoint as ocp
 
-# Two items per checkpoint, so that sampling reads the parameters and not the optimiser's twice as many numbers.
+# Two items per checkpoint, so that sampling does not read the optimiser's state, twice the size of the parameters.
 PARAMS, REST = "params", "rest"
-# Bytes that are read or written at once, if not a sixteenth of all or the largest array are more: what Orbax copies and
-# compresses for all of them together would be another model in memory.
+# Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
+# Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
-MOST_SECONDS = 10.0  # to wait for each thread of a failed save
-DTYPES = ("float32", "bfloat16", "float16")  # of parameters
+MOST_SECONDS = 10.0  # longest wait for each thread of a failed save
+DTYPES = ("float32", "bfloat16", "float16")  # that parameters are saved in
 
 
 class CheckpointRemoved(UserError):
-    """A checkpoint was valid and is no longer there: its run is in training, and keeps newer ones."""
+    """A valid checkpoint was removed in the meantime, by training that keeps newer ones."""
 
 
 class Checkpoints(CheckpointIndex):
-    """The checkpoints of one run: `save` returns at once, and `wait` once the checkpoint is on disk.
+    """The checkpoints of one run. `save` returns at once; `wait` returns when the checkpoint is on disk.
 
-    In several processes all save; the first one seals and removes.
+    With several processes all of them save, and process 0 seals the new checkpoint and removes old ones.
 
     Args:
-        directory: of all checkpoints of the run.
-        keep_last: number of the last checkpoints to keep; the best is kept too.
+        directory: `RUN/checkpoints`.
+        keep_last: how many of the last checkpoints to keep. The best is kept as well.
         keep_every: keep the multiples of this many steps as well. None means no others.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 1, keep_every: int | None = None):
+        """Open a directory, which need not exist."""
         super().__init__(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._writer: ocp.AsyncCheckpointer | None = None
@@ -56,14 +57,14 @@ class Checkpoints(CheckpointIndex):
         self._sealing: Future | None = None
 
     def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
-        """Save a state. Raises `CheckpointSaveError`, for this step or for the one before it.
+        """Start to save a state. Raises `CheckpointSaveError`, for this save or for the previous one.
 
-        val_loss: of this step, by which the best is chosen. None means it was not measured.
+        val_loss: of this step, to choose the best checkpoint. None means it was not measured.
         """
         self._save(_to_items(state), step, val_loss)
 
-    def save_params(self, params: Any, step: int) -> None:
-        """Save parameters alone, of any dtype: they can be used, and training cannot resume from them."""
+    def save_params(self, params: Params, step: int) -> None:
+        """Start to save only parameters, of any dtype: they can be loaded, but training cannot resume from them."""
         self._save({PARAMS: params}, step, None)
 
     def _save(self, items: dict[str, Any], step: int, val_loss: float | None) -> None:
@@ -94,7 +95,7 @@ class Checkpoints(CheckpointIndex):
             self._sealing = self._pool.submit(self._seal, partial, about)
 
     def _seal(self, partial: Path, about: dict[str, Any]) -> None:
-        """Wait for the data, in the background; then write the manifest, give it its name, and remove old ones."""
+        """In the background, wait for the arrays, write the manifest, publish the checkpoint and remove old ones."""
         step = about["step"]
         try:
             assert self._writer is not None
@@ -107,7 +108,7 @@ class Checkpoints(CheckpointIndex):
 
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
         for thread in threading.enumerate():
-            if type(thread).__module__.startswith("orbax."):  # when one of them has failed, the others still write
+            if type(thread).__module__.startswith("orbax."):  # after one has failed, the others still write
                 thread.join(MOST_SECONDS)
         shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
         last = max(self.steps(), default="none")
@@ -116,12 +117,12 @@ class Checkpoints(CheckpointIndex):
         )
 
     def raise_if_failed(self) -> None:
-        """Raise `CheckpointSaveError` if the last save has failed by now; does not wait."""
+        """Raise `CheckpointSaveError` if the last save has failed by now, without waiting for it."""
         if self._sealing is not None and self._sealing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is on disk under its name. Raises `CheckpointSaveError`."""
+        """Wait until the last save is published. Raises `CheckpointSaveError` if it has failed."""
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             sealing.result()
@@ -129,7 +130,7 @@ class Checkpoints(CheckpointIndex):
             self._writer.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end the background threads. Raises `CheckpointSaveError`."""
+        """Wait for the last save and end the background threads. Raises `CheckpointSaveError` if it has failed."""
         try:
             self.wait()
         finally:
@@ -139,14 +140,14 @@ class Checkpoints(CheckpointIndex):
                     self._writer.close()
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Read a state but for its frozen base, which is not saved; `like` gives shapes, dtypes and shardings."""
+        """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""
         items = self._restore(step, **_to_items(like))
         rest, guard = items[REST], items[REST]["guard"]
         opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms, like.opt_state.spikes)
         return TrainState(rest["step"], items[PARAMS], opt_state)
 
-    def restore_params(self, step: int, like: Any) -> Any:
-        """Read the parameters alone, in the dtype in which they were saved; `like` gives shapes and shardings."""
+    def restore_params(self, step: int, like: Params) -> Params:
+        """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
         saved = self.arrays(step)[PARAMS]
 
         def as_saved(path: Any, x: Any) -> Any:
@@ -164,12 +165,14 @@ class Checkpoints(CheckpointIndex):
             wanted = _describe(tree)
             for path in sorted(saved[name].keys() ^ wanted.keys()):
                 here = "the checkpoint" if path in saved[name] else "experiment.json"
-                raise UserError(f"{directory}: only {here} has {name}{path}. Is experiment.json of another run?")
+                raise UserError(
+                    f"{directory}: only {here} has {name}{path}. Does experiment.json belong to another run?"
+                )
             for path, what in wanted.items():
                 if saved[name][path] != what:
                     raise UserError(
                         f"{directory}: {name}{path} is {saved[name][path]}, experiment.json makes it {what}. "
-                        "Is experiment.json of another run?"
+                        "Does experiment.json belong to another run?"
                     )
         abstract = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
@@ -179,7 +182,7 @@ class Checkpoints(CheckpointIndex):
             except Exception:
                 if directory.exists():
                     raise
-                message = f"{directory} was removed while it was read, by its training: try again"
+                message = f"{directory} was removed by training while it was being read: try again"
                 raise CheckpointRemoved(message) from None
 
 
@@ -194,12 +197,12 @@ def open_checkpoints(run: Path) -> Checkpoints:
 
 
 def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
-    """Return Orbax's handler of these trees. It would start on all arrays at once without a limit in gigabytes."""
+    """Return Orbax's handler of these trees, which reads and writes a limited number of bytes concurrently."""
     import orbax.checkpoint as ocp
 
     def of(tree: Any) -> ocp.StandardCheckpointHandler:
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)]
-        limit: Any = (max([AT_ONCE, *sizes, sum(sizes) // 16]) + 1) / 1e9  # refused is an array that is not below it
+        limit: Any = (max([AT_ONCE, *sizes, sum(sizes) // 16]) + 1) / 1e9  # Orbax refuses an array that is not smaller
         return ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
 
     handlers: Any = {name: of(tree) for name, tree in items.items()}
@@ -207,14 +210,14 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
 
 
 def _describe(tree: Any) -> dict[str, str]:
-    """Return {path: "float32[3,4]"} of every array."""
+    """Return the type and shape of each array: {path: "float32[3,4]"}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}".replace(" ", "") for path, x in leaves}
 
 
 @struct.dataclass
 class _Guard:
-    """The record of skipped steps, beside the optimizer's state and not around it: see `SkipState`."""
+    """The counters of `SkipState`, saved next to the state of the optimizer, not around it."""
 
     skipped: Any
     in_row: Any
@@ -222,7 +225,7 @@ class _Guard:
 
 
 def _to_items(state: TrainState) -> dict[str, Any]:
-    """Return what is saved of a state, laid out as by version 0.1.0: all but frozen parameters."""
+    """Return the parts of a state to save, all but frozen parameters, in the layout of version 0.1.0."""
     s = state.opt_state
     guard = _Guard(skipped=s.skipped, in_row=s.in_a_row, norms=s.norms)
     return {PARAMS: state.params, REST: {"step": state.step, "opt_state": s.inner_state, "guard": guard}}

@@ -14,7 +14,7 @@ def is_run(directory: Path) -> bool:
 
 
 def find_run(run: str | Path | None) -> Path:
-    """Return the run directory named, or with None the newest under `runs/`. Raises `UserError` if it is not one."""
+    """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is not a run directory."""
     if run is not None:
         directory = Path(run)
         if is_run(directory):

@@ -14,9 +14,9 @@ LOCK = ".lock"
 
 
 def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
-    """Make a directory if need be, and lock it until the lock is released or this process ends, however it ends.
+    """Create a directory if needed, and lock it until the lock is released or this process ends, even by SIGKILL.
 
-    fresh: move what is there aside. Raises `UserError` if another process trains there.
+    fresh: move an existing directory aside. Raises `UserError` if another process trains there.
     """
     try:
         if directory.exists() and fresh:
@@ -29,11 +29,11 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
         directory.mkdir(parents=True, exist_ok=True)
         return _lock(directory)
     except OSError as e:
-        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another place with --run-dir.") from None
+        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
 
 
 def _lock(directory: Path) -> filelock.BaseFileLock:
-    _check_links(directory)  # before the first byte is written there
+    _check_links(directory)  # before anything is written there
     path = directory / LOCK
     lock = filelock.FileLock(path, timeout=0)
     try:
@@ -49,15 +49,15 @@ def _lock(directory: Path) -> filelock.BaseFileLock:
 
 
 def _check_links(directory: Path) -> None:
-    """Raise `UserError` for a link in a directory that leads out of it: files would be written or deleted there.
+    """Raise `UserError` if a link in a directory leads out of it, where training would write or delete files.
 
-    The directory may come from someone else. It may itself be reached by a link.
+    The directory may come from someone else, and its own path may contain links.
     """
     home = os.path.realpath(directory)
     for folder, folders, files in os.walk(directory):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink() and os.path.commonpath([home, os.path.realpath(path)]) != home:
                 raise UserError(
-                    f"{path} is a link that leads out of {directory}, to {os.readlink(path)}: nothing is written through "
-                    "it. Put there what it leads to, or delete it"
+                    f"{path} is a link that leads out of {directory}, to {os.readlink(path)}: jaxgpt does not "
+                    "write through it. Replace it with a copy of its target, or delete it"
                 )

@@ -1,4 +1,4 @@
-"""Log a run while it trains: lines of metrics.jsonl, and of the display."""
+"""Log a run while it trains, to metrics.jsonl and to stderr."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from jaxgpt.runs.training import Training
 
 
 class Log(callbacks.Log):
-    """Write lines of metrics.jsonl, and show them."""
+    """Write the lines of metrics.jsonl, and display them."""
 
     def __init__(self, training: Training, start: int, *, show: bool):
-        """start: the step up to which metrics.jsonl has lines already. show: not only write."""
+        """Open metrics.jsonl, which has lines up to step `start`. show: display them as well."""
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
-        self.lines = read_metrics(training.metrics)  # to which losses are added
-        limits = PEAKS.get(device_kind())  # None: unknown, and so is the MFU
+        self.lines = read_metrics(training.metrics)  # losses of this session are appended
+        limits = PEAKS.get(device_kind())  # None: an unknown device, without MFU
         flops_per_token = train_flops_per_token(model, *training.trainer.parameters)
         self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * len(devices))
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
-        self._display = Display(config.steps, start, show=show)  # last: a bar that is shown has to be closed
+        self._display = Display(config.steps, start, show=show)  # last: once shown, the bar must be closed
 
     def compiled(self, step: int, seconds: float) -> None:
-        """Show how long the first step took."""
+        """Display how long the first step took."""
         self._logged_at = (step, self.clock.working())
         self._display.say(
             f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)"
         )
 
     def step(self, step: int, *, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Write and show a step that was taken, every so many steps."""
+        """Write and display a step that was taken, every `train.log_every` steps and at the end."""
         if step % self._config.log_every and step != self._config.steps:
             return
         then, at = self._logged_at
         self._logged_at = (step, self.clock.working())
         tokens = (step - then) * self._tokens_per_step
-        # Unknown for the first step, which is compilation.
+        # Not measured at the first step of a session, which is mostly compilation.
         rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
         self._file.write(
             step=step,
@@ -65,34 +65,35 @@ class Log(callbacks.Log):
         self._display.update(step, loss=loss, rate=rate)
 
     def skipped(self, step: int, why: str) -> None:
-        """Record a step that was skipped."""
+        """Write a step that was skipped."""
         self._file.write(step=step, skipped=why)
 
     def say(self, text: str) -> None:
-        """Show a line."""
+        """Display a line of text."""
         self._display.say(text)
 
     def validation(self, step: int, val_loss: float) -> None:
-        """Write and show a validation loss."""
+        """Write and display a validation loss."""
         self._file.write(step=step, val_loss=val_loss)
         self.lines.append({"step": step, "val_loss": val_loss})
         self._display.update(step, val_loss=val_loss)
 
     def close(self) -> None:
-        """Take the display away and close the file."""
+        """Remove the display and close the file."""
         self._display.close()
         self._file.close()
 
 
 class Clock:
-    """Seconds of a run over all its sessions, and those of them spent on steps rather than on pauses."""
+    """Measure the seconds of a run, summed over its sessions, with and without pauses."""
 
     def __init__(self, before: float):
+        """Start the clock. before: seconds of the previous sessions."""
         self._start = time.monotonic() - before
         self._pauses = 0.0
 
     def total(self) -> float:
-        """Return all seconds."""
+        """Return the seconds with pauses."""
         return time.monotonic() - self._start
 
     def working(self) -> float:
@@ -101,20 +102,21 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count what happens inside as a pause."""
+        """Count the time in this context as a pause."""
         began = time.monotonic()
         yield
         self._pauses += time.monotonic() - began
 
 
 class Display:
-    """Show a run on stderr: a live bar on a terminal, plain lines elsewhere, nothing if asked."""
+    """Display a run on stderr: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, steps: int, done: int, *, show: bool):
+        """Show the bar, with `done` of `steps` steps completed. show: False displays nothing."""
         self._show = show
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._steps = steps
-        self._texts: dict[str, str] = {}  # of the last values, by their formats
+        self._texts: dict[str, str] = {}  # the last values, formatted, by format
         self._began, self._done_before = time.monotonic(), done
         self._bar = Progress(
             TextColumn("step"),
@@ -136,7 +138,7 @@ class Display:
     def update(
         self, step: int, *, loss: float | None = None, rate: float | None = None, val_loss: float | None = None
     ) -> None:
-        """Refresh the values; each validation leaves a line where there is no live bar."""
+        """Update the values of the bar. Without a bar, print a line for each validation."""
         formats = {"loss {:.3f}": loss, "val {:.3f}": val_loss, "{:,.0f} tokens/s": rate}
         self._texts |= {form: form.format(value) for form, value in formats.items() if value is not None}
         values = " · ".join(self._texts[form] for form in formats if form in self._texts)
@@ -147,5 +149,5 @@ class Display:
             self.say(f"step {step}/{self._steps} · {values} · {int(left) // 60}:{int(left) % 60:02d} left")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()

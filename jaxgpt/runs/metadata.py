@@ -1,4 +1,4 @@
-"""What makes a directory a run: `experiment.json`, written and read."""
+"""Write and read `experiment.json`, the file that makes a directory a run."""
 
 from __future__ import annotations
 
@@ -19,48 +19,49 @@ from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import json_sha256, read_json, write_whole
 from jaxgpt.parallel.device import device_kind
 
-FORMAT = 2  # of experiment.json and the run directory; raised when an older reader would misunderstand it
-OLDER = {1: "its checkpoints have no manifests, so that damage could not be told"}  # what is no longer read, and why
-LARGEST_METADATA = 2**24  # bytes of experiment.json: a hundred thousand token files
+FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
+OLDER = {1: "its checkpoints have no manifests, so corruption could not be detected"}  # versions not read, and why
+LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The weights that a run began with, which `train.init_from` names."""
+    """The pretrained weights that a run started from, named by `train.init_from`."""
 
     directory: str  # where they were
-    step: int | None  # of a run
-    sha256: str  # see `init_from.Weights`
-    model: GPTConfig  # theirs, with what the experiment decides
+    step: int | None  # of the run that they come from. None: they come from a model in Hugging Face's format
+    sha256: str  # see `pretrained.Weights`
+    model: GPTConfig  # their architecture, with the fields that the experiment decides
 
     def __post_init__(self) -> None:
+        """Check the fields. Raises `UserError`."""
         check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunMetadata:
-    """The values of an `experiment.json`."""
+    """The content of `experiment.json`."""
 
-    directory: Path  # of the run
+    directory: Path  # the run directory
     experiment: Experiment  # as it is trained: with the architecture of `origin`, and the run directory's tokenizer
-    given: Experiment  # as it was asked for
+    given: Experiment  # as the user configured it
     origin: Origin | None
     vocab_size: int
-    data: dict[str, Any]  # the dataset's fingerprint
-    imported: dict[str, Any] | None  # of a model that was not trained here: where it came from
-    device: str  # its kind, where the run was begun
-    command: str | None  # by which it was begun
+    data: dict[str, Any]  # fingerprint of the dataset
+    imported: dict[str, Any] | None  # source of an imported model. None: the run was trained here
+    device: str  # device kind on which the run was started
+    command: str | None  # command that started the run
 
     @property
     def model(self) -> GPTConfig:
-        """Return the architecture with the size of its vocabulary."""
+        """Return the architecture, with the size of the vocabulary."""
         return dataclasses.replace(self.experiment.model, vocab_size=self.vocab_size)
 
     @property
     def has_prefix(self) -> bool:
-        """Return whether conversations and pairs begin with the tokens that the tokenizer begins texts with.
+        """Return whether conversations and pairs begin with the tokenizer's prefix.
 
-        An earlier version left them out. A run that it trained on such documents is resumed without them.
+        An earlier version left it out; a run that it trained on such data is resumed without it.
         """
         return "prefix" in self.data or not self.experiment.data.is_packed
 
@@ -76,11 +77,19 @@ def write_metadata(
     imported: dict[str, Any] | None = None,
     origin: Origin | None = None,
 ) -> None:
-    """Write `experiment.json` and `tokenizer.json`: everything that decides the run, and where it was begun.
+    """Write `experiment.json`, `tokenizer.json` and, for conversations, the chat template.
 
-    data: the fingerprint of the dataset; of an imported model, of its tokenizer alone. tokenizer_config: see `Dataset`.
+    Args:
+        directory: the run directory.
+        experiment: as the user configured it.
+        tokenizer: of the run.
+        data: fingerprint of the dataset. For an imported model, only that of its tokenizer.
+        vocab_size: of the model.
+        tokenizer_config: see `Dataset`.
+        imported: source of an imported model.
+        origin: the weights that the run starts from.
     """
-    # The addresses of the other processes do not belong to the experiment: the run may be resumed by one.
+    # The addresses of the other processes do not belong to the experiment: one process may resume the run.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
     experiment = dataclasses.replace(experiment, parallel=here)
     record = {
@@ -104,7 +113,7 @@ def write_metadata(
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
         write_template(directory, tokenizer_config)
-    # Second, so that a line can be deleted by hand.
+    # On the second line, where it is easily deleted by hand.
     sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
 
@@ -123,8 +132,8 @@ def read_metadata(directory: Path) -> RunMetadata:
     digest = record.pop("sha256", None)  # older versions wrote none
     if digest is not None and digest != json_sha256(record):
         raise UserError(
-            f"{path} is not what was written: its own SHA-256 does not hold. Put back a copy, or, if you have changed it "
-            'yourself, delete its "sha256"'
+            f"{path} is not what was written: its own SHA-256 does not match. Restore a copy, or, if you have "
+            'changed it yourself, delete its "sha256"'
         )
     vocab_size, data = record.get("vocab_size"), record.get("data")
     if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE or not isinstance(data, dict):
@@ -161,19 +170,19 @@ def read_metadata(directory: Path) -> RunMetadata:
 
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
-    """Load the tokenizer of a run. Raises `UserError` unless it is the one that the run was trained with."""
+    """Load the tokenizer of a run. Raises `UserError` if the run was trained with another one."""
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):
         raise UserError(
-            f"{path} is not the tokenizer that the run was trained with: its ids would mean other "
-            "text. Put back the file that experiment.json names by its SHA-256."
+            f"{path} is not the tokenizer that the run was trained with: the same ids would mean "
+            "other text. Restore the file with the SHA-256 in experiment.json."
         )
     return tokenizer
 
 
 def _command() -> str | None:
-    """Return the command of this process, as one would type it."""
+    """Return the command line of this process, quoted for a shell."""
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     if program is None:
         return None
@@ -182,7 +191,7 @@ def _command() -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the checkout that jaxgpt runs from, if it is one: installed packages have none."""
+    """Return the git commit of jaxgpt, or None if it is not a checkout."""
     here = Path(__file__).parent
     if not (here.parent / ".git").exists():
         return None

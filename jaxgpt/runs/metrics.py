@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, written as it happens, readable while the run goes on; and `loss.png`."""
+"""`metrics.jsonl`, one JSON object per line, readable while the run is in training; and `loss.png`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from typing import Any
 from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.files import is_there, open_file, open_whole, parse_json, render_json, write_whole
 
-CHECKSUM = "crc32"  # of the rest of a line
+CHECKSUM = "crc32"  # field with the CRC-32 of the rest of its line
 
 
 class MetricsFile:
-    """Append lines; what is not a finite number is null, because JSON has no NaN. path: None: nothing is written."""
+    """Append lines to `metrics.jsonl`. NaN and infinity become null, since JSON lacks them."""
 
     def __init__(self, path: Path | None):
+        """Open the file. path: None writes nothing."""
         self._path = path or Path(os.devnull)
-        # Unbuffered, for tail -f, and so that nothing is lost to a kill.
+        # Unbuffered, for `tail -f`, and so that SIGKILL loses nothing.
         self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
-        """Append a line. Raises `CheckpointSaveError`."""
+        """Append a line. Raises `CheckpointSaveError` if it cannot be written."""
         line = _sealed(values)
         try:
             if self._file.write(line) != len(line):
@@ -45,9 +46,9 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines in order. Damaged ones are left out, with a warning.
+    """Return the lines in order. Damaged lines are skipped with a warning.
 
-    A last one without an end is left out too, without a word: it is being written, or was when the run was killed.
+    A last line without a newline is skipped silently: it is being written, or was when the run was killed.
     """
     if not is_there(path, "It holds the run's losses."):
         return []
@@ -64,13 +65,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def validations(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (step, validation loss) of those that were finite."""
-    return [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss") is not None]
+def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (step, value) for each finite value of a field, such as "val_loss"."""
+    return [(x["step"], x[name]) for x in lines if x.get(name) is not None and math.isfinite(x[name])]
 
 
 def _sealed(values: dict[str, Any]) -> bytes:
-    """Return a line with a checksum of what is in it, which a flipped bit in a number does not pass."""
+    """Return a line with its checksum, which detects a flipped bit in a number."""
     text = render_json(values)
     return f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(text.encode())}}}\n'.encode()
 
@@ -89,22 +90,22 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    if name == "skipped":  # why
+    if name == "skipped":  # the reason, in words
         return type(value) is str
     return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`, which a resumed run will write again."""
+    """Remove the lines after `step`, which the resumed run writes again."""
     write_whole(path, b"".join(_sealed(line) for line in read_metrics(path) if line["step"] <= step))
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the losses in lines of `metrics.jsonl` as a PNG. Nothing to draw, no file."""
-    train, val = _points(lines, "loss"), _points(lines, "val_loss")
+    """Plot the losses of a run to a PNG file, if there are any. lines: of `metrics.jsonl`."""
+    train, val = finite_values(lines, "loss"), finite_values(lines, "val_loss")
     if not train and not val:
         return
-    from matplotlib.figure import Figure  # 2 s to import; never pyplot, which is global
+    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="optimiser step", ylabel="loss (nats per token)")
@@ -121,7 +122,3 @@ def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
     axes.legend(frameon=False)
     with open_whole(path) as f:
         figure.savefig(f, format="png", dpi=130)
-
-
-def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(x["step"], x[name]) for x in lines if x.get(name) is not None and math.isfinite(x[name])]

@@ -1,4 +1,4 @@
-"""Weights that exist already: those that training starts from, and those that adapters are of."""
+"""Open pretrained weights: those that training starts from, and the base of adapters."""
 
 from __future__ import annotations
 
@@ -28,42 +28,45 @@ from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
 from jaxgpt.runs.resume import check_same_tokenizer
 from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.train import Params
 
-OWN = ("dropout", "scan_layers", "remat")  # what an experiment decides, whatever model it starts from
+OWN = ("dropout", "scan_layers", "remat")  # fields that the experiment decides, not the weights it starts from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The weights of a run or of a model in Hugging Face's format, found and checked, and not yet read."""
+    """Weights of a run, or of a model in Hugging Face's format, checked but not yet read."""
 
     directory: Path
-    metadata: RunMetadata | None  # of a run
+    metadata: RunMetadata | None  # None: not a run
     config: GPTConfig
-    tokenizer: str  # the path of its tokenizer.json, or ids
-    step: int | None  # of a run
-    sha256: Callable[[], str]  # of the files that hold them
-    # (shapes and shardings of parameters, perhaps with stacked layers or a shorter context) -> these parameters, float32
-    read: Callable[[dict], dict]
+    tokenizer: str  # path of its tokenizer.json, or "ids"
+    step: int | None  # of the checkpoint. None: not a run
+    sha256: Callable[[], str]  # of the files with the weights
+    # (shapes and shardings, perhaps of stacked layers or a shorter context) -> the parameters with these, in float32
+    read: Callable[[Params], Params]
 
     def describe(self, model: GPTConfig) -> Origin:
-        """Return what the metadata of a run say of the weights it begins with. model: the run's."""
+        """Return the record of these weights for the metadata of a run that starts from them. model: of that run."""
         return Origin(directory=str(self.directory.resolve()), step=self.step, sha256=self.sha256(), model=model)
 
 
 def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = None) -> Weights:
-    """Find and check weights. Raises `UserError` for what does not exist, or is not whole.
+    """Open weights and check them. Raises `UserError` if they are missing or damaged.
 
-    name: a run directory, a model's directory, or its id on the Hub. step: of a run; None: its best. tokenizer: of a
-    model, see `open_source`.
+    Args:
+        name: a run directory, the directory of a model in Hugging Face's format, or an id on the Hub.
+        step: of a run's checkpoint. None means the best.
+        tokenizer: of a model in Hugging Face's format: see `open_source`.
     """
     directory = Path(name)
     if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
         return _of_run(directory, step)
     source = open_source(name, tokenizer)
 
-    def read(like: dict) -> dict:
-        places = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
-        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=places)
+    def read(like: Params) -> Params:
+        shardings = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
+        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=shardings)
         return match_structure(params, like)
 
     files = {tensor.file for tensor in source.tensors.values()}
@@ -83,10 +86,10 @@ def _of_run(directory: Path, step: int | None) -> Weights:
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
     assert good is not None
     if step not in (None, good):
-        raise UserError(f"{directory} has no checkpoint of step {step} any more, or a damaged one")
+        raise UserError(f"{directory} no longer has an undamaged checkpoint of step {step}")
     config = dataclasses.replace(metadata.model, scan_layers=False)
 
-    def read(like: dict) -> dict:
+    def read(like: Params) -> Params:
         shardings = _unstacked_shardings(like, config)
         model = build_model(metadata.model)
 
@@ -120,10 +123,10 @@ def _digest(parts: Iterable[str]) -> str:
 def resolve_init_from(
     experiment: Experiment, metadata: RunMetadata | None = None
 ) -> tuple[Experiment, Callable[[], Weights] | None]:
-    """Return (the experiment with the architecture and tokenizer of its weights, a function that opens the weights).
+    """Return (experiment, function that opens its weights), with the architecture and tokenizer that the weights have.
 
-    The context is at most as long as that of the weights. metadata: of a run to resume, whose
-    architecture, tokenizer and warm-up are taken; None: a new run. Without `train.init_from` the second is None.
+    The context is at most that of the weights. Without `train.init_from` the function is None.
+    metadata: of a run to resume, which decides architecture, tokenizer and warm-up. None means a new run.
     """
     name, named = experiment.train.init_from, experiment.data.tokenizer
     if metadata is not None:
@@ -147,31 +150,32 @@ def resolve_init_from(
 
 
 def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
-    """Open what a run began with: where it was, at `name`, or beside the run, in a directory of the same name.
+    """Open the weights that a run started from. Raises `UserError` if they are missing or have changed.
 
-    Raises `UserError` if it is not there, or is not what it was.
+    They are looked for at their original location, at `name` (None means `train.init_from`), and in the parent of the
+    run directory, under their original name.
     """
     name, origin = name or metadata.experiment.train.init_from, metadata.origin
     assert name is not None and origin is not None
-    tokenizer = str(metadata.experiment.data.tokenizer)  # that of the model need not be there any more
-    beside = metadata.directory.absolute().parent / Path(origin.directory).name  # both were copied to another machine
-    place = next((str(place) for place in (origin.directory, name, beside) if _exists(Path(place))), name)
-    found = open_weights(place, step=origin.step, tokenizer=tokenizer)
+    tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since that of the model may be gone
+    beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
+    location = next((str(path) for path in (origin.directory, name, beside) if _exists(Path(path))), name)
+    found = open_weights(location, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
-        raise UserError(f"{found.directory} holds other weights than the run began from: put those back")
+        raise UserError(f"{found.directory} holds other weights than the run began from: restore those")
     return found
 
 
-def _exists(place: Path) -> bool:
-    with contextlib.suppress(UserError):  # another user's, on another machine
-        return is_there(place, "Name another place with --train.init-from.")
+def _exists(path: Path) -> bool:
+    with contextlib.suppress(UserError):  # no permission: on this machine the path is another user's
+        return is_there(path, "Name another directory with --train.init-from.")
     return False
 
 
-def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: dict) -> dict:
-    """Restore the parameters of a run; of one that trained adapters, its base's with these merged in.
+def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:
+    """Restore the parameters of a run, with adapters merged into their base. like: shapes and shardings.
 
-    like: shapes and shardings.
+    Raises `UserError` if the run has adapters and their base is missing or has changed.
     """
     lora = metadata.experiment.lora
     if lora.rank is None:
@@ -180,7 +184,8 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
         base = load_base(metadata)
     except UserError as e:
         raise UserError(
-            f"the run has adapters alone, for {metadata.experiment.train.init_from}: {e}. Put it back, or beside {metadata.directory}"
+            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. Restore that model, or "
+            f"copy it next to {metadata.directory}"
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
@@ -190,8 +195,8 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     )
 
 
-def _unstacked_shardings(like: dict, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
-    """Return by path the sharding of each parameter of a model with its layers apart, so that it can become `like`."""
+def _unstacked_shardings(like: Params, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
+    """Return {path: sharding} of the parameters with unstacked layers, from which `like` can be made."""
     shardings: dict[tuple[str, ...], Sharding] = {}
     flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(like)  # type: ignore[assignment]
     for path, x in flat.items():
@@ -204,14 +209,14 @@ def _unstacked_shardings(like: dict, config: GPTConfig) -> dict[tuple[str, ...],
 
 
 def _respecify(sharding: Sharding, change: Callable[[tuple], tuple]) -> Sharding:
-    """Return the sharding with its axes changed, if it has any."""
+    """Return a sharding with its axes changed, if it has axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
 
 
-def match_structure(params: dict, like: dict) -> dict:
-    """Return parameters with layers apart as `like` has them: in float32, stacked, of a context that may be shorter."""
+def match_structure(params: Params, like: Params) -> Params:
+    """Return parameters with unstacked layers in float32, with the stacking, context length and sharding of `like`."""
     if "wpe" in params:
         T = like["wpe"]["embedding"].shape[0]
         params["wpe"] = {"embedding": params["wpe"]["embedding"][:T]}

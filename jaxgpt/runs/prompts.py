@@ -1,4 +1,4 @@
-"""How a run reads prompts, as it read its data, and where its completions end."""
+"""Encode prompts in the format of a run's training data, and find where completions end."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from jaxgpt.runs.metadata import RunMetadata
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How a run turns prompts into ids: as text, as the user's turn of a conversation, or as the source of a pair."""
+    """Encode prompts as plain text, as the user's turn of a conversation, or as the source of a pair."""
 
     metadata: RunMetadata
     tokenizer: Tokenizer
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of training: the tokenizer's own, or one of `data.template`."""
+        """Return the chat template of training: the tokenizer's own, or the default of `data.chat.template`."""
         template = find_template(self.tokenizer, self.metadata.directory, with_prefix=self.metadata.has_prefix)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):
             raise UserError(
-                f"the chat template in {self.metadata.directory / 'tokenizer_config.json'} is not the one that the run was trained "
-                "with: put back the file with the SHA-256 in experiment.json"
+                f"the chat template in {self.metadata.directory / 'tokenizer_config.json'} is not the one that the run "
+                "was trained with: put back the file with the SHA-256 in experiment.json"
             )
         return template
 
     def encode(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
-        """Return (the ids to continue, the ids that an encoder reads: None for a model without one)."""
+        """Return (ids to continue, ids for the encoder: None for a model without one). chat: as user's turns."""
         if chat:
             return [encode_prompt(self.template, self.tokenizer, prompt) for prompt in prompts], None
         if not self.metadata.experiment.data.is_pairs:
@@ -47,11 +47,11 @@ class PromptFormat:
         return [[*source, *target] for source, target in pairs], None
 
     def stop_tokens(self, chat: bool) -> list[int]:
-        """Return the ids that end a completion."""
+        """Return the ids that end a completion. chat: also the end of the assistant's turn."""
         ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
         if self.metadata.experiment.data.is_pairs:
             ends.append(int(self.tokenizer.encode(TARGET_END)[0]))
-        # With init_from it was trained on other texts, perhaps with other stop tokens.
+        # A run with init_from was trained on other data, perhaps with other stop tokens.
         if self.metadata.experiment.train.init_from is None:
             ends += [end for end in end_tokens(self.metadata.directory) if 0 <= end < self.tokenizer.vocab_size]
         return list(dict.fromkeys(end for end in ends if end is not None))

@@ -1,4 +1,4 @@
-"""May a run be resumed: the same configuration, tokenizer and data as before, which are opened again."""
+"""Check that a run can be resumed, with the same configuration, tokenizer and data, and reopen its data."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from jaxgpt.files import cache_directory, is_there
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer
 
-# The fields that may differ when a run is resumed, by how their names begin. All others decide what is trained.
+# Prefixes of the fields that may differ when a run is resumed. All others decide the result.
 CHANGEABLE = (
     "name",  # a label
-    # The hardware, and how it computes: rounding alone.
+    # The hardware, and how it computes: only rounding differs.
     *("parallel.", "train.dtype", "train.attention", "model.remat"),
-    # Where the text is: its fingerprint is compared.
+    # The location of the text: its fingerprint is compared instead.
     *("data.path", "data.corpus"),
-    # What is logged, measured and written in between. eval_every also says where a best checkpoint can be, among losses
-    # that can be compared; those of other eval_tokens cannot.
+    # Logging, validation and samples. eval_tokens is not among them: losses over other tokens cannot be compared, to
+    # find the best checkpoint.
     *("train.log_every", "train.eval_every", "train.sample_"),
-    # What is kept, and when to give up.
+    # Which checkpoints to keep, and when to give up.
     *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
 )
-# What is there before experiment.json is, if a run was killed in its first moment.
+# Names of files in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
     r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf"
 )
 
 
 def is_resumable(directory: Path, fresh: bool) -> bool:
-    """Return whether a run in a directory is to be resumed. Raises `UserError` for a directory of something else."""
+    """Return whether to resume the run in a directory. Raises `UserError` for a directory with something else in it."""
     if is_run(directory):
         return not fresh
-    if is_there(directory, "Name another place with --run-dir.") and not (
+    if is_there(directory, "Name another directory with --run-dir.") and not (
         directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
     ):
         raise UserError(
@@ -48,24 +48,24 @@ def is_resumable(directory: Path, fresh: bool) -> bool:
 
 
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` unless what decides the result is what it was: all fields but those of CHANGEABLE."""
+    """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run."""
     directory = metadata.directory
     if metadata.imported is not None:
         raise UserError(
-            f"{directory} holds an imported model, not a run to go on with: name another "
+            f"{directory} holds an imported model, which cannot be resumed: name another "
             f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
         )
-    # The experiment may be given as it was written or as `load` returns it.
+    # The experiment may be the one that the user configured, or the one that `load` returns.
     changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
     changed = {name: values for name, values in changed.items() if not name.startswith(CHANGEABLE)}
     if experiment.data.tokenizer_file is not None:
         check_same_tokenizer(metadata, experiment.data.tokenizer_file)
         changed.pop("data.tokenizer", None)
     optim, steps = metadata.given.optim, metadata.given.train.steps
-    if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # not named, or the same in figures
+    if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # left out, or the same number
         changed.pop("optim.warmup_steps", None)
     if None not in changed.get("train.init_from", (None,)):
-        del changed["train.init_from"]  # the same weights in another place, which their SHA-256 tells
+        del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
         raise UserError(
@@ -75,9 +75,9 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
 
 
 def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
-    """Raise `UserError` unless a file is the run's tokenizer, or was and is gone: its copy in the run directory stays.
+    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if the run was trained with that path.
 
-    named: its path, or ids.
+    named: path of a tokenizer.json, or "ids".
     """
     own, directory = load_run_tokenizer(metadata), metadata.directory
     if named == "ids" and isinstance(own, IdTokenizer):
@@ -85,16 +85,20 @@ def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
     gone = not is_there(Path(named), "Leave --data.tokenizer out.") and named == metadata.given.data.tokenizer
     if named == "ids" or (not gone and fingerprint(load_tokenizer(named)) != fingerprint(own)):
         raise UserError(
-            f"{named} is not the tokenizer that {directory} was trained with, which is in its directory: take it by "
+            f"{named} is not the tokenizer that {directory} was trained with. Use the run's own: "
             + shell_line("--data.tokenizer", directory / "tokenizer.json")
         )
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
-    """Return the dataset that a run was trained on: from its text or, where that is gone, from the cache of tokens.
+    """Return the dataset that a run was trained on, from its text or, if that is gone, from the cache of tokens.
 
-    data: the run's, perhaps with its text in another place; None: the recorded one. remedy: what to do without it, as a
-    clause. Raises `UserError` if it is nowhere, or is another.
+    Raises `UserError` if neither exists, or if the data have changed.
+
+    Args:
+        metadata: of the run.
+        data: the run's data configuration, perhaps with another path. None means the recorded one.
+        remedy: what the user can do if the data are missing or have changed, as a clause.
     """
     data = data or metadata.experiment.data
     try:
@@ -111,14 +115,14 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 
 
 def check_same_data(metadata: RunMetadata, dataset: Dataset, remedy: str = "give the same text") -> None:
-    """Raise `UserError` unless a dataset is the one that a run was trained on. remedy: what to do, as a clause."""
+    """Raise `UserError` if a run was trained on another dataset. remedy: what the user can do, as a clause."""
     changed = describe_data_changes(metadata.data, dataset.fingerprint)
     if changed:
         raise UserError(f"{metadata.directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
 
 
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Say what differs between two fingerprints: token files by name, wherever they lie now."""
+    """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
     files, files_now = before.get("files"), now.get("files")
     if isinstance(files, dict) and isinstance(files_now, dict):
         changed = [f"{name} is missing" for name in files if name not in files_now]

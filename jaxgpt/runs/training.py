@@ -1,4 +1,4 @@
-"""A run in training: its experiment and data, the compiled steps, and the checkpoints that it continues from."""
+"""A run in training: its experiment and data, the compiled steps, and the checkpoints."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from jaxgpt.train import TrainState, init_and_dropout_keys
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run is trained with."""
+    """A run in training."""
 
     directory: Path
     experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
     dataset: Dataset
     trainer: Trainer
-    weights: Callable[[], Weights] | None  # that it starts from
+    weights: Callable[[], Weights] | None  # opens the weights of `train.init_from`, if there are any
     checkpoints: Checkpoints
 
     @property
     def metrics(self) -> Path:
-        """The path of metrics.jsonl."""
+        """Return the path of metrics.jsonl."""
         return self.directory / "metrics.jsonl"
 
     @functools.cached_property
     def dropout_key(self) -> jax.Array:
-        """The key of the run's dropout."""
+        """Return the dropout key of the run."""
         return init_and_dropout_keys(self.experiment.train.seed)[1]
 
     def restore_or_init(self, step: int) -> TrainState:
-        """Return the state after `step` steps: that of the checkpoint or, at 0, a new one."""
+        """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
         strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
         if self.weights is not None and (like.frozen_params is not None or not step):
             read = self.weights().read(like.params if like.frozen_params is None else like.frozen_params)
@@ -54,13 +54,13 @@ class Training:
         return self.trainer.init_state(init_key, None if read is None else strategy.from_checkpoint(read))
 
     def batches(self, start: int) -> Generator[Batch]:
-        """Yield the batches of the steps after `start`, on the devices."""
+        """Yield the batches of the steps after `start`, sharded over the devices."""
         strategy = self.trainer.strategy
         with contextlib.closing(self._read(start, strategy.local_rows(self.experiment.train.batch_size))) as batches:
             yield from map(strategy.shard_batch, batches)
 
     def whole_batch(self, step: int) -> Batch:
-        """Return the batch of one step, over all devices and processes."""
+        """Return the batch of one step, with the rows of all devices and processes."""
         with contextlib.closing(self._read(step - 1, None)) as batches:
             return next(batches)
 

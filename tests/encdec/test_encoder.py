@@ -414,8 +414,8 @@ def test_a_run_reads_and_writes(trained):
     assert "".join(run.stream("abc", seed=3)) == one
     assert "\n" not in one and run.sample("abc", beams=3) == run.sample("abc", beams=3)
     for options, said in (
-        ({"beams": 2, "temperature": 0.5}, "beams=2 draws nothing, so leave out temperature"),
-        ({"draft": run}, "a draft guesses for a model without an encoder"),
+        ({"beams": 2, "temperature": 0.5}, "beams=2 searches and does not sample: leave out temperature"),
+        ({"draft": run}, "a draft needs a model without an encoder"),
     ):
         with pytest.raises(UserError, match=said):
             run.sample("abc", **options)

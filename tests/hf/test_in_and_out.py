@@ -156,7 +156,7 @@ def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, 
     assert evaluate_run(run, str(text_file))["loss"] > 0
     with pytest.raises(UserError, match="imported model, with no text of its own: name one with --data FILE"):
         evaluate_run(run)
-    with pytest.raises(UserError, match="holds an imported model, not a run to go on with"):
+    with pytest.raises(UserError, match="holds an imported model, which cannot be resumed"):
         jaxgpt.fit(run.experiment, tmp_path / "run")
 
 

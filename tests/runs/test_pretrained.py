@@ -290,7 +290,7 @@ def test_adapters_without_their_base_are_told(source, text_file, tmp_path):
     shutil.copytree(source.directory, base)
     fit(tuning(text_file, base, lora=LORA, steps=2), run, progress=False)
     base.rename(tmp_path / "away")
-    with pytest.raises(UserError, match="the run has adapters alone, for .*base: no directory at .*base"):
+    with pytest.raises(UserError, match="the run has only adapters, for .*base: no directory at .*base"):
         jaxgpt.load(run)
     there = tmp_path / "another machine"  # to which both were copied
     shutil.copytree(run, there / "run")

@@ -16,7 +16,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
-from jaxgpt.runs.metrics import read_metrics, validations
+from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.report.curve_check import check_curve
@@ -36,7 +36,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     """
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    training, finite = _curve(lines, "loss"), validations(lines)
+    training, finite = _curve(lines, "loss"), finite_values(lines, "val_loss")
     band, why_no_band = find_band(run.metadata)
     check = check_curve(_curve(lines, "val_loss"), training, band)
     best = min(((loss, step) for step, loss in finite), default=(None, None))

@@ -19,7 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import write_whole
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
-from jaxgpt.runs.metrics import read_metrics, validations
+from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import Diverged, fit
@@ -157,7 +157,7 @@ def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[
     diverged = directory / DIVERGED
     if diverged.exists():
         return Curve()
-    validated = validations(read_metrics(directory / "metrics.jsonl")) if is_run(directory) else []
+    validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss") if is_run(directory) else []
     if not validated or validated[-1][0] < experiment.train.steps:
         try:
             fit_one(experiment, directory, progress=False)
@@ -173,7 +173,7 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     experiment: as trained; its context may be shorter than the requested one.
     """
     lines = read_metrics(directory / "metrics.jsonl")
-    validated = validations(lines)
+    validated = finite_values(lines, "val_loss")
     rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
     if not rated or not validated:
         return Curve()
