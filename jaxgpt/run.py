@@ -140,8 +140,8 @@ class Run:
     ) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
 
-        The options are those of `sample`, and every: tokens in a piece, after a first piece of one token. None means one
-        piece, at the end.
+        every: tokens in each piece but the first, which has one. None means one piece, at the end. The other options are
+        those of `sample`.
         """
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}

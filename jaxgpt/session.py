@@ -24,7 +24,7 @@ from jaxgpt.runs.callbacks import RunCallbacks, introduction
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import RUNS, is_run
 from jaxgpt.runs.lock import lock_run
-from jaxgpt.runs.log import Log
+from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
@@ -177,7 +177,7 @@ class Session(Training):
     def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:
         """Train to the end, from the checkpoint of step `start`. 0 means from the initial parameters."""
         state, batches = self.restore_or_init(start), self.batches(start)
-        log = Log(self, start, show=progress and multihost.is_process_0())
+        log = RunLog(self, start, show=progress and multihost.is_process_0())
         is_lost = False
         try:
             for line in introduction(self, start):

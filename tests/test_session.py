@@ -24,7 +24,7 @@ from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.log import Log
+from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.session import fit
@@ -364,7 +364,7 @@ def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, m
         logs.append(self)
         raise Killed
 
-    monkeypatch.setattr(Log, "say", say)
+    monkeypatch.setattr(RunLog, "say", say)
     with pytest.raises(Killed):
         fit(experiment, run.directory)
     (log,) = logs
@@ -382,7 +382,7 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
     monkeypatch.setattr(in_flight, "LONG_STEP", 0.0)  # by our own clock none
     monkeypatch.setattr(multihost, "on_process_0", on_process_0)
     monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
-    monkeypatch.setattr(Log, "step", lambda self, step, **_: events.append(f"settle {step}"))
+    monkeypatch.setattr(RunLog, "step", lambda self, step, **_: events.append(f"settle {step}"))
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))
     fit(e, tmp_path / "r", progress=False)
     assert asked == [0, 0]

@@ -52,7 +52,7 @@ def started():
         setattr(owner, name, timed)
     after(session, "prepare_for", "the data is there")
     after(training.Training, "restore_or_init", "the state is there")
-    after(session.Log, "compiled", "the first step is done")
+    after(session.RunLog, "compiled", "the first step is done")
     after(callbacks, "mean_loss", "the validation loss is known")
     after(session.Checkpoints, "wait", "it is saved")
 train.configure_jax = started

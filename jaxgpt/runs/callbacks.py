@@ -20,7 +20,7 @@ from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.find import is_run
-from jaxgpt.runs.log import Log
+from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.training import Training
 from jaxgpt.skip import NOT_FINITE, why_skipped
 from jaxgpt.train import TrainState
@@ -32,7 +32,7 @@ class RunCallbacks(Callbacks):
 
     training: Training
     watchdog: Watchdog
-    log: Log
+    log: RunLog
     stop: Stop
     compared: int  # the last step after which the replicas were compared
     has_examined: bool = False  # an autopsy of a non-finite step was tried

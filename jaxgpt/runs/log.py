@@ -19,7 +19,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 
 
-class Log(callbacks.Log):
+class RunLog(callbacks.Log):
     """Write the lines of metrics.jsonl, and display them."""
 
     def __init__(self, training: Training, start: int, *, show: bool):

@@ -7,7 +7,7 @@ import pytest
 
 import jaxgpt.runs.log
 from jaxgpt.parallel.peaks import PEAKS
-from jaxgpt.runs.log import Clock, Log
+from jaxgpt.runs.log import Clock, RunLog
 from jaxgpt.runs.metrics import read_metrics
 from tests.helpers import tiny_experiment
 
@@ -23,7 +23,7 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
         experiment=tiny_experiment(text_file, batch_size=16, log_every=2),
         trainer=trainer,
     )
-    log = Log(training, 3, show=False)
+    log = RunLog(training, 3, show=False)
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
     log.compiled(4, 60.0)
     for step in range(4, 9):

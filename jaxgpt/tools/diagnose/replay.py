@@ -81,6 +81,7 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     findings = None
     if int(metrics["skipped"]) == NOT_FINITE:  # so the step left the parameters unchanged
         params, batch = gather_params(trainer, state), training.whole_batch(step)
+        assert params is not None  # one process replays, and holds all shards
         findings = debug_step(trainer, params, batch, training.dropout_key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
