@@ -72,27 +72,17 @@ class Run:
     ) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        A completion ends after max_new_tokens, at the end-of-text token, at an eos_token_id of an imported model, or
-        before a stop string. It depends on the prompt and the seed, not on the other prompts. A run trained on pairs
-        takes a source as the prompt and returns the target; a tab and the beginning of the target may follow it.
+        A completion ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or
+        before one of the strings of `stop`. It depends on the prompt and the seed, not on the other prompts. An empty
+        prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has first. A run trained
+        on pairs takes a source and returns the target; a tab and the beginning of the target may follow the source.
 
-        Args:
-            prompt: one text or several. An empty one means the end-of-text token, a newline, or token 0: the first of
-                these that the tokenizer has.
-            max_new_tokens: the most tokens of a completion.
-            seed: of the random key, 0 to 2**32 - 1.
-            temperature: see `Sampling`. None means the experiment's `train.sample_temperature`.
-            top_k: see `Sampling`.
-            top_p: see `Sampling`.
-            min_p: see `Sampling`.
-            repetition_penalty: see `Sampling`.
-            greedy: see `Sampling`.
-            stop: stop strings, which are not part of the completion.
-            chat: treat each prompt as a user's turn and return the assistant's answer, by the run's chat template.
-            cache_dtype: see `generate`.
-            draft: a smaller run with the same tokenizer, for speculative decoding (see `speculate`). It changes the
-                completion of a seed, not the distribution of completions.
-            beams: search for the most probable completion with this many beams instead of sampling (see `beam_search`).
+        `Sampling` explains `temperature` (None means the experiment's `train.sample_temperature`), `top_k`, `top_p`,
+        `min_p`, `repetition_penalty` and `greedy`; `generate` explains `cache_dtype`.
+        chat: treat each prompt as a user's turn and return the assistant's answer, by the run's chat template.
+        draft: a smaller run with the same tokenizer, for speculative decoding (see `speculate`). It changes the
+        completion of a seed, not the distribution of completions.
+        beams: search for the most probable completion with this many beams instead of sampling (see `beam_search`).
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -140,8 +130,8 @@ class Run:
     ) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
 
-        every: tokens in each piece but the first, which has one. None means one piece, at the end. The other options are
-        those of `sample`.
+        every: tokens in each piece but the first, which has one. None means one piece, at the end. The other options
+        are those of `sample`.
         """
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
