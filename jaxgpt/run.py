@@ -72,17 +72,16 @@ class Run:
     ) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
-        A completion ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or
-        before one of the strings of `stop`. It depends on the prompt and the seed, not on the other prompts. An empty
-        prompt starts from the end-of-text token, a newline, or token 0, whichever the tokenizer has first. A run trained
-        on pairs takes a source and returns the target; a tab and the beginning of the target may follow the source.
+        It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before one
+        of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt means
+        the end-of-text token, a newline, or token 0: the first of them that exists. A run trained on pairs takes a
+        source and returns the target; a tab and the beginning of the target may follow the source.
 
-        `Sampling` explains `temperature` (None means the experiment's `train.sample_temperature`), `top_k`, `top_p`,
-        `min_p`, `repetition_penalty` and `greedy`; `generate` explains `cache_dtype`.
-        chat: treat each prompt as a user's turn and return the assistant's answer, by the run's chat template.
-        draft: a smaller run with the same tokenizer, for speculative decoding (see `speculate`). It changes the
-        completion of a seed, not the distribution of completions.
-        beams: search for the most probable completion with this many beams instead of sampling (see `beam_search`).
+        See `Sampling` for `temperature` to `greedy`; no temperature means the experiment's `train.sample_temperature`.
+        See `generate` for `cache_dtype`. With `chat` each prompt is a user's turn, and the completion the assistant's.
+        With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
+        another completion, of the same distribution. With `beams`, as many beams search for the most probable
+        completion instead of sampling (see `beam_search`).
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:

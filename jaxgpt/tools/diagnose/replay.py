@@ -79,10 +79,9 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     state, metrics = _take_steps(training, state, start, step)
     findings = None
-    if int(metrics["skipped"]) == NOT_FINITE:  # so the step left the parameters unchanged
-        params, batch = gather_params(trainer, state), training.whole_batch(step)
-        assert params is not None  # one process replays, and holds all shards
-        findings = debug_step(trainer, params, batch, training.dropout_key, step)
+    # A skipped step leaves the parameters unchanged.
+    if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
+        findings = debug_step(trainer, params, training.whole_batch(step), training.dropout_key, step)
     skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
     loss = float(metrics["loss"])
     lines = [x for x in read_metrics(directory / "metrics.jsonl") if x["step"] == step and "val_loss" not in x]
