@@ -74,7 +74,7 @@ def to_script_json(data: Any) -> str:
 
 
 def round_numbers(values: Any, digits: int = 4) -> Any:
-    """Round nested lists of numbers to `digits` significant digits; None stays, and values that are not finite become None."""
+    """Round nested lists of numbers to `digits` significant digits; replace values that are not finite by None."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list | tuple):

@@ -64,10 +64,10 @@ def evaluate_run(
         beams: see `count_exact_matches`.
 
     Returns:
-        loss (nats per token), perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character; the last two are
+        loss (nats per token), perplexity, tokens, stride, bits_per_byte (UTF-8) and bits_per_character, the last two
         None if only token ids are known. Conversations and pairs add left_out, the number that do not fit into the
-        context and are not scored. Conversations add shortened, the number that are cut after the last answer that fits.
-        Pairs add the results of `count_exact_matches` for those that fit.
+        context and are not scored. Conversations add shortened, the number that are cut after the last answer that
+        fits. Pairs add the results of `count_exact_matches` for those that fit.
 
     Raises:
         UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.

@@ -2,7 +2,7 @@
 
 The harness finds only its own models by name, so start its command line from this module, which adds `jaxgpt`::
 
-    python -m jaxgpt.tools.evaluate.lm_eval_model --model_args run=runs/mine,weights=int8 --tasks lambada_openai --batch_size 8
+    python -m jaxgpt.tools.evaluate.lm_eval_model --model_args run=runs/mine,weights=int8 --tasks lambada_openai
 
 From Python, pass an instance::
 

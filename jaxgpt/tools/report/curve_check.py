@@ -30,9 +30,9 @@ def check_curve(
 ) -> CurveCheck:
     """Judge a run by its losses, each (step, nats per token), and by a band.
 
-    Over-fitting: the validation loss is more than 1% above its best, and by more than any rise from which the second half
-    of the curve has recovered, while the training loss has kept falling. Diverging: the training loss has risen too, or a
-    loss is not finite. The training loss, each value of one batch, is smoothed over a tenth of its values.
+    Over-fitting: the validation loss is above its best by more than 1%, and by more than any rise from which the second
+    half of the curve has recovered, while the training loss has kept falling. Diverging: the training loss has risen
+    too, or a loss is not finite. The training losses, each of one batch, are smoothed over a tenth of them.
     """
     learning, worse_since = _learning(validation, training)
     position, since = _position(validation, band)
@@ -81,7 +81,7 @@ def _learning(validation: Sequence[tuple[int, float]], training: Sequence[tuple[
 
 
 def _swing(validation: Sequence[tuple[int, float]]) -> float:
-    """Return the largest relative rise from which the curve's second half has recovered: another one may be as large."""
+    """Return the largest relative rise from which the curve's second half has recovered: another may be as large."""
     losses = [loss for step, loss in validation if 2 * step >= validation[-1][0]]
     rises = [0.0]
     for i, loss in enumerate(losses[:-1]):

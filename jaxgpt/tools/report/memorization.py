@@ -59,9 +59,9 @@ def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]
     """Compare texts, each separately, with a corpus.
 
     Returns:
-        characters, the total length of the texts; overlaps, the longest substrings that occur in the corpus, none inside
-        another, each with `at`, the offset of one occurrence in characters; novel, for each n the share of the texts'
-        n-grams that do not occur in the corpus, or None without n-grams.
+        characters, the total length of the texts; overlaps, the longest substrings that occur in the corpus, none part
+        of another, each with `at`, the offset of one occurrence in characters; novel, for each n the share of the
+        texts' n-grams that do not occur in the corpus, or None without n-grams.
     """
     overlaps: set[tuple[int, str]] = set()
     seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}

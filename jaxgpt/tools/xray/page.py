@@ -121,8 +121,8 @@ class TokenArrays(Arrays):
 def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
     """Return, for each head, the mean attention weight on the previous token, the first token and the token itself.
 
-    The means are over queries from the third token on, because the token before the second is the first. None means fewer
-    than three tokens.
+    The means are over queries from the third token on, because the token before the second is the first. Returns None
+    for fewer than three tokens.
     """
     t = np.arange(2, weights_NTS.shape[1])
     if not len(t):
@@ -132,7 +132,7 @@ def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
 
 
 def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (projections of vectors on their first two principal components, [N, 2] in [-1, 1]; shares of the variance)."""
+    """Return (vectors projected on two principal components, [N, 2] in [-1, 1]; the components' shares of variance)."""
     vectors_ND = vectors_ND / max(np.abs(vectors_ND).max(), 1e-30)  # so that the squares are finite in float32
     centred_ND = vectors_ND - vectors_ND.mean(axis=0)
     variance_D, axes_DD = np.linalg.eigh(centred_ND.T @ centred_ND)

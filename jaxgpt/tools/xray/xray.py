@@ -33,7 +33,7 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
     Args:
         run: the run.
         prompt: the text; for a model with an encoder, the source.
-        data: a UTF-8 file to search for the top activating examples of each MLP unit. None means the run's training text.
+        data: a UTF-8 file to search for the top activating examples of each MLP unit. None: the run's training text.
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
 
     Raises:
