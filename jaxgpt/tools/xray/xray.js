@@ -124,7 +124,7 @@ function attention() {
   redraw();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   return section("attention", "Attention",
-    h("p", {}, "One map per head, with one row per token: its weights on the tokens that it can attend to. A darker pixel is a larger weight; the shade is the square root of the weight. Below each map is the mean share of attention on the previous token, on the first token and on the token itself, from the third token on. Click a map to enlarge it."),
+    h("p", {}, "One map per head, with one row per token: its weights on the tokens that it can attend to. A darker pixel is a larger weight; the shade is the square root of the weight. Below each map: the share of attention on the previous token, on the first token and on the token itself, averaged over tokens from the third on. Click a map to enlarge it."),
     ...layers.flat(), dialog.element);
 }
 
