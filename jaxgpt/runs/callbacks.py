@@ -143,8 +143,8 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         )
     yield (
         f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-        f"vocabulary {experiment.model.vocab_size}; {train.batch_size * experiment.model.block_size:,} tokens per step; "
-        f"run in {training.directory}"
+        f"vocabulary {experiment.model.vocab_size}; "
+        f"{train.batch_size * experiment.model.block_size:,} tokens per step; run in {training.directory}"
     )
     yield from dataset.notes
     if start:
