@@ -1,4 +1,4 @@
-"""Callbacks of the training loop that do nothing, to train in memory; `runs.callbacks` has those of a run directory."""
+"""Interfaces of the training loop, which do nothing by default; `runs.callbacks` implements them for runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from jaxgpt.train import TrainState
 
-Metrics = dict[str, Any]  # of a step, as `train_step` returns them
+Metrics = dict[str, Any]  # of a step, from `train_step`
 
 
 class Log:
@@ -27,32 +27,32 @@ class Log:
 
 
 class Callbacks:
-    """Validate and save; keep the processes of a run in step, and the copies of its state equal."""
+    """Validate and save; keep processes in step and replicas of the state equal."""
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins."""
 
     def agree(self, number: int) -> int:
-        """Return in all processes the number of process 0."""
+        """Return the number of process 0 on all processes."""
         return number
 
     def checksums(self, step: int, state: TrainState) -> jax.Array | None:
-        """Return a checksum of each copy of the state, still on the device. None: not after this step."""
+        """Return a checksum of each replica of the state, still on the device, or None if none is due."""
 
     def compare(self, step: int, checksums: jax.Array) -> None:
         """Raise if the checksums differ."""
 
     def skipped(self, step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-        """Record a step that was skipped. state: the newest; later: metrics of the steps between this one and it."""
+        """Record a skipped step. state: the newest; later: metrics of the steps between the skipped one and it."""
 
     def stop_signal(self, step: int | None) -> str | None:
-        """Return the name of the signal that is to end the run. step: all processes are asked; None: this one alone."""
+        """Return the signal that is to end the run, if any, on all processes; or on this one only if step is None."""
 
     def validate(self, step: int, state: TrainState) -> float | None:
-        """Return the validation loss. None: it is not measured, since a signal came between."""
+        """Return the validation loss, or None if a signal interrupted it."""
 
     def save(self, step: int, state: TrainState, val_loss: float | None) -> None:
-        """Begin to save a checkpoint. val_loss: of this step; None: not measured, or not finite."""
+        """Start saving a checkpoint. val_loss: None if it was not measured at this step, or is not finite."""
 
     def raise_if_save_failed(self) -> None:
         """Raise if the last save is known to have failed."""

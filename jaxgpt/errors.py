@@ -1,18 +1,18 @@
-"""What jaxgpt raises when the input or the disk, not the code, is at fault."""
+"""Exceptions for faults of the input or the disk, not of the code."""
 
 import shlex
 from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake the user can repair: what was got, what is needed, what to do, in one or two lines.
+    """A mistake the user can correct. The message: what was got, what is needed, what to do.
 
     The command line prints it without a traceback and exits with status 2; from Python it is a `ValueError`.
     """
 
 
 class CheckpointSaveError(RuntimeError):
-    """A checkpoint, or the metrics beside it, could not be written: what, and why. Earlier ones are as they were."""
+    """A checkpoint, or the metrics with it, could not be written. Earlier ones are unchanged."""
 
 
 class RaisedOnAllProcesses(BaseException):
@@ -20,7 +20,7 @@ class RaisedOnAllProcesses(BaseException):
 
 
 class Preempted(RaisedOnAllProcesses, KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended the run, which was saved first. `str()` says how to continue."""
+    """Ctrl-C or SIGTERM ended the run, after a save. The message says how to resume."""
 
 
 class Diverged(RaisedOnAllProcesses, RuntimeError):
@@ -33,7 +33,7 @@ def first_line(e: Exception) -> str:
 
 
 def reason_of(e: Exception) -> str:
-    """Return in a few words why a file could not be written: TensorStore's messages are pages long."""
+    """Return a short reason why a file could not be written: TensorStore's messages are pages long."""
     for known in ("No space left on device", "Read-only file system", "Permission denied", "Disk quota exceeded"):
         if known.lower() in str(e).lower():
             return known
@@ -41,5 +41,5 @@ def reason_of(e: Exception) -> str:
 
 
 def shell_line(*words: str | Path | int) -> str:
-    """Return a command line, or a part of one, that a shell reads as these words, whatever they hold."""
+    """Return words as a command line, or a part of one, quoted for a shell."""
     return shlex.join(map(str, words))

@@ -1,4 +1,4 @@
-"""The steps that are dispatched to the devices and not yet finished."""
+"""Steps that are dispatched to the devices and not yet finished."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 # Enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
 # of steps are in flight.
 IN_FLIGHT = 2
-LONG_STEP = 1.0  # seconds of a step from which on none is left in flight: a signal would have to wait for them all
+LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them
 
 
 class StepsInFlight:
-    """Steps that are dispatched and whose metrics are still on the device, the oldest first."""
+    """Dispatched steps whose metrics are still on the device, oldest first."""
 
     def __init__(self, log: Log, callbacks: Callbacks, max_skipped: int):
-        self.limit = 0  # the first steps are waited for: they hold compilation, and tell how long one takes
+        """Begin with no steps. max_skipped: skipped steps in a row that end the run."""
+        self.limit = 0  # the loop waits for the first steps, which compile and show how long a step takes
         self.skipped_in_a_row = 0  # up to the last step that was settled
         self._log, self._callbacks, self._max_skipped = log, callbacks, max_skipped
         self._steps: deque[tuple[int, Metrics, jax.Array | None]] = deque()
 
     def add(self, step: int, metrics: Metrics, checksums: jax.Array | None) -> None:
-        """Add the step that was dispatched last."""
+        """Add a step that was just dispatched."""
         self._steps.append((step, metrics, checksums))
 
     def choose_limit(self, seconds: float) -> None:
-        """Choose how many steps are left in flight, in all processes the same. seconds: of a step."""
+        """Choose how many steps may be in flight, the same on all processes. seconds: duration of a step."""
         self.limit = self._callbacks.agree(IN_FLIGHT if seconds < LONG_STEP else 0)
 
     def settle(self, limit: int, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""The training loop, over what it is handed: it opens no directory, asks for no device and shows no page."""
+"""The training loop. It opens no directory, chooses no device and draws no page."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from jaxgpt.train import TrainState
 
-# Steps between two decisions of process 0 on how many steps are in flight. All processes settle the same step at the
-# same place: one that raises there must not leave behind steps that it has dispatched and the others have not.
+# Steps between two decisions of process 0 on how many steps may be in flight. All processes settle the same steps at
+# the same time: when one raises, all have dispatched the same steps.
 AGREE_EVERY = 100
 
 
 @dataclasses.dataclass
 class SaveSchedule:
-    """Decide after which steps a checkpoint is due. A due one stays due until `is_due` is reset."""
+    """Decide after which steps a checkpoint is due. It stays due until `is_due` is reset."""
 
     config: TrainConfig
     best: float  # the lowest validation loss of a checkpoint so far
     is_due: bool = False
 
     def update(self, step: int, val_loss: float | None, *, stopping: bool) -> bool:
-        """Return whether a checkpoint is due: every so many steps, at the best loss so far, and at the end."""
+        """Return whether a checkpoint is due: every checkpoint_every steps, at the best loss so far, and at the end."""
         is_best = val_loss is not None and val_loss < self.best
         if is_best:
             self.best = val_loss
@@ -55,10 +55,11 @@ def train(
     log: Log = NO_LOG,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> TrainState:
-    """Take the steps start + 1 to config.steps, and return the last state.
+    """Take steps start + 1 to config.steps, and return the last state.
 
-    train_step: compiled; it may donate the state. key: the run's. best: the lowest validation loss of a checkpoint.
-    Raises `Preempted` after a save, and `Diverged` after `max_skipped` skipped steps or a last validation loss of NaN.
+    `train_step` is compiled, and may donate the state. `key` is the run's, for dropout. `best` is the lowest validation
+    loss of earlier checkpoints. Raises `Preempted` after a signal and a save, and `Diverged` after `max_skipped`
+    skipped steps in a row, or if the last validation loss is not finite.
     """
     in_flight, schedule = StepsInFlight(log, callbacks, max_skipped), SaveSchedule(config, best)
     for step in range(start + 1, config.steps + 1):
@@ -84,8 +85,8 @@ def train(
             val_loss = log_validation(log, step, val_loss, config)
         if schedule.update(step, val_loss, stopping=signal is not None):
             in_flight.settle(0, state)
-            # After skipped steps the parameters may be ruined, and are not to replace good ones: the next taken step
-            # is saved instead. A finite validation loss says that they are not.
+            # After skipped steps the parameters may be bad, unless the validation loss is finite. They must not replace
+            # good ones: the next step taken is saved instead.
             if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
                 callbacks.save(step, state, val_loss)
                 schedule.is_due = False
@@ -102,7 +103,7 @@ def is_eval_step(step: int, config: TrainConfig) -> bool:
 
 
 def log_validation(log: Log, step: int, val_loss: float, config: TrainConfig) -> float | None:
-    """Log a validation loss, and return it if it is finite. Raise `Diverged` if the last one of a run is not."""
+    """Log a validation loss. Return it if it is finite; raise `Diverged` if it is not, and the run's last."""
     log.validation(step, val_loss)
     if math.isfinite(val_loss):
         return val_loss

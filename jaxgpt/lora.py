@@ -1,8 +1,8 @@
 """Low-rank adapters: a matrix W [D, F] becomes W + alpha / rank a b, of which only a [D, R] and b [R, F] are trained.
 
-Hu et al. 2021, arXiv:2106.09685. The model does not know of them: what it computes with is W with its adapter merged
-in, in training as after it, so that both are the same by construction. A step makes the gradient of each W that has an
-adapter, and of no other matrix.
+Hu et al. 2021, arXiv:2106.09685. Adapters are merged into W before the model is applied, in training as after it, so
+that both compute the same by construction. A step computes the gradient of each W with an adapter, and of no other
+matrix.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ A, B = "lora_a", "lora_b"
 
 
 def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
-    """Make an adapter for each kernel that config.targets names: {"h_0": {"attn": {"q": {"lora_a": ..., "lora_b": ...}}}}.
+    """Make an adapter for each kernel in config.targets: {"h_0": {"attn": {"q": {"lora_a": ..., "lora_b": ...}}}}.
 
-    a is normal with a variance of 1 / D and b is zero, so that the model begins as it was. Kernels that `scan_layers`
-    stacks, [L, D, F], have stacked adapters. Raises `UserError` for targets that no kernel is, and for a rank that
-    would save nothing.
+    a is normal with variance 1 / D and b is zero, so that the model is unchanged at first. Kernels that `scan_layers`
+    stacks, [L, D, F], have stacked adapters. Raises `UserError` for targets that are not kernels, and for a rank that
+    is not below the kernel's.
     """
     assert config.rank is not None
     kernels = {path[:-1]: x for path, x in _flat(params).items() if path[-1] == "kernel"}
@@ -47,13 +47,13 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
 
 
 def merge_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
-    """Return the parameters with the adapters added to them, in float32."""
+    """Return the parameters with the adapters added, in float32."""
     assert config.rank is not None
     flat, adapters = _flat(params), _flat(adapters)
     for path, a_DR in adapters.items():
         if path[-1] == A:
             kernel = (*path[:-1], "kernel")
-            # GPU and TPU would round the factors: to 10 bits, to 7.
+            # By default GPU and TPU would round the factors to 10 and 7 bits.
             product_DF = jnp.matmul(a_DR, adapters[(*path[:-1], B)], precision="highest")
             flat[kernel] = flat[kernel] + config.alpha / config.rank * product_DF
     return traverse_util.unflatten_dict(flat)

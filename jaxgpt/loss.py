@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, whole or in chunks of the context."""
+"""Next-token cross-entropy, at once or in chunks of the context."""
 
 import functools
 from collections.abc import Callable
@@ -14,10 +14,10 @@ def next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy in nats and the number of targets it sums over, both float32 scalars.
 
-    Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean.
-    mask_BT: False where a target does not count. Its value there may be anything: a label of -1 would silently
-    mean the last class, so it is masked by `where`, never by a label.
-    smoothing: share of each target that is spread evenly over all V tokens (Szegedy et al. 2015, arXiv:1512.00567).
+    Sums, not a mean, so that micro-batches and devices with different counts add up to the right mean. `mask_BT` is
+    False where a target does not count; it may have any value there, since no label means "masked" (-1 would silently
+    be the last class). `smoothing` is the share of each target that is spread evenly over all V tokens (Szegedy et al.
+    2015, arXiv:1512.00567).
     """
     if mask_BT is None:
         mask_BT = jnp.ones(targets_BT.shape, bool)
@@ -40,16 +40,16 @@ def chunked_next_token_loss(
     chunk: int,
     smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `next_token_loss(unembed(head, x_BTD), ...)` with the logits of `chunk` tokens of each row in memory at once.
+    """Return `next_token_loss(unembed(head, x_BTD), ...)` with the logits of `chunk` tokens per row in memory at once.
 
-    unembed(head, x_BTD) -> logits_BTV; head: the parameters it reads, and no others. T is a multiple of chunk.
-    GPT-2's logits at 32 x 1024 tokens are 6.6 GB in float32, several times the rest of the model's memory. A chunk's
-    gradients are made beside its loss, since the sum's are only scaled later: nothing is computed twice.
+    `head` has the parameters that `unembed` reads, and no others; T is a multiple of `chunk`. GPT-2's logits at
+    32 x 1024 tokens are 6.6 GB in float32, several times the rest of the model's memory. The forward pass also computes
+    the gradients of each chunk, which the backward pass only scales: nothing is computed twice.
     """
     if mask_BT is None:
         mask_BT = jnp.ones(targets_BT.shape, bool)
     B, T = targets_BT.shape
-    # Chunks of the context, not of the rows, which may lie on different devices.
+    # Chunks of the context, not of the rows, which may be on different devices.
     chunks = jax.tree.map(
         lambda x: x.reshape(B, T // chunk, chunk, *x.shape[2:]).swapaxes(0, 1), (x_BTD, targets_BT, mask_BT)
     )

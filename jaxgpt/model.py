@@ -29,9 +29,9 @@ class GPT(nn.Module):
     Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream
     divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
 
-    dtype: of activations and matrix products; norms, softmax and logits are float32 whatever it is.
-    attention_fn: the kernel of causal attention. sharding: of activations on a mesh.
-    All three depend on the hardware, hence not in `config`: `parallel` chooses them.
+    `dtype` is that of activations and matrix products; norms, softmax and logits are always float32. `attention_fn` is
+    the kernel of causal attention, `sharding` the sharding of activations on a mesh. All three depend on the hardware
+    and are therefore not in `config`: `parallel` chooses them.
 
     Example:
         >>> model = GPT(GPTConfig(vocab_size=65, block_size=256, n_layer=6, n_head=6, n_embd=384))
@@ -46,16 +46,17 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def shapes(self) -> dict:
-        """Return shape and dtype of each parameter; nothing is computed."""
+        """Return shape and dtype of each parameter, without computing it."""
         tokens_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         return jax.eval_shape(self.init, jax.random.key(0), tokens_BT)["params"]
 
     @property
     def unembed_params(self) -> tuple[str, ...]:
-        """Return the names of the parameters that `unembed` reads."""
+        """Names of the parameters that `unembed` reads."""
         return ("wte",) if self.config.tie_embeddings else ("lm_head",)
 
     def setup(self) -> None:
+        """Create the embeddings, the blocks, the last norm and the output matrix."""
         c = self.config
         if c.vocab_size is None:
             raise UserError("GPTConfig(vocab_size=None): a model needs it; give the tokenizer's vocab_size")
@@ -85,7 +86,7 @@ class GPT(nn.Module):
         return scan(block, c)(c, self.dtype, self.attention_fn, self.sharding)
 
     def __call__(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
-        """Return logits_BTV of each next token. T is at most block_size. Arguments: see `hidden_states`."""
+        """Return the logits of each next token, logits_BTV. Arguments: see `hidden_states`."""
         return self.unembed(self.hidden_states(tokens_BT, segments_BT=segments_BT, train=train))
 
     def hidden_states(
@@ -95,9 +96,9 @@ class GPT(nn.Module):
 
         Args:
             tokens_BT: int32. T is at most block_size, else `UserError`.
-            segments_BT: int32, the document of each token where a row holds several, one after the other: positions
-                start anew in each, and no token reads another document than its own. None means a row is one document.
-            train: drop, with `rngs={"dropout": key}`.
+            segments_BT: int32, the document of each token in rows of several: positions restart in each, and tokens
+                attend to their own document only. None means one document per row.
+            train: apply dropout, with `rngs={"dropout": key}`.
         """
         self.check_length(tokens_BT)
         positions_BT = (
@@ -112,11 +113,11 @@ class GPT(nn.Module):
         return self.norm_output(x_BTD)
 
     def decode(self, tokens_BT: jax.Array, cache: KVCache, index: CacheIndex) -> tuple[jax.Array, KVCache]:
-        """Return `hidden_states` x_BTD of T more tokens of sequences that begin in the cache, and the cache with them.
+        """Return `hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
 
-        A token reads itself and the block_size - 1 before it. Positions of valid tokens are below block_size, but for
-        rope and none, which have no last one. Needs `scan_layers=False`: slices of stacked parameters would be copied
-        at each token (`sample.quantize` unstacks them).
+        A token attends to itself and the block_size - 1 before it. Positions are below block_size, except with rope and
+        none, which have no limit. Needs `scan_layers=False` (see `sample.quantize`): slices of stacked parameters would
+        be copied for each token.
         """
         assert not self.config.scan_layers, "unstack the layers first"
         cache, index = cache.reserve(index, self.config.block_size)
@@ -134,24 +135,24 @@ class GPT(nn.Module):
             raise UserError(f"{T} tokens exceed block_size={most}: cut the input to its last {most}")
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, train: bool = False) -> jax.Array:
-        """Return x_BTD of tokens and their positions, dropped."""
+        """Embed tokens and their positions: x_BTD, with dropout in training."""
         c = self.config
         x_BTD = self.wte(tokens_BT)
-        if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: else the sines drown N(0, 0.02) embeddings
+        if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: sines are far larger than N(0, 0.02)
             x_BTD = x_BTD * math.sqrt(c.n_embd)
         if c.position == "learned":
-            positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding is -1, finished rows run on
+            positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding is -1; stopped rows run past the end
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT).astype(jnp.float32), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)
         return self.sharding.constrain(self.drop(x_BTD.astype(self.dtype), deterministic=not train))
 
     def norm_output(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the stream after the last norm, if the blocks do not end in one."""
+        """Apply the last norm, unless the blocks end in one."""
         return x_BTD if self.config.norm_position == "post" else self.ln_f(x_BTD)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits_BTV of hidden states. bfloat16 inputs, float32 sums: rounded logits shift the loss by 0.1%."""
+        """Return logits_BTV of hidden states, with float32 sums: bfloat16 logits shift the loss by 0.1%."""
         c = self.config
         x_UD = x_BTD.reshape(-1, c.n_embd)  # two axes: see layers.linear
         if c.tie_embeddings:

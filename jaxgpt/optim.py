@@ -1,4 +1,4 @@
-"""The optimiser as one visible optax.chain, and its schedule."""
+"""The optimiser, as one optax.chain, and its schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -6,21 +6,15 @@ import optax
 
 from jaxgpt.config import OptimConfig
 
-MATRICES = (
-    "kernel",
-    "embedding",
-    "lm_head",
-    "lora_a",
-    "lora_b",
-)  # names of parameters that are matrices, stacked or not
+MATRICES = ("kernel", "embedding", "lm_head", "lora_a", "lora_b")  # names of parameters that are matrices
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate over its peak at each step: linear warm-up, then as `config.schedule` says.
+    """Return the learning rate relative to its peak at each step: linear warm-up, then `config.schedule`.
 
-    Step 0 already moves: the warm-up starts at 1 / (its steps + 1). The minimum is reached at `steps`, by cosine and
-    wsd; inverse_sqrt falls as the square root of the step, without end (Vaswani et al. 2017, equation 3, whose peak
-    is 1 / sqrt(n_embd warmup_steps)).
+    The warm-up starts at 1 / (warm-up steps + 1), so that step 0 counts. cosine and wsd reach the minimum at `steps`;
+    inverse_sqrt decays as 1 / sqrt(step) without end (Vaswani et al. 2017, equation 3, with a peak of
+    1 / sqrt(n_embd warmup_steps)).
     """
     warmup, low = config.warmup(steps), config.min_lr_ratio
     rest = max(1, steps - warmup)
@@ -41,17 +35,17 @@ def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Return AdamW's learning rate at each step (Muon's has the same shape)."""
+    """Return AdamW's learning rate at each step. Muon's has the same shape."""
     relative = relative_schedule(config, steps)
     return lambda step: config.learning_rate * relative(step)
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Chain clipping and AdamW; with name="muon" the blocks' matrices go to Muon, all else stays with AdamW.
+    """Chain clipping and AdamW, or with name="muon" Muon for the blocks' matrices and AdamW for the rest.
 
-    AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, decaying matrices only. Muon: Jordan et al. 2024,
+    AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, with weight decay on matrices only. Muon: Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
-    products have JAX's default precision, as elsewhere: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
+    products have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
     """
     relative = relative_schedule(config, steps)
     adamw = optax.adamw(
@@ -66,7 +60,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
         lambda step: config.muon_learning_rate * relative(step),
         beta=config.momentum,
         weight_decay=config.weight_decay,
-        # Explicit, because without it the layer axis of scanned kernels would count as part of the matrix.
+        # Otherwise the layer axis of scanned kernels would count as part of the matrix.
         muon_weight_dimension_numbers=lambda params: jax.tree.map(
             lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params
         ),
@@ -77,8 +71,8 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     )
 
 
-def muon_labels(params) -> dict:
-    """Return a tree of "muon" for kernels in blocks and their adapters, of "adamw" for all other parameters."""
+def muon_labels(params: optax.Params) -> dict:
+    """Label kernels in blocks, and their adapters, "muon", and all other parameters "adamw"."""
 
     def label(path, _) -> str:
         in_block = _name(path[0]).split("_")[0] in ("h", "encoder")

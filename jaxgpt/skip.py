@@ -1,4 +1,4 @@
-"""Skipping bad steps as a gradient transformation: what `optax.apply_if_finite` does, with spikes and a full record."""
+"""Skip bad steps, as a gradient transformation: like `optax.apply_if_finite`, also for spikes, and with a record."""
 
 import math
 from typing import Any
@@ -8,37 +8,37 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-NUM_NORMS = 128  # gradient norms of taken steps that are remembered
-MIN_NORMS = 16  # of them, before another one can be called a spike
+NUM_NORMS = 128  # number of gradient norms of taken steps to keep
+MIN_NORMS = 16  # norms needed before a step can be a spike
 TAKEN, NOT_FINITE, SPIKE = range(3)  # outcome of a step: metrics["skipped"]
 
 
 @struct.dataclass
 class SkipState:
-    """The wrapped optimizer's state, which skipped steps leave as it was, and the record of those steps."""
+    """State of the wrapped optimizer, unchanged by skipped steps, and a record of those steps."""
 
     inner_state: Any
     skipped: jax.Array  # int32: steps skipped so far
-    in_a_row: jax.Array  # int32: of them, those since the last one that was taken; 0 if the last step was taken
-    norms: jax.Array  # float32 [NUM_NORMS]: gradient norms of the last steps taken, in a ring; NaN: none yet
+    in_a_row: jax.Array  # int32: steps skipped since the last one taken
+    norms: jax.Array  # float32 [NUM_NORMS]: a ring of gradient norms of the last steps taken; NaN: empty
     spikes: float | None = struct.field(pytree_node=False, default=None)  # see `skip_bad_steps`
 
 
 def skip_bad_steps(
     optimizer: optax.GradientTransformation, *, spikes: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer to leave parameters and its own state as they were after a bad step.
+    """Wrap an optimizer so that a bad step changes neither the parameters nor its own state.
 
     A step is bad if its loss or gradient norm is not finite, or if the norm is more than `spikes` times the median of
-    the last NUM_NORMS norms of taken steps. None: no finite norm is too large. A finite gradient norm is enough for
-    finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds what multiplies them. To look at the
-    updates too takes 1.4 ms of nanoGPT's CPU configuration, 2.5% of its step.
+    the last NUM_NORMS norms of taken steps; None means that only the first counts. A finite gradient norm guarantees
+    finite updates: it bounds the squares that Adam keeps, and OptimConfig bounds their factors. Checking the updates
+    themselves would take 1.4 ms in nanoGPT's CPU configuration, 2.5% of its step.
 
-    `update` needs more arguments: value, the loss; grad_norm; and step, int32, the steps before this one.
+    `update` takes more arguments: `value`, the loss; `grad_norm`; and `step`, int32, the steps before this one.
     """
 
     def init(params: optax.Params) -> SkipState:
-        skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # one for each, since each is donated
+        skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two arrays, since each is donated
         return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan), spikes)
 
     def update(updates, state: SkipState, params=None, *, value: jax.Array, grad_norm: jax.Array, step: jax.Array):
@@ -57,19 +57,19 @@ def skip_bad_steps(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-# What `train_step` asks of an optimizer's state. One that is not wrapped takes every step.
+# What `train_step` needs of an optimizer's state. An optimizer that is not wrapped takes every step.
 
 
 def count_taken(state: Any, step: jax.Array) -> jax.Array:
-    """Count the steps, of the first `step`, that the optimizer took: its schedules follow this count."""
+    """Return how many of the first `step` steps the optimizer took: its schedules follow this count."""
     return step - state.skipped if isinstance(state, SkipState) else step
 
 
 def apply_updates(params: Any, updates: optax.Updates, state: Any) -> Any:
-    """Return the parameters after an update: `optax.apply_updates`, whose sum is selected as well.
+    """Return the parameters after an update, like `optax.apply_updates`; a skipped step returns the old ones.
 
-    The updates of a skipped step are zero. To select only them would part the last product of the optimizer from this
-    sum, which the compiler makes one instruction with one rounding.
+    The updates of a skipped step are zero already, but selecting only those would separate the optimizer's last product
+    from this sum, which the compiler otherwise fuses into one instruction with one rounding.
     """
     new_params = optax.apply_updates(params, updates)
     if not isinstance(state, SkipState):
@@ -79,9 +79,9 @@ def apply_updates(params: Any, updates: optax.Updates, state: Any) -> Any:
 
 
 def skip_metrics(before: Any, after: Any, value: jax.Array, grad_norm: jax.Array) -> dict[str, jax.Array]:
-    """Return {"skipped": TAKEN, NOT_FINITE or SPIKE, "in_a_row": steps skipped in a row} of the step between two states.
+    """Return metrics of the step between two states: "skipped" (TAKEN, NOT_FINITE or SPIKE) and "in_a_row".
 
-    With `spikes` also "median", of the norms before the step.
+    With `spikes` also "median", that of the norms before the step.
     """
     if not isinstance(before, SkipState) or not isinstance(after, SkipState):
         return {"skipped": jnp.asarray(TAKEN), "in_a_row": jnp.zeros((), jnp.int32)}
@@ -92,7 +92,7 @@ def skip_metrics(before: Any, after: Any, value: jax.Array, grad_norm: jax.Array
 
 
 def why_skipped(metrics: dict[str, Any]) -> str:
-    """Return why a step was skipped, in words. metrics: of that step."""
+    """Return the reason why a step was skipped, from its metrics."""
     loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
     if not math.isfinite(loss):
         return f"loss is {loss}"

@@ -1,4 +1,4 @@
-"""One training step, as pure functions. Transformations (jit, donation, devices) are applied in `parallel`."""
+"""One training step, as pure functions. `parallel` applies transformations: jit, donation, devices."""
 
 import functools
 from collections.abc import Callable
@@ -20,16 +20,16 @@ MergeFn = Callable[[Params, Params | None], Params]  # (trained, frozen) -> what
 
 @struct.dataclass
 class TrainState:
-    """All that changes from step to step; with the experiment and the data it is the whole run."""
+    """Everything that changes from step to step; with the experiment and the data it determines the run."""
 
     step: jax.Array  # int32: batches seen
-    params: Params  # float32: all those that are trained
-    opt_state: Any  # the optimizer's; a `SkipState` in runs
-    frozen_params: Params | None = None  # the model's own, where `params` are adapters of them; they stay as they are
+    params: Params  # float32: the trained parameters
+    opt_state: Any  # a `SkipState` in runs
+    frozen_params: Params | None = None  # the model's own, if `params` are adapters
 
 
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:
-    """Return a run's two keys."""
+    """Return a run's keys for initialisation and for dropout."""
     init_key, dropout_key = jax.random.split(jax.random.key(seed))
     return init_key, dropout_key
 
@@ -45,9 +45,9 @@ def init_state(
 ) -> TrainState:
     """Return the state of step 0.
 
-    params: of the model, to start from. None: random ones, which depend on the key alone.
-    adapt: (key, params) -> the parameters to train; those of the model are frozen. None: all of the model's are trained.
-    batch_size: of the tokens that linen traces the model with, of which nothing depends; the model's devices divide it.
+    Training starts from `params`, or from random ones that depend only on the key. `adapt(key, params)` returns the
+    parameters to train, and the model's own are frozen; None means that these are trained. `batch_size` is that of the
+    tokens with which linen traces the model, a multiple of the model's devices; no value depends on it.
     """
     frozen_params = None
     if params is None:
@@ -58,7 +58,7 @@ def init_state(
 
 
 def only_trained(params: Params, frozen_params: Params | None) -> Params:
-    """Return the trained parameters: the `MergeFn` of a model all of which is trained."""
+    """Return the trained parameters: the `MergeFn` of a model without frozen ones."""
     return params
 
 
@@ -78,13 +78,13 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Take one optimizer step on one batch. Return the new state and its metrics; the caller donates the old state.
 
-    metrics: scalars. "loss" in nats per target, "grad_norm", "learning_rate" (which the optimizer used, or would have),
-    and those of `skip_metrics`. After a skipped step, `step` has advanced all the same, and the data with it.
-    key: the run's. Dropout in step t uses `fold_in(key, t)`, so a resumed run draws what an uninterrupted one would.
-    optimizer: any, such as one wrapped in `skip_bad_steps`. schedule: its learning rate, by the count of steps taken.
-    grad_accum_steps: micro-batches, in turn. Gradients are summed, then divided by the number of targets, so the result
-        is that of one big batch. loss_chunk, label_smoothing: see `batch_loss`.
-    mean: over the devices that hold the other parts of the batch, where each runs this function by itself.
+    Metrics are scalars: "loss" in nats per target, "grad_norm", "learning_rate" (which the optimizer used, or would
+    have used), and those of `skip_metrics`. A skipped step advances `step` too, and with it the data.
+
+    Dropout in step t uses `fold_in(key, t)`, so that a resumed run draws what an uninterrupted one would. `optimizer`
+    may be wrapped in `skip_bad_steps`; `schedule` is its learning rate by the number of steps taken. `grad_accum_steps`
+    micro-batches are taken in turn: summed gradients are divided by the number of targets, as for one big batch. `mean`
+    averages over devices that run this function on other parts of the batch. For the rest see `batch_loss`.
     """
     step_key = jax.random.fold_in(key, state.step)
     loss_of = functools.partial(batch_loss, model=model, loss_chunk=loss_chunk, label_smoothing=label_smoothing)
@@ -125,8 +125,8 @@ def batch_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (summed nats, number of targets) of one batch.
 
-    key: of dropout. None: no dropout. label_smoothing: see `next_token_loss`.
-    loss_chunk: tokens of each sequence whose logits are in memory at once, a divisor of T. None: all.
+    Without `key` there is no dropout. `loss_chunk` is the number of tokens of each sequence whose logits are in memory
+    at once, a divisor of T; None means all. For `label_smoothing` see `next_token_loss`.
     """
     inputs: dict[str, Any] = {"segments_BT": micro.segments_BT}
     if micro.source_BS is not None:  # an encoder-decoder's

@@ -188,15 +188,15 @@ MUTATIONS = (
     Mutation(
         "embeddings-do-not-decay",
         "optim.py",
-        '    "embedding",\n',
-        "",
+        '"embedding", "lm_head"',
+        '"lm_head"',
         "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
     ),
     Mutation(
         "adapters-do-not-decay",
         "optim.py",
-        '    "lora_a",\n    "lora_b",\n',
-        "",
+        '"lm_head", "lora_a", "lora_b"',
+        '"lm_head"',
         "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
     ),
     Mutation(

@@ -1,7 +1,7 @@
-"""Every option of jaxgpt: frozen dataclasses, validated where they are made, to and from JSON.
+"""Every option of jaxgpt: frozen dataclasses, validated at construction, to and from JSON.
 
-One default, one place: nothing else in the package has a fallback for a field. The comment behind a field is
-its help text on the command line. All but the model's is imported when it is asked for: a layer needs no experiment.
+One default, one place: nothing else in the package has a fallback for a field. The comment of a field is its help text
+on the command line. All but `GPTConfig` is imported on first use, since layers need nothing else.
 """
 
 from importlib import import_module
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from jaxgpt.config.serialize import differences as differences
     from jaxgpt.config.serialize import from_dict as from_dict
 
-Precision = Literal["float32", "bfloat16", "int8"]  # of weights and of keys and values when sampling
-
+Precision = Literal["float32", "bfloat16", "int8"]  # of weights, and of keys and values, for sampling
 
 _HOME = {"differences": "serialize", "from_dict": "serialize", "LoraConfig": "lora", "ParallelConfig": "parallel"}
 

@@ -1,4 +1,4 @@
-"""An experiment: the architecture, the data, the optimiser, the loop, the hardware."""
+"""An experiment: architecture, data, optimiser, training loop, hardware."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxgpt.config.validate import (
 )
 from jaxgpt.errors import UserError
 
-MAX_NEW_TOKENS = 400  # of a sample, unless another number is asked for
-# A decay that float32 rounds to 1 would have the optimiser divide by 0.
+MAX_NEW_TOKENS = 400  # default length of a sample
+# A decay that float32 rounds to 1 would make the optimiser divide by 0.
 Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text, and how it becomes tokens."""
+    """The data and the tokenizer."""
 
     # built-in text: python-docs, shakespeare, sancho, quijote, python-docs.jsonl (conversations) or
     # spanish-numbers.tsv (pairs)
@@ -44,6 +44,7 @@ class DataConfig:
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         for name in ("path", "tokenizer"):
             if getattr(self, name) == "":
@@ -51,22 +52,22 @@ class DataConfig:
 
     @property
     def tokenizer_file(self) -> str | None:
-        """The path of a tokenizer.json, if `tokenizer` is one."""
+        """The path of a tokenizer.json, if `tokenizer` is one; else None."""
         return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
 
     @property
     def is_pairs(self) -> bool:
-        """Whether the data are pairs of texts, a source and its target, with a tab between them on each line."""
+        """Whether each line has a source and its target, separated by a tab."""
         return (self.path or self.corpus).endswith(".tsv")
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several documents, of which parts are to be written."""
+        """Whether rows hold several documents, with only parts of them as targets."""
         return self.is_chat or self.is_pairs
 
     @property
     def is_chat(self) -> bool:
-        """Whether the data are conversations, {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
+        """Whether each line is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}."""
         return (self.path or self.corpus).endswith(".jsonl")
 
 
@@ -94,6 +95,7 @@ class OptimConfig:
     max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
             decayed = self.weight_decay * getattr(self, name)
@@ -110,7 +112,7 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop. A step is one optimiser step, whatever the devices and the accumulation."""
+    """The training loop. A step is one optimiser step, whatever the devices and the accumulation."""
 
     steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
     batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
@@ -133,6 +135,7 @@ class TrainConfig:
     sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         if self.init_from == "":
             raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
@@ -140,7 +143,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything that decides the result of a run."""
+    """Everything that determines the result of a run."""
 
     name: str  # letters, digits, - and _; names the run's directory, runs/NAME, unless --run-dir does
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
@@ -151,6 +154,7 @@ class Experiment:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
             raise UserError(

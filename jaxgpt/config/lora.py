@@ -10,8 +10,7 @@ from jaxgpt.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685): with a rank, they alone are trained, on top of the weights that
-    train.init_from names."""
+    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from."""
 
     rank: Size | None = None  # rank of the adapters; None: no adapters, all parameters are trained
     alpha: PositiveFloat = 16.0  # an adapter's output is multiplied by alpha / rank
@@ -19,6 +18,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ("q", "v")
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         if not self.targets:
             raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")

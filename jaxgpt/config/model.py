@@ -21,10 +21,10 @@ from jaxgpt.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The architecture. Names are the GPT-2 family's; a model family is a value of this, never a copy of a layer."""
+    """The architecture, in the names of GPT-2. Other model families are other values, not other layers."""
 
-    vocab_size: Size | None = None  # tokens; None: the tokenizer's
-    block_size: Size = 1024  # tokens of context
+    vocab_size: Size | None = None  # number of tokens; None: the tokenizer's
+    block_size: Size = 1024  # context, in tokens
     n_layer: Count = 12  # blocks
     # blocks of an encoder, whose output each of the n_layer blocks reads by cross-attention (arXiv:1706.03762); it is
     # trained on pairs, --data.path FILE.tsv; 0: no encoder
@@ -33,7 +33,7 @@ class GPTConfig:
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
     n_kv_head: Count | None = None
     n_embd: Size = 768  # width of the residual stream
-    head_dim: Size | None = None  # size of a head; None: n_embd / n_head
+    head_dim: Size | None = None  # elements per head; None: n_embd / n_head
     # hidden width of the MLP; None: 4 n_embd, for gated activations 8/3 n_embd (the same parameter count)
     mlp_dim: Annotated[int, Interval(ge=1, le=4 * LARGEST_SIZE)] | None = None
     dropout: Fraction = 0.0  # dropout rate of embeddings, attention weights, attention output and MLP output
@@ -47,7 +47,7 @@ class GPTConfig:
     norm_eps: PositiveFloat = 1e-5  # added to the variance
     norm_offset: bool = False  # RMSNorm's parameter is its scale - 1, as in Gemma
     parallel_residual: bool = False  # x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX (arXiv:2204.06745)
-    # gelu is the erf form, gelu_tanh GPT-2's; those with glu are gated (arXiv:2002.05202)
+    # gelu: by erf; gelu_tanh: GPT-2's; names with glu: gated (arXiv:2002.05202)
     activation: Literal["relu", "gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
     position: Literal["learned", "sinusoidal", "rope", "none"] = "learned"  # how positions are encoded
     rope_theta: PositiveFloat = 10_000.0  # the longest wavelength of rope is 2 pi rope_theta tokens (arXiv:2104.09864)
@@ -69,7 +69,7 @@ class GPTConfig:
     query_scale: PositiveFloat | None = None  # attention scores are divided by its square root; None: the head size
     # attention scores become c tanh(score / c) (arXiv:2408.00118); None: no cap
     attention_softcap: PositiveFloat | None = None
-    tie_embeddings: bool = True  # the output matrix is the token embedding
+    tie_embeddings: bool = True  # use the token embedding as output matrix
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(n_embd), as in 2017 and in Gemma
     logit_softcap: PositiveFloat | None = None  # logits become c tanh(logit / c); None: no cap
     # initial projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
@@ -79,6 +79,7 @@ class GPTConfig:
     remat: Literal["none", "dots", "full"] = "none"
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             near = nearest_multiples(self.n_embd, self.n_head)
@@ -125,13 +126,13 @@ class GPTConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate beside its hidden units."""
+        """Whether the MLP has a gate."""
         return "glu" in self.activation
 
     def explicit(self) -> GPTConfig:
-        """Return the same architecture with each None that stands for another field's value replaced by that value."""
+        """Return the architecture with each None that means a value of other fields replaced by that value."""
         head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
-        # For a gate 8/3, up to a multiple of 8, which every accelerator's tiles like.
+        # With a gate 8/3, rounded up to a multiple of 8, which suits accelerators' tiles.
         mlp_dim = -(-8 * self.n_embd // 3 // 8) * 8 if self.gated else 4 * self.n_embd
         return dataclasses.replace(
             self,
@@ -144,7 +145,7 @@ class GPTConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer's attention reads; None: all."""
+        """Return the number of tokens that each token attends to in a layer; None: all."""
         if self.global_every is not None and (layer + 1) % self.global_every == 0:
             return None
         return self.sliding_window

@@ -21,7 +21,7 @@ AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The hardware and how the run fits on it: arguments of a run, never part of the experiment's identity."""
+    """The hardware, and how the run uses it: never part of the experiment's identity."""
 
     # auto: single, or pmap with several devices; single: one device; pmap: a model replica per device; mesh: data x
     # fsdp x tensor devices, where fsdp and tensor shard the model
@@ -37,13 +37,14 @@ class ParallelConfig:
     processes: Size | None = None  # number of processes, with a coordinator; None: without one
     process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
     connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
-    # seconds without progress, or 20 steps' time if that is longer, after which a run is stuck and its process is ended;
-    # 0: never. In a single process it acts for commands only, never for a program that calls jaxgpt.fit
+    # seconds without progress (or the time of 20 steps, if longer) after which a run counts as stuck and its process is
+    # ended; 0: never. With a single process this holds for commands, not for programs that call jaxgpt.fit
     watchdog: NonNegativeFloat = 60.0
-    # steps between comparisons of the copies of the state on different devices; None: only before a checkpoint
+    # steps between comparisons of the replicas of the state on different devices; None: only before a checkpoint
     check_replicas_every: PositiveInt | None = 100
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_fields(self)
         sizes = (self.data, self.fsdp, self.tensor)
         if 0 in sizes or sizes.count(-1) > 1:
@@ -53,7 +54,7 @@ class ParallelConfig:
         given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
         if any(given) and not all(given):
             raise UserError(
-                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster tells them"
+                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster provides them"
             )
         if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
             raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")

@@ -6,7 +6,7 @@ from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainC
 
 
 def quickstart() -> Experiment:
-    """A character-level GPT on Python's own documentation: readable words in under a minute on two CPU cores."""
+    """Return a character-level GPT on Python's own documentation: readable words in a minute on two CPU cores."""
     return Experiment(
         name="quickstart",
         model=GPTConfig(
@@ -44,7 +44,7 @@ def quickstart() -> Experiment:
 
 
 def gpt2(size: str = "124M") -> GPTConfig:
-    """The four GPT-2s of Radford et al. 2019: "124M", "350M", "774M" or "1558M"."""
+    """Return a GPT-2 of Radford et al. 2019: "124M", "350M", "774M" or "1558M"."""
     n_layer, n_head, n_embd = {
         "124M": (12, 12, 768),
         "350M": (24, 16, 1024),
@@ -54,4 +54,4 @@ def gpt2(size: str = "124M") -> GPTConfig:
     return GPTConfig(vocab_size=50257, block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=0.1)
 
 
-EXPERIMENTS = {"quickstart": quickstart}  # what `jaxgpt train NAME` knows
+EXPERIMENTS = {"quickstart": quickstart}  # names for `jaxgpt train NAME`

@@ -1,4 +1,4 @@
-"""Configurations to and from JSON, and what differs between two."""
+"""Read configurations from JSON values, and compare them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 def from_dict(cls: type[T], values: Any, where: str = "") -> T:
-    """The inverse of `dataclasses.asdict`. Unknown keys, missing fields and wrong types raise `UserError`.
+    """Build a configuration from the result of `dataclasses.asdict`. `where` precedes field names in messages.
 
-    values: anything that `json.load` returns; it need not be trusted.
+    `values` may be anything that `json.load` returns; it need not be trusted. Raises `UserError` for unknown keys,
+    missing fields and wrong types.
     """
     if not isinstance(values, dict):
         raise UserError(f"{where or cls.__name__}: got {type(values).__name__}, needs an object")
@@ -40,7 +41,7 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
 
 
 def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
-    """The fields in which two configurations of one class differ: `{"model.n_layer": (4, 6)}`."""
+    """Return the fields in which two configurations of one class differ: `{"model.n_layer": (4, 6)}`."""
     found: dict[str, tuple[Any, Any]] = {}
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)

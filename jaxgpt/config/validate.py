@@ -1,4 +1,4 @@
-"""Check values against their annotations: types, and bounds that stand beside them."""
+"""Check values against their annotations: types and bounds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from jaxgpt.errors import UserError
 
-LARGEST_INTEGER = 2**63 - 1  # that arrays can hold, and every reader of JSON
+LARGEST_INTEGER = 2**63 - 1  # that arrays and all JSON parsers can represent
 # Far beyond any model, and small enough that products of them, and loops over them, are harmless.
 LARGEST_SIZE, LARGEST_COUNT = 2**24, 2**14
-# Of numbers that are not whole. A product of two of them is still a number of float32, neither 0 nor infinite.
+# Bounds of magnitudes of floats. A product of two of them is still neither 0 nor infinite in float32.
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-18, 1e18
 
 
 class Interval(NamedTuple):
-    """The bounds of a number, in its annotation: `Annotated[int, Interval(ge=1)]`, in words of annotated-types."""
+    """Bounds of a number, in its annotation: `Annotated[int, Interval(ge=1)]`, with the names of annotated-types."""
 
     ge: float | None = None
     gt: float | None = None
@@ -46,24 +46,24 @@ short = _Short().repr  # the repr of an unchecked value, shortened for a message
 
 
 def nearest(value: int, choices: Iterable[int]) -> str:
-    """Return the next of the choices below and above a value that is none of them, in words: "4 or 8"."""
+    """Return the choices next below and above a value that is not one of them, in words: "4 or 8"."""
     choices = sorted(choices)
     at = bisect.bisect(choices, value)
     return " or ".join(str(n) for n in choices[max(0, at - 1) : at + 1])
 
 
 def nearest_multiples(value: int, factor: int) -> str:
-    """Return the next multiples of a factor below and above a value that is none, in words: "4 or 8"."""
+    """Return the multiples of a factor next below and above a value that is not one, in words: "4 or 8"."""
     return nearest(value, range(factor, value + factor + 1, factor))
 
 
 def to_python(value: Any) -> Any:
-    """Return a scalar of NumPy or JAX as Python's, which JSON and hashing take; any other value as it is."""
+    """Convert a scalar of NumPy or JAX to Python's, for JSON and hashing; return other values unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def check_whole(name: str, value: Any) -> int:
-    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number."""
+    """Return the value of the argument `name` as an int. Raise `UserError` unless it is a whole number."""
     value = to_python(value)
     if not _is_a(value, int):
         raise UserError(f"{name}={short(value)}: needs a whole number")
@@ -71,20 +71,20 @@ def check_whole(name: str, value: Any) -> int:
 
 
 def check_count(name: str, value: Any, low: int = 1, high: int = LARGEST_INTEGER) -> int:
-    """Return the value of an argument as an int. Raise `UserError` unless it is a whole number from low to high."""
+    """Return the value of the argument `name` as an int. Raise `UserError` unless it is from low to high."""
     value = check_whole(name, value)
     _check_bounds(name, value, Interval(ge=low, le=high))
     return value
 
 
 def check_fields(config: Any) -> None:
-    """Check each field of a frozen dataclass that is being made; scalars of NumPy and JAX become Python's."""
+    """Check each field in the `__post_init__` of a frozen dataclass; convert NumPy and JAX scalars to Python's."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         object.__setattr__(config, name, check_value(name, getattr(config, name), hint))
 
 
 def check_value(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as Python's. Raise `UserError` unless it is of the annotated type, finite and within its bounds."""
+    """Return a value as Python's. Raise `UserError` unless it has the annotated type, is finite and within bounds."""
     value = to_python(value)
     if not _is_a(value, hint):
         raise UserError(f"{name}={short(value)}: needs {_describe(hint)}")
@@ -106,9 +106,9 @@ def _check_bounds(name: str, value: float, bounds: Interval) -> None:
     given = {key: bound for key, bound in bounds._asdict().items() if bound is not None}
     broken = [key for key, bound in given.items() if not getattr(operator, key)(value, bound)]
     if broken:
-        told = broken if isinstance(value, int) else given  # a float's message names both ends
+        named = broken if isinstance(value, int) else given  # a float's message names both bounds
         words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-        needed = [f"{words[key]} {given[key]:{',' if isinstance(given[key], int) else 'g'}}" for key in told]
+        needed = [f"{words[key]} {given[key]:{',' if isinstance(given[key], int) else 'g'}}" for key in named]
         raise UserError(f"{name}={short(value)}: needs {' and '.join(needed)}")
 
 

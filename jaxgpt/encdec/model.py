@@ -1,4 +1,4 @@
-"""The encoder-decoder: GPT whose blocks also read an encoder's states of another text."""
+"""The encoder-decoder: a GPT whose blocks also attend to an encoder's states of a source text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_model(
 
 
 class CrossAttention(Attention):
-    """x_BTD, states_BSD -> x_BTD: every token reads all tokens of its document in the encoder. Nothing is rotated."""
+    """x_BTD, states_BSD -> x_BTD: tokens attend to all encoder states of their document, without rope."""
 
     def __call__(  # type: ignore[bad-override]
         self,
@@ -47,14 +47,14 @@ class CrossAttention(Attention):
         source_segments_BS: jax.Array,
         train: bool = False,
     ) -> jax.Array:
-        """Return what each token reads of the encoder's states."""
+        """Attend to the encoder's states, and project the merged heads to x_BTD."""
         q_BTNH = self.project_queries(x_BTD)
         k_BSKH, v_BSKH = self.project_keys_values(states_BSD)
         plain = functools.partial(plain_attention, causal=False, key_segments_BS=source_segments_BS)
         return self.attend(plain, plain, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, train=train)
 
     def decode(self, x_BTD: jax.Array, encoder_kv: LayerCache, source_segments_BS: jax.Array) -> jax.Array:  # type: ignore[bad-override]
-        """Return what T more tokens read of the encoder's keys and values, which have segment 0 for padding."""
+        """Attend T new tokens to the encoder's keys and values, except those of segment 0, which is padding."""
         q_BTNH = self.project_queries(x_BTD)
         visible_BTS = jnp.broadcast_to((source_segments_BS > 0)[:, None], (*x_BTD.shape[:2], encoder_kv.slots))
         out_BTNH = encoder_kv.attend(q_BTNH, visible_BTS, scale=self.scale, softcap=self.softcap)
@@ -65,6 +65,7 @@ class CrossBlock(Block):
     """A block with cross-attention between attention and MLP."""
 
     def setup(self) -> None:
+        """Create the three branches and their norms."""
         c = self.config.explicit()
         self.cross, self.ln_cross = CrossAttention(**attention_fields(c), dtype=self.dtype), make_norm(c)
         if c.norm_position == "sandwich":
@@ -100,34 +101,34 @@ class CrossBlock(Block):
         encoder_kv: LayerCache,
         source_segments_BS: jax.Array,
     ) -> tuple[jax.Array, LayerCache]:
-        """Return the stream of T more tokens, and the cache with them."""
+        """Return the stream of T new tokens, and the updated cache."""
         out_BTD, cache = self.attn.decode(self.norm_input(x_BTD, "ln_1"), cache, index)
         attended_BTD = self.add_output(x_BTD, out_BTD, "ln_1")
         out_BTD = self.cross.decode(self.read_cross(x_BTD, attended_BTD), encoder_kv, source_segments_BS)
         return self.feed_forward(x_BTD, self.add_output(attended_BTD, out_BTD, "ln_cross")), cache
 
     def read_cross(self, entered_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Return what cross-attention reads of the stream."""
+        """Return the input of cross-attention. entered_BTD: the stream before attention, for parallel_residual."""
         return self.norm_input(entered_BTD if self.config.parallel_residual else x_BTD, "ln_cross")
 
 
 class CrossCache(KVCache):
-    """A KV cache with each layer's keys and values of the encoder's states."""
+    """A KV cache that also has each layer's keys and values of the encoder's states."""
 
     encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
     source_segments_BS: jax.Array = flax.struct.field(kw_only=True)  # 0 for padding
 
 
 class EncoderDecoder(GPT):
-    """GPT with `config.n_encoder_layer` blocks that read a source text both ways, and cross-attention to them.
+    """A GPT with an encoder of `config.n_encoder_layer` blocks without causal mask, and cross-attention to it.
 
-    Its methods take the source beside what GPT's take:
-    source_BS: int32, the tokens of the text that each row is made of, S at most block_size.
-    source_segments_BS: int32, the document of each, 0 for padding: a token reads the source of its own number in
-        segments_BT. None means that nothing is padding.
+    Its methods also take the source: `source_BS`, int32, its tokens, S at most block_size; and `source_segments_BS`,
+    int32, the document of each token, 0 for padding. A token attends to the source that has its own number in
+    `segments_BT`. None means one document per row and no padding.
     """
 
     def setup(self) -> None:
+        """Create the encoder and the decoder."""
         c = self.config
         block = remat(Block, c)
         self.encoder = [
@@ -152,7 +153,7 @@ class EncoderDecoder(GPT):
         source_BS: jax.Array | None = None,
         source_segments_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Return logits_BTV of each next token."""
+        """Return the logits of each next token, logits_BTV."""
         source = {"source_BS": source_BS, "source_segments_BS": source_segments_BS}
         return self.unembed(self.hidden_states(tokens_BT, segments_BT=segments_BT, train=train, **source))
 
@@ -187,7 +188,7 @@ class EncoderDecoder(GPT):
         return self.norm_output(x_BTD)
 
     def encode(self, source_BS: jax.Array, segments_BS: jax.Array, *, train: bool = False) -> jax.Array:
-        """Return the encoder's states of a source, x_BSD: each token reads all others of its document."""
+        """Return the encoder's states of a source, x_BSD. Tokens attend to all of their document."""
         self.check_length(source_BS)
         positions_BS = positions_from_segments(segments_BS)
         x_BSD = self.embed(source_BS, positions_BS, train)
@@ -196,14 +197,14 @@ class EncoderDecoder(GPT):
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
 
     def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> CrossCache:
-        """Return the cache with each layer's keys and values of a source, for `decode`."""
+        """Encode a source. Return the cache with each layer's keys and values of it, for `decode`."""
         states_BSD = self.encode(source_BS, segments_BS)
         layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
         encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
         return CrossCache(cache.layers, cache.positions_BS, encoder_kv=encoder_kv, source_segments_BS=segments_BS)
 
     def decode(self, tokens_BT: jax.Array, cache: KVCache, index: CacheIndex) -> tuple[jax.Array, KVCache]:
-        """Return `hidden_states` x_BTD of T more tokens, and the cache with them. cache: of `init_cross_cache`."""
+        """Return `hidden_states` x_BTD of T new tokens, and the updated cache. cache: from `init_cross_cache`."""
         assert isinstance(cache, CrossCache), "the encoder reads its source first"
         encoder_kv, segments_BS = cache.encoder_kv, cache.source_segments_BS
         cache, index = cache.reserve(index, self.config.block_size)

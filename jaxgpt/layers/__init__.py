@@ -1,15 +1,15 @@
-"""The pieces of a GPT as linen modules over plain functions. They know mathematics, no device and no files.
+"""The layers of a GPT: linen modules over plain functions, independent of devices and files.
 
-The letters that end every array's name, and that every einsum uses, here and in all of the package:
+Letters that end the names of arrays and that einsum strings use, in the entire package:
 
     B batch           T query length    S key/value length    V vocabulary
     N query heads     K key/value heads G = N // K            H head size
     D width (n_embd)  F MLP hidden      L layers              U tokens of all rows in one axis, B T
     C chunks of T     X columns of a batch that is decoded    W beams
-    P local devices   R rank of adapters; half of the elements that rope turns; rows of all beams, B W
+    P local devices   R rank of adapters; half of the elements that rope rotates; rows of all beams, B W
 
 A number for a letter is that size: x_BT1. A lower-case letter is a part of it: x_BtD is a chunk of x_BTD. A trailing
-underscore, q_, is an array whose axes are folded.
+underscore, as in `q_`, is an array whose axes are folded.
 """
 
 from jaxgpt.layers.attention import Attention

@@ -19,13 +19,13 @@ from jaxgpt.layers.position import Rope, rope
 if TYPE_CHECKING:
     from jaxgpt.layers.cache import CacheIndex, LayerCache
 
-WEIGHTS = "attention_weights"  # a collection of its own: to make it mutable asks for the weights, which costs
+WEIGHTS = "attention_weights"  # a collection of its own: making it mutable requests the weights, at a cost
 
 
 class Attention(nn.Module):
-    """x_BTD -> x_BTD: every token reads those up to itself, through n_head heads of size H = head_dim.
+    """Self-attention, x_BTD -> x_BTD, with n_head heads of size H = head_dim.
 
-    Query head n reads key/value head n // G.
+    Query head n uses key/value head n // G.
     """
 
     n_embd: int
@@ -35,19 +35,20 @@ class Attention(nn.Module):
     qkv_bias: bool = True
     out_bias: bool = True
     dropout: float = 0.0  # of the attention weights, and of the output
-    qk_norm: str | None = None  # "head": over each query and key head; "heads": over all of them side by side
+    qk_norm: str | None = None  # "head": over each query and key head; "heads": over all of them concatenated
     make_norm: Callable[[], nn.Module] = RMSNorm
     rope: Rope | None = None  # None means no rotation
     scale: float | None = None  # of the scores. None means 1 / sqrt(H)
-    window: int | None = None  # tokens that each one reads, itself included. None means all
+    window: int | None = None  # tokens that each token attends to, itself included. None means all
     softcap: float | None = None  # of the scores. None means no cap
     kernel_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)
     residual_init: nn.initializers.Initializer = nn.initializers.normal(INIT_STD)  # of c_proj
-    causal: bool = True  # False: every token reads all of its document, by the plain kernel
+    causal: bool = True  # False: tokens attend to all of their document, by the plain kernel
     attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
     dtype: DTypeLike = jnp.float32
 
     def setup(self) -> None:
+        """Create the projections and norms."""
         self.size = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         project = functools.partial(Dense, use_bias=self.qkv_bias, kernel_init=self.kernel_init, dtype=self.dtype)
@@ -66,13 +67,13 @@ class Attention(nn.Module):
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Return what each token reads of the others.
+        """Attend, and project the merged heads to x_BTD.
 
         Args:
-            x_BTD: the tokens' vectors.
-            positions_BT: int32, the position of each token, which rope needs; B may be 1. None means 0, 1, 2 ...
-            segments_BT: int32, the document of each token, which reads no other. None means a row is one document.
-            train: drop, with `rngs={"dropout": key}`.
+            x_BTD: one vector per token.
+            positions_BT: int32, for rope; B may be 1. None means 0, 1, 2 ...
+            segments_BT: int32, the document of each token: it attends to no other. None means one document per row.
+            train: apply dropout, with `rngs={"dropout": key}`.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
         plain = plain_attention if self.causal else functools.partial(plain_attention, causal=False)
@@ -80,9 +81,9 @@ class Attention(nn.Module):
         return self.attend(kernel, plain, q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train)
 
     def decode(self, x_BTD: jax.Array, cache: LayerCache, index: CacheIndex) -> tuple[jax.Array, LayerCache]:
-        """Return what T more tokens read of those in the cache and of each other, and the cache with them.
+        """Attend T new tokens to those in the cache and to each other. Return x_BTD and the updated cache.
 
-        index: from `KVCache.reserve`.
+        `index` comes from `KVCache.reserve`.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, index.positions_BT)
         cache = cache.write(k_BTKH, v_BTKH, index)
@@ -111,14 +112,14 @@ class Attention(nn.Module):
         return self.split_heads(self.k(x_BSD), self.k_norm if self.qk_norm else None), self.split_heads(self.v(x_BSD))
 
     def split_heads(self, x_BTF: jax.Array, norm: nn.Module | None = None) -> jax.Array:
-        """Return x_BTNH of heads side by side, normed as `qk_norm` says."""
+        """Split concatenated heads and norm them as `qk_norm` says: x_BTF -> x_BTNH."""
         if norm is not None and self.qk_norm == "heads":
             x_BTF = norm(x_BTF)
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.size)
         return norm(x_BTNH) if norm is not None and self.qk_norm == "head" else x_BTNH
 
     def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
-        """Return x_BTD, the heads' results projected and dropped."""
+        """Merge the heads' outputs and project them to x_BTD, with dropout in training."""
         return self.drop(self.c_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1)), deterministic=not train)
 
     def attend(
@@ -132,12 +133,12 @@ class Attention(nn.Module):
         segments_BT: jax.Array | None,
         train: bool,
     ) -> jax.Array:
-        """Return x_BTD by `kernel`, and sow the weights by `plain`, the same mathematics, if they are asked for."""
+        """Return x_BTD by `kernel`. If the weights are requested, sow them by `plain`, the same mathematics."""
         key = self.make_rng("dropout") if train and self.dropout else None
         scores: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, dropout=self.dropout, key=key, **scores)
         if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
-            # The weights are what attention makes of the identity.
+            # With the identity as values, attention returns its weights.
             B, S, K, _ = k_BSKH.shape
             eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
             self.sow(WEIGHTS, "weights_BTNS", plain(q_BTNH, k_BSKH, eye_BSKS, segments_BT=segments_BT, **scores))

@@ -32,7 +32,7 @@ def make_norm(config: GPTConfig, name: str | None = None) -> nn.Module:
 
 
 def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
-    """Return the rotations of a layer that reads `window` tokens. None means all."""
+    """Return the rotation of a layer with this window (None: a global layer), or None without rope."""
     if config.position != "rope":
         return None
     assert config.head_dim
@@ -53,8 +53,8 @@ def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
 def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     """Return the initialiser of the 2 n_layer projections that write into the residual stream.
 
-    "scaled": their sum keeps the variance of one (GPT-2, Radford et al. 2019, section 2.3).
-    "zero": every block starts as the identity, so that depth costs nothing at the first steps.
+    With "scaled" their sum has the variance of one (GPT-2, Radford et al. 2019, section 2.3). With "zero" every block
+    starts as the identity, so that depth does not slow down the first steps.
     """
     if config.residual_init == "zero":
         return nn.initializers.zeros
@@ -62,7 +62,7 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
 
 
 def attention_fields(config: GPTConfig) -> dict[str, Any]:
-    """Return the fields that all attentions of a model share. config: explicit."""
+    """Return the fields that all attention modules of a model share. config: of `GPTConfig.explicit`."""
     assert config.query_scale
     return {
         "n_embd": config.n_embd,
@@ -81,20 +81,21 @@ def attention_fields(config: GPTConfig) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """x_BTD -> x_BTD: the branches f, attention and MLP, each added to the residual stream x as `norm_position` says.
+    """A block, x_BTD -> x_BTD: attention, then MLP, each a branch f of the residual stream x.
 
-    pre: x + f(norm(x)), which leaves the stream untouched from end to end. post: norm(x + f(x)), 2017's Add & Norm.
-    output: x + norm(f(x)), as in OLMo 2. sandwich: x + norm(f(norm(x))).
+    By `norm_position`, the sum is pre: x + f(norm(x)), which never norms the stream itself; post: norm(x + f(x)), the
+    Add & Norm of 2017; output: x + norm(f(x)), as in OLMo 2; sandwich: x + norm(f(norm(x))).
     """
 
     config: GPTConfig
     dtype: DTypeLike = jnp.float32
     attention_fn: AttentionFn = plain_attention
     sharding: ShardingHooks = NO_SHARDING
-    window: int | None = None  # tokens that attention reads. None means all
-    causal: bool = True  # False in an encoder, whose tokens read those after them too
+    window: int | None = None  # tokens that each token attends to. None means all
+    causal: bool = True  # False in an encoder, whose tokens also attend to later ones
 
     def setup(self) -> None:
+        """Create attention, MLP and norms."""
         c = self.config.explicit()
         assert c.mlp_dim
         self.attn = Attention(
@@ -131,7 +132,7 @@ class Block(nn.Module):
         return self.feed_forward(x_BTD, self.add_output(x_BTD, out_BTD, "ln_1"), train)
 
     def decode(self, x_BTD: jax.Array, cache: LayerCache, index: CacheIndex) -> tuple[jax.Array, LayerCache]:
-        """Return the stream of T more tokens, and the cache with them. Arguments: see `Attention.decode`."""
+        """Return the stream of T new tokens, and the updated cache. Arguments: see `Attention.decode`."""
         out_BTD, cache = self.attn.decode(self.norm_input(x_BTD, "ln_1"), cache, index)
         return self.feed_forward(x_BTD, self.add_output(x_BTD, out_BTD, "ln_1")), cache
 
@@ -142,11 +143,11 @@ class Block(nn.Module):
         return self.sharding.constrain(self.add_output(x_BTD, out_BTD, "ln_2"))
 
     def norm_input(self, x_BTD: jax.Array, norm: str) -> jax.Array:
-        """Return what a branch reads of the stream."""
+        """Return the input of a branch: the stream, normed where `norm_position` puts a norm before it."""
         return getattr(self, norm)(x_BTD) if self.config.norm_position in ("pre", "sandwich") else x_BTD
 
     def add_output(self, x_BTD: jax.Array, out_BTD: jax.Array, norm: str) -> jax.Array:
-        """Return the stream with what a branch made."""
+        """Add the output of a branch to the stream, with the norm that `norm_position` puts after it."""
         if self.config.norm_position == "post":
             return getattr(self, norm)(x_BTD + out_BTD)
         if self.config.norm_position == "output":

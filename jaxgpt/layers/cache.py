@@ -1,8 +1,8 @@
 """The KV cache: a value that the model takes and returns.
 
 The slots are a ring. Every row of the batch writes to the same slot at the same time, so that decoding is one
-in-place slice update and not a scatter; rows of different lengths are right-aligned, and each slot says for each
-row which position it holds. What a query sees follows from positions alone, never from the slot of a key.
+in-place slice update and not a scatter; rows of different lengths are right-aligned, and the cache records which
+position each slot of each row holds. What a query attends to depends on positions only, never on slots.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jax.typing import DTypeLike
 from jaxgpt.layers.kernels.plain import cap_scores
 from jaxgpt.layers.quantize import to_int8
 
-EMPTY = -1  # position of a slot that holds nothing
+EMPTY = -1  # position of an empty slot
 
 
 class CacheIndex(flax.struct.PyTreeNode):
-    """The slots of T new tokens of each row, and what they see."""
+    """Positions and slots of T new tokens in each row, and what they attend to."""
 
-    positions_BT: jax.Array  # int32, each token's position in its sequence; EMPTY: padding, which no token sees
+    positions_BT: jax.Array  # int32, position in the sequence; EMPTY for padding, which no token attends to
     slots_T: jax.Array  # int32, consecutive modulo S
-    # From `KVCache.reserve`: bool, which slots each token reads; and how many tokens before it they hold
-    visible_BTS: jax.Array | None = None
-    behind_BTS: jax.Array | None = None
+    # Set by `KVCache.reserve`:
+    visible_BTS: jax.Array | None = None  # bool: which slots each token attends to
+    behind_BTS: jax.Array | None = None  # int32: how many positions each slot is behind the token
 
     def window_mask(self, window: int | None) -> jax.Array:
-        """Return visible_BTS of a layer that reads the last `window` tokens alone. None means all."""
+        """Return visible_BTS, limited to the last `window` tokens. None means no limit."""
         assert self.visible_BTS is not None and self.behind_BTS is not None
         return self.visible_BTS if window is None else self.visible_BTS & (self.behind_BTS < window)
 
 
 class LayerCache(flax.struct.PyTreeNode):
-    """One layer's keys and values, rotated and normed as attention uses them."""
+    """One layer's keys and values, normed and rotated."""
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
@@ -46,11 +46,11 @@ class LayerCache(flax.struct.PyTreeNode):
 
     @property
     def slots(self) -> int:
-        """Count the slots."""
+        """Number of slots."""
         return self.k_BKSH.shape[2]
 
     def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, index: CacheIndex) -> LayerCache:
-        """Return the cache with T more tokens in their slots."""
+        """Return the cache with T new tokens in their slots."""
         k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
         new = LayerCache(k_BKTH, v_BKTH)
         if self.k_scale_BKS is not None:
@@ -61,19 +61,19 @@ class LayerCache(flax.struct.PyTreeNode):
     def attend(
         self, q_BTNH: jax.Array, visible_BTS: jax.Array, *, scale: float | None = None, softcap: float | None = None
     ) -> jax.Array:
-        """Compute `plain_attention` over the slots. -> out_BTNH; a query that sees nothing gets something finite."""
+        """Compute `plain_attention` over the slots: out_BTNH. A query with no visible slot gets finite values."""
         B, T, N, H = q_BTNH.shape
         K = self.k_BKSH.shape[1]
         G = N // K
-        # Heads stay apart here: folded into the batch as in `plain_attention`, a step of GPT-2 at 8 rows takes 86 ms
-        # and not 52.
+        # Heads have their own axis: folded into the batch, as in `plain_attention`, a step of GPT-2 at 8 rows takes
+        # 86 ms instead of 52.
         q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
         k_, v_ = self.k_BKSH, self.v_BKSH
         if k_.dtype == jnp.int8:
             k_, v_ = k_.astype(q_.dtype), v_.astype(q_.dtype)
         scale = H**-0.5 if scale is None else scale
         scores = jnp.einsum("bktH,bksH->bkts", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32) * scale
-        if self.k_scale_BKS is not None:  # one number per key scales one score, so the keys need no product
+        if self.k_scale_BKS is not None:  # one scale per key, applied to the scores, not to the keys
             scores = scores * self.k_scale_BKS[:, :, None]
         scores = cap_scores(scores, softcap)
         visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
@@ -86,14 +86,14 @@ class LayerCache(flax.struct.PyTreeNode):
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of all layers: `GPT.decode(tokens_BT, cache, index)` returns the next one."""
+    """Keys and values of all layers: `GPT.decode(tokens_BT, cache, index)` returns an updated one."""
 
     layers: tuple[LayerCache, ...]
-    positions_BS: jax.Array  # int32, the position of the token that each slot holds; EMPTY: none
+    positions_BS: jax.Array  # int32, position of the token in each slot, or EMPTY
 
     @property
     def slots(self) -> int:
-        """Count the slots."""
+        """Number of slots."""
         return self.positions_BS.shape[1]
 
     @staticmethod
@@ -112,9 +112,9 @@ class KVCache(flax.struct.PyTreeNode):
         )
 
     def reserve(self, index: CacheIndex, window: int) -> tuple[KVCache, CacheIndex]:
-        """Reserve slots for the new tokens and compute what each reads: itself and the window - 1 before it.
+        """Reserve slots for new tokens. Each attends to itself and the window - 1 tokens before it.
 
-        The layers have yet to write their keys and values there.
+        The layers write their keys and values to these slots afterwards.
         """
         positions_BS = _put(self.positions_BS, index.positions_BT, index=index, axis=1)
         behind_BTS = index.positions_BT[:, :, None] - positions_BS[:, None, :]
@@ -123,7 +123,7 @@ class KVCache(flax.struct.PyTreeNode):
 
 
 def _put(buffer: jax.Array, new: jax.Array, *, index: CacheIndex, axis: int) -> jax.Array:
-    """Return buffer with `new` at the slots of `axis`."""
+    """Return buffer with `new` in the slots of `index` along `axis`."""
     if index.slots_T.shape[0] == 1:  # decoding: one slot, which XLA writes in place
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), index.slots_T[0], axis)
     return buffer.at[(slice(None),) * axis + (index.slots_T,)].set(new.astype(buffer.dtype))

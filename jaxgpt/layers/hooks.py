@@ -1,4 +1,4 @@
-"""The few places where a model of several devices differs from that of one, as functions that it applies."""
+"""Hooks by which a model on several devices differs from a model on one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class ShardingHooks(NamedTuple):
 
     constrain: Callable[[jax.Array], jax.Array] = _identity  # x_BTD -> x_BTD with the batch's sharding
     embed: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
-    # a function (params, *arrays of B rows) -> sums over the rows; the result sums each device's own, then all
+    # wraps a function (params, *arrays of B rows) -> sums over the rows, to sum each device's rows, then over devices
     reduce_loss: Callable[[Callable], Callable] = _identity
 
 

@@ -1,4 +1,4 @@
-"""Matrices: linen's Dense and Embed, and what both read in their place for decoding."""
+"""Dense layers and embeddings, over trained matrices or over a `DecodeMatrix`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
-DECODE_MATRIX = "decode_matrix"  # the name of a `quantize.DecodeMatrix` where the parameters hold one
+DECODE_MATRIX = "decode_matrix"  # name of a `quantize.DecodeMatrix` in the parameters
 
 
 def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
-    """Multiply as `lax.dot_general` x's last axis with kernel's first, x's other axes folded into one.
+    """Contract x's last axis with kernel's first, like `lax.dot_general`, with x's other axes folded into one.
 
     XLA on CPU runs the gradient of a product over three axes almost twice as slowly as over two: an MLP's
     7.3 ms against 3.9 ms at B=12, T=64, D=128. On GPU and TPU the two are the same program.
@@ -43,12 +43,12 @@ class Dense(nn.Dense):
 
 
 def take_rows(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return the row of each token."""
+    """Return the row of each token, x_BTD."""
     return jnp.take(table_VD, tokens_BT, axis=0)
 
 
 class Embedding(nn.Module):
-    """tokens -> vectors by rows of `embedding` [V, D], in float32; and vectors -> logits by the same rows."""
+    """Token embedding by the rows of `embedding` [V, D], in float32, and logits by the same rows."""
 
     vocab_size: int
     width: int
@@ -56,19 +56,20 @@ class Embedding(nn.Module):
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = take_rows  # (table_VD, tokens_BT) -> x_BTD
 
     def setup(self) -> None:
+        """Create `embedding`, unless the parameters have a decode matrix."""
         self.matrix = self.get_variable("params", DECODE_MATRIX)
         if self.matrix is None:
             shape = (self.vocab_size, self.width)
             self.embedding = self.param("embedding", self.embedding_init, shape, jnp.float32)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        """Return x_BTD of tokens."""
+        """Return the embeddings of tokens, x_BTD, in float32."""
         if self.matrix is not None:
             return self.matrix.take(tokens_BT)
-        return self.lookup(self.embedding, tokens_BT).astype(jnp.float32)  # imported ones may be stored in 16 bits
+        return self.lookup(self.embedding, tokens_BT).astype(jnp.float32)  # imported ones may have 16 bits
 
     def logits(self, x_UD: jax.Array) -> jax.Array:
-        """Return logits_UV in float32, whatever x's type: bfloat16 inputs, float32 sums."""
+        """Return logits_UV in float32: in bfloat16 too, sums are float32."""
         if self.matrix is not None:
             return self.matrix.matmul(x_UD)
         return jnp.dot(x_UD, self.embedding.T.astype(x_UD.dtype), preferred_element_type=jnp.float32)

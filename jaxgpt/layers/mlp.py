@@ -12,24 +12,23 @@ from jaxgpt.layers.linear import INIT_STD, Dense
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x Phi(x), with Phi by erf: torch.nn.GELU(). Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """Compute x Phi(x) by erf, as torch.nn.GELU(). Hendrycks and Gimpel 2016, arXiv:1606.08415.
 
-    jax.nn.gelu takes erfc, which is exact far to the left, where this one rounds to 0 what is below 1e-7: in 16 bits
-    that would be 1e-2, and in float32 it is 4% of a training step on CPU.
+    jax.nn.gelu uses erfc, which is accurate for large negative x, where this form rounds results below 1e-7 to 0. In
+    float32 that saves 4% of a training step on CPU; in 16 bits the limit would be 1e-2.
     """
     if x.dtype != jnp.float32:
         return jax.nn.gelu(x, approximate=False)
     return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
 
 
-# GELU has two forms and libraries disagree on which is the default, so both are named:
-# torch.nn.GELU() is the erf form, GPT-2 and jax.nn.gelu's default the tanh one.
+# Both forms of GELU are named: torch.nn.GELU() is by erf, GPT-2's and jax.nn.gelu's default by tanh.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
-    # Of the gate; Shazeer 2020, arXiv:2002.05202.
+    # of the gate: Shazeer 2020, arXiv:2002.05202
     "swiglu": jax.nn.silu,
     "geglu": gelu,
     "geglu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -37,12 +36,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class MLP(nn.Module):
-    """x_BTD -> x_BTD, each token by itself: `c_proj(act(c_fc(x)))`, gated `c_proj(act(c_gate(x)) * c_fc(x))`.
+    """x_BTD -> x_BTD, each token separately: `c_proj(act(c_fc(x)))`, or gated `c_proj(act(c_gate(x)) * c_fc(x))`."""
 
-    hidden: F, the width in between.
-    """
-
-    hidden: int
+    hidden: int  # F
     activation: str = "gelu_tanh"
     use_bias: bool = True
     dropout: float = 0.0
@@ -52,6 +48,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
+        """Return x_BTD after the network, with dropout in training."""
+
         def linear(features: int, init: nn.initializers.Initializer, name: str) -> Dense:
             return Dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
 

@@ -7,11 +7,11 @@ from jax.typing import DTypeLike
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
-    """Return `(x - mean) / sqrt(var + eps) * scale + bias`, each token by itself; the variance divides by D.
+    """Return `(x - mean) / sqrt(var + eps) * scale + bias` for each token; the variance divides by D.
 
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """
-    x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 numbers keeps two digits
+    x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 values is accurate to two digits
     centred = x32 - x32.mean(axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     out = centred * jax.lax.rsqrt(variance + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
@@ -21,10 +21,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """Return `x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean.
-
-    Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
+    """Return `x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean (arXiv:1910.07467)."""
     x32 = x_BTD.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     out = x32 * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
@@ -40,6 +37,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalise each token."""
         D = x_BTD.shape[-1]
         scale_D = self.param("scale", nn.initializers.ones, (D,), self.param_dtype)
         bias_D = self.param("bias", nn.initializers.zeros, (D,), self.param_dtype) if self.use_bias else None
@@ -55,6 +53,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Normalise each token."""
         init = nn.initializers.zeros if self.offset else nn.initializers.ones
         scale_D = self.param("scale", init, (x_BTD.shape[-1],), self.param_dtype)
         if self.offset:

@@ -1,6 +1,6 @@
 """Positions of tokens: fixed sines added to the embedding, or rotations of queries and keys.
 
-Learned positions are an embedding like any other, and live in `model.py`.
+Learned positions are an ordinary embedding, in `model.py`.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 
 def positions_from_segments(segments_BT: jax.Array) -> jax.Array:
-    """Return for each token, int32, how many tokens of its document precede it. A document is a run of one number."""
+    """Return the position of each token in its document, int32. A document is a run of equal numbers."""
     index_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1])[None], segments_BT.shape)
     first_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index_BT - jax.lax.cummax(jnp.where(first_BT, index_BT, 0), axis=1)
 
 
 def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
-    """Return sines in the even columns, cosines in the odd, wavelengths from 2 pi to 20,000 pi tokens.
+    """Return sines in the even columns and cosines in the odd, with wavelengths from 2 pi to 20,000 pi tokens.
 
     Vaswani et al. 2017, arXiv:1706.03762, section 3.5. Returns x_BTD in float32; `width` is even.
     """
@@ -28,9 +28,9 @@ def sinusoidal(positions_BT: jax.Array, width: int) -> jax.Array:
 
 
 class Rope(NamedTuple):
-    """The wavelengths of rotations, and how much of a head they turn."""
+    """Wavelengths of the rotations, and how many elements of a head they apply to."""
 
-    size: int  # elements of each head that are turned, from the first on: even
+    size: int  # elements of each head that are rotated, from the first on: even
     theta: float
     scaling: str = "none"
     factor: float = 1.0
@@ -42,8 +42,8 @@ class Rope(NamedTuple):
         """Return radians per token of each pair, [size / 2] in float32: theta^(-2i/size), scaled for longer contexts.
 
         "linear" (Chen et al. 2023, arXiv:2306.15595) divides all by factor. "llama3" (Llama 3.1's, in Grattafiori et
-        al. 2024, arXiv:2407.21783) divides those that turn less than low_freq_factor times in the original context,
-        leaves those that turn more than high_freq_factor times, and blends between.
+        al. 2024, arXiv:2407.21783) divides those with less than low_freq_factor turns in the original context,
+        keeps those with more than high_freq_factor turns, and interpolates between.
         """
         half = self.size // 2
         frequency = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -58,10 +58,10 @@ class Rope(NamedTuple):
 
 
 def rope(x_BTNH: jax.Array, positions_BT: jax.Array, rotation: Rope) -> jax.Array:
-    """Turn each pair (x_i, x_{i+size/2}) of the first `size` elements by `position * frequency_i` radians.
+    """Rotate each pair (x_i, x_{i+size/2}) of the first `size` elements by `position * frequency_i` radians.
 
-    A score then depends on distance alone. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama
-    (halves, not neighbours). Length is kept, and so is x's dtype. B of the positions may be 1: the same for every row.
+    Scores then depend on distances only. Su et al. 2021, arXiv:2104.09864, with the pairing of GPT-NeoX and Llama
+    (halves, not neighbours). The result has x's dtype. B of the positions may be 1: the same for every row.
     """
     angle_BT1R = (positions_BT.astype(jnp.float32)[..., None] * rotation.frequencies()[None, None])[:, :, None]
     sin, cos = jnp.sin(angle_BT1R), jnp.cos(angle_BT1R)

@@ -9,19 +9,18 @@ from jax.typing import DTypeLike
 
 
 class DecodeMatrix(flax.struct.PyTreeNode):
-    """A matrix whose weights of one output are adjacent: `y_UF = x_UD @ (values_FD * scale_F).T`.
+    """A matrix in which the weights of one output are adjacent: `y_UF = x_UD @ (values_FD * scale_F).T`.
 
-    Decoding reads every weight for a handful of tokens, so its speed is that of memory. A parameter tree may hold a
-    DecodeMatrix under the name "decode_matrix" in place of a `kernel` or an `embedding`: `sample.quantize` makes such
-    trees.
+    Decoding reads every weight for a handful of tokens, so memory bandwidth limits its speed. A parameter tree may hold
+    a DecodeMatrix named "decode_matrix" in place of a `kernel` or an `embedding`: `sample.quantize` makes such trees.
     """
 
     values_FD: jax.Array  # float32, bfloat16, or int8
-    scale_F: jax.Array  # float32; ones, but for int8: each row's largest magnitude / 127
+    scale_F: jax.Array  # float32: for int8 each row's largest magnitude / 127, else ones
 
     @staticmethod
     def quantize(matrix_FD: jax.Array, dtype: DTypeLike) -> DecodeMatrix:
-        """Round a matrix to float32, bfloat16 or int8."""
+        """Convert a matrix to float32, bfloat16 or int8."""
         matrix_FD = matrix_FD.astype(jnp.float32)
         if jnp.dtype(dtype) != jnp.int8:
             return DecodeMatrix(matrix_FD.astype(dtype), jnp.ones(matrix_FD.shape[0]))
@@ -34,9 +33,9 @@ class DecodeMatrix(flax.struct.PyTreeNode):
     def matmul(self, x_UD: jax.Array) -> jax.Array:
         """Compute x_UD @ matrix.T in float32, [U, F].
 
-        float32 and bfloat16 round the inputs to the weights' type. int8 rounds them to 8 bits as well, each row by
-        its largest magnitude (Dettmers et al. 2022, arXiv:2208.07339, without their outliers), since an integer
-        product is the only one that XLA runs faster than float32 on CPU.
+        Inputs are rounded to the weights' type. For int8 each row of them is scaled by its largest magnitude (Dettmers
+        et al. 2022, arXiv:2208.07339, without their outliers), since only an integer product is faster than float32
+        on CPU.
         """
         U, (F, _) = x_UD.shape[0], self.values_FD.shape
         last = (((1,), (1,)), ((), ()))

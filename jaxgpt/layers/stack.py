@@ -22,7 +22,7 @@ def remat(block: type[nn.Module], config: GPTConfig) -> Any:
 def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether remat="dots" keeps a result of the forward pass: of dense layers and of attention kernels.
 
-    The plain and the xla kernel then compute the scores anew, for the weights, which are not kept.
+    The plain and the xla kernel then recompute the attention weights, which are not kept.
     """
     policies = jax.checkpoint_policies
     return (

@@ -22,10 +22,10 @@ def fused_attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend as `plain_attention` does, which takes over what an implementation cannot. -> out_BTNH.
+    """Attend like `plain_attention`, by a fused kernel. -> out_BTNH.
 
-    That is dropout, and for cuDNN several documents in a row. Neither can cap scores. cuDNN needs 16-bit types and a
-    head size that is a multiple of 8.
+    Dropout, and with cuDNN several documents per row, fall back to `plain_attention`. Neither implementation can cap
+    scores. cuDNN needs 16-bit types and a head size that is a multiple of 8.
     """
     if key is not None or (implementation == "cudnn" and segments_BT is not None):
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "dropout": dropout}

@@ -10,12 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
 AttentionFn = Callable[..., jax.Array]
 
-SAVED_NAME = "attention"  # the name by which a remat policy may keep what the backward pass needs of the forward pass
-# Begins the name of the primitive that cuDNN's forward pass is. A remat policy recognises it by that: JAX gives the
-# result no name, and what the backward pass reads cannot be named from outside.
+SAVED_NAME = "attention"  # name under which a remat policy can keep results that the backward pass needs
+# Prefix of the name of cuDNN's forward primitive, by which a remat policy recognises it: JAX does not name its result,
+# and its residuals cannot be named from outside.
 CUDNN_FORWARD = "dot_product_attention_fwd"
-# A context of at least MIN_BLOCKED_T tokens has its queries cut into NUM_BLOCKS blocks. More blocks save little more and
-# take longer to compile; below MIN_BLOCKED_T, cutting costs as much as it saves.
+# From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
+# to compile; below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
 
 
@@ -38,13 +38,16 @@ def plain_attention(
     Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:
-        q_BTNH: queries. k_BSKH: keys. v_BSKH: values, whose own size may differ and is the result's.
-        segments_BT: int32, the document of each query, which reads no other. None means a row is one document.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values; their head size may differ, and is that of the result.
+        segments_BT: int32, the document of each query: it attends to no other. None means one document per row.
         scale: of the scores. None means 1 / sqrt(H).
-        window: tokens that each query reads, itself included. None means all.
+        window: tokens that each query attends to, itself included. None means all.
         softcap: c in c tanh(score / c). None means no cap.
-        dropout: share of the attention weights dropped, by `key`. No key means none.
-        causal: each query reads the keys up to its own position, and T and S are equal. False means all keys.
+        dropout: share of the attention weights to drop.
+        key: of dropout. None means no dropout.
+        causal: attend to the keys up to the query's position, where T and S are equal. False means to all keys.
         key_segments_BS: int32, the document of each key. None means segments_BT.
     """
     B, T, N, H = q_BTNH.shape
@@ -60,7 +63,7 @@ def plain_attention(
         key_segments_BS = segments_BT if key_segments_BS is None else key_segments_BS
         visible_BTS = visible_BTS & (segments_BT[:, :, None] == key_segments_BS[:, None, :])
 
-    # A block of queries leaves out the keys after its last one: of four blocks' scores, 5/8 of the square are left.
+    # A block of queries leaves out the keys after its last one: four blocks compute 5/8 of the scores.
     size = T // NUM_BLOCKS if causal and T >= MIN_BLOCKED_T and T % NUM_BLOCKS == 0 else T
     blocks = []
     for start in range(0, T, size):
@@ -97,13 +100,13 @@ def _attend_block(
 ) -> jax.Array:
     """Attend queries [B K, G, T, H] to keys [B K, S, H]. visible_BTS: B may be 1. -> [B K, G, T, H]."""
     BK, G, T, H = q_.shape
-    # Scaled by the head size: the paper's d_k. float32 from the product on, whatever the inputs.
+    # float32 from the product on, whatever the inputs.
     scores = jnp.einsum("btH,bsH->bts", q_.reshape(BK, G * T, H), k_, preferred_element_type=jnp.float32)
     scores = cap_scores(scores * scale, softcap)
     visible = jnp.tile(visible_BTS, (1, G, 1))
     if len(visible) > 1:
         visible = jnp.repeat(visible, BK // len(visible), axis=0)
-    # finfo.min, not -inf: a row of -inf would be 0/0. A softmax of it is an exact zero all the same.
+    # finfo.min, not -inf: a row of -inf would give 0/0. Its softmax is an exact zero too.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(jnp.float32).min), axis=-1)
     if dropout and key is not None:
         keep = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)

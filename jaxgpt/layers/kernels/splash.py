@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.layers.kernels.plain import SAVED_NAME, plain_attention
 
-LANES = 128  # of a TPU's vector register: the kernel cuts T and S into multiples of this
+LANES = 128  # of a TPU's vector register: the kernel's blocks of T and S are multiples of this
 
 
 def why_not_splash(T: int, H: int, dtype: DTypeLike) -> str | None:
@@ -36,19 +36,20 @@ def splash_attention(
     key: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend as `plain_attention` does, block by block. -> out_BTNH.
+    """Attend like `plain_attention`, block by block. -> out_BTNH.
 
     Google's TPU kernel that comes with JAX: FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the blocks that
-    the mask leaves. T and S are equal; a T that is not a multiple of 128 is padded. One dtype for all, bfloat16 or
-    float32; products are at TPU precision. It cannot drop weights, and leaves that to `plain_attention`.
-    interpret: run the kernel's program without a TPU, slowly, for tests.
-    Raises NotImplementedError in a program that the compiler should split over several TPUs, for it cannot split a
+    the mask leaves. T and S are equal; T is padded to a multiple of 128. Arrays have one dtype, bfloat16 or float32;
+    products have TPU precision. Dropout falls back to `plain_attention`. With `interpret` the kernel runs without a
+    TPU, slowly, for tests.
+
+    Raises NotImplementedError in a program that the compiler partitions over several TPUs, since it cannot partition a
     kernel: call this inside `jax.shard_map(..., check_vma=False)` or `jax.pmap`.
     """
     if key is not None:
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "dropout": dropout}
         return plain_attention(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **options)
-    # Here, so that only those who use it wait for it: 0.1 s.
+    # Imported here, since it takes 0.1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -57,7 +58,7 @@ def splash_attention(
     scale = H**-0.5 if scale is None else scale
     square = (T + padding, T + padding)
     mask = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
-    # Not kept from call to call: made inside a trace, its arrays belong to that trace.
+    # Not cached between calls: its arrays belong to the trace in which they are made.
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * N),
         attn_logits_soft_cap=softcap,
@@ -71,10 +72,10 @@ def splash_attention(
         # Padded keys come after every real query, so that the mask hides them; padded queries are cut off below.
         return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padding), (0, 0)))
 
-    # The kernel does not scale. In bfloat16 this rounds q once more, unless H is a power of 4: exact for 64.
+    # The kernel does not scale scores. In bfloat16 this rounds q once more, unless H is a power of 4, such as 64.
     q_BNTH, k_BKSH, v_BKSH = heads_first(q_BTNH * scale), heads_first(k_BSKH), heads_first(v_BSKH)
-    # Mapped over B. With the batch folded into the heads the compiler copies more: GPT-2's layer at B=8, T=1024
-    # then spends 2.4 million cycles of a v5e around the kernel, not 1.9.
+    # Mapped over B. With the batch folded into the heads the compiler copies more: a layer of GPT-2 at B=8, T=1024
+    # then spends 2.4 million cycles of a v5e around the kernel instead of 1.9.
     ids = None
     if segments_BT is not None:
         padded_BT = jnp.pad(segments_BT, ((0, 0), (0, padding)))
@@ -85,11 +86,11 @@ def splash_attention(
 
 @jax.custom_vjp
 def _gradient_by_rows(x_BTF: jax.Array) -> jax.Array:
-    """Return x, whose gradient is laid out in memory token by token.
+    """Return x, with its gradient laid out in memory token by token.
 
-    The kernel writes gradients as [B, N, T, H], and two products read each: for the weights and for the input. Left to
-    itself the compiler turns it anew for either. Turned once: 219 MB for a layer of GPT-2 at B=8, T=1024, and 1.5
-    million cycles of a v5e around the kernel, where it had 304 MB and 2.3 million.
+    The kernel writes gradients as [B, N, T, H], and two products read each: for the weights and for the input. By
+    default the compiler transposes it once for each. Transposed only once, a layer of GPT-2 at B=8, T=1024 takes 219 MB
+    instead of 304, and 1.5 million cycles of a v5e around the kernel instead of 2.3.
     """
     return x_BTF
 
@@ -100,7 +101,7 @@ _gradient_by_rows.defvjp(
 
 
 def computed_scores(T: int, H: int, window: int | None = None) -> int:
-    """Count the scores of one head, of T x T, that the kernel computes: each block of which the mask leaves anything."""
+    """Count the scores of one head that the kernel computes: those in blocks that the mask does not empty."""
     block = _block(T + -T % LANES, H)
     blocks = range(-(-T // block))
     reach = T if window is None else window
@@ -108,21 +109,21 @@ def computed_scores(T: int, H: int, window: int | None = None) -> int:
 
 
 def _block(T: int, H: int) -> int:
-    """The largest block that divides T, a multiple of 128, and compiles for every TPU since v4."""
-    # A kernel has 16 MiB of scratch memory on v4 and v5e. Blocks of 2048 need 17 to 23 of them, and blocks of 1024 with
-    # heads of 160 or 256 need 18 on v4.
+    """Return the largest block that divides T, a multiple of 128, and compiles for every TPU since v4."""
+    # A kernel has 16 MiB of scratch memory on v4 and v5e. Blocks of 2048 need 17 to 23 MiB, and blocks of 1024 with
+    # heads of 160 or 256 need 18 MiB on v4.
     largest = 1024 if H <= 128 else 512
     return max(rows for rows in range(LANES, largest + 1, LANES) if T % rows == 0)
 
 
 def _block_sizes(T: int, H: int) -> Any:
-    """How the kernel cuts T, a multiple of 128."""
+    """Return the kernel's block sizes for T, a multiple of 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     block = _block(T, H)
     compute = max(rows for rows in range(LANES, 512 + 1, LANES) if block % rows == 0)
-    # A last axis below 128 is padded to 128 in memory. Smaller heads are therefore passed as [H, T], which is how the
-    # compiler keeps them anyway: GPT-2's layer at B=8, T=1024 has 49 MiB of temporaries then, not 105 (plain: 579).
+    # A last axis below 128 is padded to 128 in memory. Smaller heads are therefore passed as [H, T], which is also the
+    # compiler's own layout: a layer of GPT-2 at B=8, T=1024 has 49 MiB of temporaries then, not 105 (plain: 579).
     layout = kernels.QKVLayout.SEQ_MINOR if H < LANES else kernels.QKVLayout.HEAD_DIM_MINOR
     return kernels.BlockSizes(
         block_q=block,
