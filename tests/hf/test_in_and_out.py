@@ -257,7 +257,7 @@ def hub(files):
     commit = "0" * 40
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):  # noqa: N802 - http.server's name
+        def do_GET(self):
             path = self.path.partition("?")[0]
             if path.startswith("/api/models/org/name/tree/"):
                 tree = [{"type": "file", "path": n, "size": len(x), "oid": commit} for n, x in files.items()]
