@@ -79,7 +79,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
     ],
 )
 def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files, ends):
-    run = dataclasses.replace(chat[0], directory=tmp_path)
+    run = dataclasses.replace(chat[0], metadata=dataclasses.replace(chat[0].metadata, directory=tmp_path))
     (tmp_path / "hf").mkdir()
     for name, values in files.items():
         (tmp_path / "hf" / name).write_text(json.dumps(values))

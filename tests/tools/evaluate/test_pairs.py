@@ -33,7 +33,7 @@ def always_right(monkeypatch, *, ends=True):
             ids = tokenizer.encode(known[read])[: most(len(prompt))].tolist()
             yield ids[: ids.index(10)] if 10 in ids else ids
 
-    def stream(model, params, prompts, decoding, *, key, sources):
+    def stream(model, params, prompts, decoding, *, key, every, sources):
         yield list(texts(prompts, sources, lambda length: decoding.max_new_tokens))
 
     def beam_search(model, params, prompts, decoding, *, beams, sources):
