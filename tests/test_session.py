@@ -200,7 +200,7 @@ def test_nothing_to_score(run):
         run.score("of La M")
     with pytest.raises(UserError, match="batch_size=0: needs at least 1"):
         run.loglikelihood([([1], [2])], batch_size=0)
-    with pytest.raises(UserError, match="pair 1 has nothing before its second list"):
+    with pytest.raises(UserError, match="pair 1 has an empty context: put a start token there"):
         run.loglikelihood([([1], [2]), ([], [2])])
 
 

@@ -114,7 +114,7 @@ def _tokenizer_of_shards(config: DataConfig, root: Path, shards: list[Path], voc
     tokenizer = open_tokenizer(config.tokenizer, "a text needs")
     if tokenizer is None:
         raise UserError(
-            f"{config.path} is token ids, which tokenizer={config.tokenizer} cannot read: give the one they were made with "
+            f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
             "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
         )
     return tokenizer

@@ -94,7 +94,7 @@ def loglikelihood(
     texts = [[*context, *new][-limit:] for (context, new), limit in zip(pairs, limits, strict=True)]
     firsts = [len(text) - len(new) for text, (_, new) in zip(texts, pairs, strict=True)]
     if 0 in firsts:
-        raise UserError(f"pair {firsts.index(0)} has nothing before its second list: begin it with a start token")
+        raise UserError(f"pair {firsts.index(0)} has an empty context: put a start token there")
     results = _score_windows(model, params, texts, firsts, batch_size)
     return [
         LogLikelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(is_greedy[first:].all()))
@@ -169,7 +169,7 @@ def _logprobs(
     B, T, D = x_BTD.shape
     M, R = B * T, min(LOGITS_AT_ONCE, B * T)
     x_MD, targets_M = x_BTD.reshape(M, D), targets_BT.reshape(M)
-    # Filled up with M, an index out of range: such rows are read clipped and not written.
+    # Padded with M, an index out of range: gathers clip it, and scatters drop it.
     wanted = jnp.flatnonzero(wanted_BT, size=M + -M % R, fill_value=M)
 
     def score_rows(number: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
