@@ -375,7 +375,7 @@ OPTIONS = [
     (["replay", "runs/tiny", "--step", "half"], "half"),
     (["replay", "runs/tiny", "--stpe", "1"], "--step"),
     (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
-    (["import-hf"], "its directory, or its id on the Hub"),
+    (["import-hf"], "a directory, or an id on the Hub"),
     (["import-hf", "models/good"], "--run-dir"),
     (["import-hf", "models/good", "--run-dir", ""], "run_dir is empty"),
     (["import-hf", "", "--run-dir", "new"], "model is empty"),
