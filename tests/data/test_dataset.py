@@ -304,7 +304,7 @@ def test_missing_paths_are_told(tmp_path):
 
 def test_token_files_need_their_tokenizer(tmp_path):
     np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="which tokenizer=char cannot read"):
+    with pytest.raises(UserError, match="so tokenizer=char cannot be used"):
         prepare(DataConfig(path=str(tmp_path)), block_size=8)
     with pytest.raises(UserError, match="needs --model.vocab-size"):
         prepare(DataConfig(path=str(tmp_path), tokenizer="ids"), block_size=8)
