@@ -57,17 +57,17 @@ class DataConfig:
 
     @property
     def is_pairs(self) -> bool:
-        """Whether each line has a source and its target, separated by a tab."""
+        """Return whether each line has a source and its target, separated by a tab."""
         return (self.path or self.corpus).endswith(".tsv")
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold several documents, with only parts of them as targets."""
+        """Return whether rows hold several documents, with only parts of them as targets."""
         return self.is_chat or self.is_pairs
 
     @property
     def is_chat(self) -> bool:
-        """Whether each line is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}."""
+        """Return whether each line is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}."""
         return (self.path or self.corpus).endswith(".jsonl")
 
 

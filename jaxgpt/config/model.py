@@ -126,7 +126,7 @@ class GPTConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
+        """Return whether the MLP has a gate."""
         return "glu" in self.activation
 
     def explicit(self) -> GPTConfig:

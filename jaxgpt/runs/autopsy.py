@@ -36,7 +36,7 @@ LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonFiniteReport:
-    """Where the forward and backward pass of a step are not finite. A layer is a group of parameters: wte, h_0, ..."""
+    """First non-finite output, and the norms, of one step. A layer is a group of parameters: wte, h_0, ..."""
 
     first: str | None  # what computed the first non-finite value from finite ones; None: all were finite this time
     parameter_norms: dict[str, float]  # by layer

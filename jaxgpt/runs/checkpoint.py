@@ -95,7 +95,7 @@ class Checkpoints(CheckpointIndex):
             self._sealing = self._pool.submit(self._seal, partial, about)
 
     def _seal(self, partial: Path, about: dict[str, Any]) -> None:
-        """In the background, wait for the arrays, write the manifest, publish the checkpoint and remove old ones."""
+        """Wait for the arrays, write the manifest, publish the checkpoint and remove old ones, in the background."""
         step = about["step"]
         try:
             assert self._writer is not None
