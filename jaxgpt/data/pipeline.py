@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 
+PREFETCH = 16  # batches read ahead
 MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
 RowReader = Callable[[int], tuple[np.ndarray, ...]]  # index of a row -> that row of each field of a `Batch`
 
@@ -35,10 +36,12 @@ def training_batches(
     seed: int,
     start_step: int = 0,
     rows: Sequence[int] | np.ndarray | None = None,
+    prefetch: int = PREFETCH,
 ) -> Generator[Batch, None, None]:
     """Yield endless batches from `start_step` on: batch t depends only on (data, seed, t), so resuming needs no state.
 
-    `rows` are the rows of each batch that this process reads; None means all.
+    `rows` are the rows of each batch that this process reads; None means all. `prefetch` is the number of batches read
+    ahead.
     """
     import grain  # 1.5 s to import, so only when training
 
@@ -48,7 +51,7 @@ def training_batches(
     def make_batch(step: int) -> Batch:
         return _stack(read(step * batch_size + row) for row in local)
 
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
     yield from grain.MapDataset.range(start_step, MOST_STEPS).map(make_batch).to_iter_dataset(options)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment
-from jaxgpt.data.pipeline import training_batches
+from jaxgpt.data.pipeline import PREFETCH, training_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -61,10 +61,10 @@ class Training:
 
     def whole_batch(self, step: int) -> Batch:
         """Return the batch of one step, with the rows of all devices and processes."""
-        with contextlib.closing(self._read(step - 1, None)) as batches:
+        with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
             return next(batches)
 
-    def _read(self, start: int, rows: np.ndarray | None) -> Generator[Batch]:
+    def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
         train = self.experiment.train
         return training_batches(
             self.dataset.train,
@@ -73,4 +73,5 @@ class Training:
             seed=train.seed,
             start_step=start,
             rows=rows,
+            prefetch=prefetch,
         )
