@@ -401,6 +401,7 @@ OPTIONS = [
     (["plan", "--topology", ""], "topology is empty"),
     (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),
     (["plan", "--topology", "v5e:3x3"], "v5e has no slice 3x3"),
+    (["plan", "--topology", "2xv5e:3x3"], "v5e has no slice 3x3"),
     (["plan", "--topology", "v5e:９x９"], "needs v4, v5e, v5p or v6e"),
     (["plan", "--topology", "v5p:" + "9" * 5000], "up to 6144 chips"),
     (["plan", "nowhere.py"], "there is no such file"),
@@ -506,6 +507,8 @@ NUMBERS = [
     ("--parallel.fsdp", "-2"),
     ("--parallel.tensor", str(2**31)),
     ("--parallel.tensor", "3"),
+    ("--parallel.slices", "0"),
+    ("--parallel.slices", "2"),  # which need a mesh
     ("--parallel.micro-batch-size", "0"),
     ("--parallel.loss-chunk", "3"),
     ("--parallel.processes", "2"),

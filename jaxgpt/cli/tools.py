@@ -91,7 +91,7 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
     The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        topology: a TPU slice such as v5e:4x4, v6e:16x16, v5p:8x8x8; None: this machine
+        topology: TPUs such as v5e:4x4, v6e:16x16, v5p:8x8x8, two slices as 2xv5e:16x16; None: this machine
         json: print JSON instead of text
         experiment: its fields are options too
     """

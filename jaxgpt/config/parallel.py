@@ -29,6 +29,9 @@ class ParallelConfig:
     data: AxisSize = -1  # mesh devices that share the batch, each group of them with a full model; -1: the rest
     fsdp: AxisSize = 1  # mesh devices that shard batch, parameters and optimiser state; -1: the rest
     tensor: AxisSize = 1  # mesh devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # mesh groups of devices between which the network is slow (TPU slices, GPU hosts): of the axes, only data extends over
+    # several of them
+    slices: Size = 1
     # most sequences at once on a device; the rest of its share is accumulated; None: all
     micro_batch_size: PositiveInt | None = None
     # tokens of each sequence whose logits are in memory at once; None: all of block_size

@@ -21,6 +21,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, mesh_shape, state_shardings
+from jaxgpt.parallel.slices import split_slices
 from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings
 from jaxgpt.train import TrainState
 
@@ -28,7 +29,15 @@ from jaxgpt.train import TrainState
 class MeshStrategy(Strategy):
     """Run one program over a mesh, by `jax.jit`, with arrays sharded by `sharding.RULES`."""
 
-    def __init__(self, devices: Sequence[jax.Device] | None = None, *, data: int = -1, fsdp: int = 1, tensor: int = 1):
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        data: int = -1,
+        fsdp: int = 1,
+        tensor: int = 1,
+        slices: int = 1,
+    ):
         """Arrange devices in a mesh. At most one size is -1: the number of devices that the other axes leave.
 
         Args:
@@ -36,19 +45,23 @@ class MeshStrategy(Strategy):
             data: size of the axis over which only the batch is sharded.
             fsdp: size of the axis over which the batch and the parameters are sharded.
             tensor: size of the axis over which heads, hidden units and vocabulary are sharded.
+            slices: number of slices, see `split_slices`. Only the axis `data` extends over several of them.
 
         Raises:
-            UserError: the product of the sizes is not the number of devices.
+            UserError: the product of the sizes is not the number of devices, or they belong to other slices.
         """
         devices = jax.devices() if devices is None else devices
-        sizes = mesh_shape(len(devices), data, fsdp, tensor)
+        sizes = mesh_shape(len(devices), data, fsdp, tensor, slices)
         # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
-        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+        arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
+        in_slice = (sizes["data"] // slices, sizes["fsdp"], sizes["tensor"])
+        grid = np.concatenate([arrange(in_slice, members) for members in split_slices(devices, slices)])
         # Auto: the compiler propagates shardings. JAX's default is Explicit, which linen does not support.
         self.mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         self.devices = tuple(self.mesh.devices.flat)
         self.data_parallel_size = sizes["data"] * sizes["fsdp"]
         self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
+        self.name += f" over {slices} slices" if slices > 1 else ""
         self.sharding_hooks = _sharding_hooks(self.mesh)
         self._batch = NamedSharding(self.mesh, BATCH_SPEC)
         self._replicated = NamedSharding(self.mesh, P())

@@ -123,10 +123,10 @@ def check_divisible(config: GPTConfig, mesh: Mesh) -> None:
             )
 
 
-def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+def mesh_shape(devices: int, data: int, fsdp: int, tensor: int, slices: int = 1) -> dict[str, int]:
     """Return the size of each axis, with -1 replaced by the number of devices that the other axes leave.
 
-    Raises `UserError` unless the product of the sizes is the number of devices.
+    Raises `UserError` unless the product of the sizes is the number of devices and the slices divide `data`.
     """
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))
     given = " x ".join(f"{name}={n}" for name, n in sizes.items())
@@ -138,4 +138,10 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int) -> dict[str, int
             f"parallel {given} does not make the {devices} devices there are: each size must divide {devices} "
             f"({divisors}), and at most one may be -1 (the devices that the others leave)"
         )
-    return {name: rest if n == -1 else n for name, n in sizes.items()}
+    sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
+    if sizes["data"] % slices:
+        raise UserError(
+            f"parallel.slices={slices} does not divide parallel.data={sizes['data']}: take data from multiples of {slices}, "
+            "and fsdp and tensor that fit in one slice"
+        )
+    return sizes

@@ -21,6 +21,7 @@ from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.parallel.mesh import MeshStrategy
 from jaxgpt.parallel.pmap import PmapStrategy
 from jaxgpt.parallel.sharding import check_divisible
+from jaxgpt.parallel.slices import count_slices
 from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
 from jaxgpt.skip import skip_bad_steps
 from jaxgpt.train import MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
@@ -154,7 +155,8 @@ def choose_layout(
     parallel = experiment.parallel
     choices = [parallel]
     if recorded is not None and _layout(parallel) == _layout(recorded.parallel):
-        choices += alternatives(parallel, jax.device_count() if devices is None else len(devices))
+        present = jax.devices() if devices is None else devices
+        choices += alternatives(parallel, len(present), count_slices(present))
     errors: list[UserError] = []
     for choice in choices:
         try:
@@ -180,26 +182,33 @@ def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices =
             f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
             f"not {config.strategy}"
         )
+    if name != "mesh" and config.slices != 1:
+        raise UserError(
+            f"parallel.slices={config.slices} needs --parallel.strategy mesh, not {config.strategy}: without it, pmap "
+            "splits the batch over the devices of all slices"
+        )
     if name == "single":
         if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
         return SingleDevice(devices)
     if name == "pmap":
         return PmapStrategy(devices)
-    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor)
+    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor, slices=config.slices)
     check_divisible(model, strategy.mesh)
     return strategy
 
 
-def _layout(config: ParallelConfig) -> tuple[str, int, int, int]:
-    return config.strategy, config.data, config.fsdp, config.tensor
+def _layout(config: ParallelConfig) -> tuple[str, int, int, int, int]:
+    return config.strategy, config.data, config.fsdp, config.tensor, config.slices
 
 
-def alternatives(config: ParallelConfig, devices: int) -> list[ParallelConfig]:
-    """Return fallbacks for another number of devices: the same kind of sharding if it was a mesh, auto, one device."""
+def alternatives(config: ParallelConfig, devices: int, slices: int = 1) -> list[ParallelConfig]:
+    """Return fallbacks for other devices: the same kind of sharding if it was a mesh, auto, one device."""
     found = []
     if config.strategy == "mesh" and devices > 1:
-        rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": 1, "fsdp": -1}
-        found = [dataclasses.replace(config, **rest, tensor=tensor) for tensor in (max(config.tensor, 1), 1)]
+        found = [] if config.slices == slices else [dataclasses.replace(config, slices=slices)]
+        rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": slices, "fsdp": -1}
+        tensors = (max(config.tensor, 1), 1)
+        found += [dataclasses.replace(config, **rest, tensor=tensor, slices=slices) for tensor in tensors]
     names = ("auto", "single")
-    return found + [dataclasses.replace(config, strategy=name, data=-1, fsdp=1, tensor=1) for name in names]
+    return found + [dataclasses.replace(config, strategy=name, data=-1, fsdp=1, tensor=1, slices=1) for name in names]

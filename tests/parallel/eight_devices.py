@@ -47,11 +47,15 @@ STRATEGIES = {
     "fsdp": ParallelConfig(strategy="mesh", data=1, fsdp=-1),
     "tensor": ParallelConfig(strategy="mesh", tensor=2),
     "all": ParallelConfig(strategy="mesh", data=2, fsdp=2, tensor=2),
+    "two slices": ParallelConfig(strategy="mesh", data=2, fsdp=4, slices=2),
+    "one slice": ParallelConfig(strategy="mesh", data=2, fsdp=4),
     "all, in pieces": ParallelConfig(strategy="mesh", data=2, fsdp=2, tensor=2, micro_batch_size=2, loss_chunk=4),
 }
 
 # Muon's own step is on whole matrices and on cut ones; what else differs between strategies, AdamW shows.
-CURVES = [(name, "adamw") for name in STRATEGIES] + [(name, "muon") for name in ("single", "all, in pieces")]
+CURVES = [(name, "adamw") for name in STRATEGIES if "slice" not in name] + [
+    (name, "muon") for name in ("single", "all, in pieces")
+]
 
 NO_LORA = LoraConfig()
 
@@ -64,7 +68,13 @@ def tokens(step: int) -> np.ndarray:
 
 class Run:
     def __init__(
-        self, name: str, optimizer: str, devices: int = 8, model: GPTConfig = CONFIG, lora: LoraConfig = NO_LORA
+        self,
+        name: str,
+        optimizer: str,
+        devices: int = 8,
+        model: GPTConfig = CONFIG,
+        lora: LoraConfig = NO_LORA,
+        resumed: bool = False,
     ):
         experiment = Experiment(
             name="eight",
@@ -75,7 +85,7 @@ class Run:
             lora=lora,
             parallel=STRATEGIES[name],
         )
-        trainer = make_trainer(experiment, jax.devices()[:devices])
+        trainer = make_trainer(experiment, jax.devices()[:devices], recorded=experiment if resumed else None)
         self.trainer, self.strategy, self.model = trainer, trainer.strategy, trainer.model
         self.init_state, self.step = trainer.init_state, trainer.train_step
         self.abstract_state, self.checksums = trainer.abstract_state, trainer.checksums
@@ -161,6 +171,25 @@ def crossings(directory: str) -> dict:
         checkpoints.close()
         found[f"{name} on {devices} -> {then} on {devices_then}"] = second.run(STEPS // 2)
     return found
+
+
+def sliced(directory: str) -> dict:
+    """Losses on two slices, on one, and of a run on two that is saved and goes on with half of the devices."""
+    run, whole = Run("two slices", "adamw"), Run("one slice", "adamw")
+    checkpoints = Checkpoints(Path(directory))
+    losses = run.run(0, 2)
+    checkpoints.save(run.strategy.to_checkpoint(run.state), 2, None)
+    checkpoints.wait()
+    losses += run.run(2, 4)
+    half = Run("two slices", "adamw", 4, resumed=True)
+    half.state = half.strategy.from_checkpoint(checkpoints.restore(2, half.abstract_state))
+    checkpoints.close()
+    return {
+        "two": losses,
+        "one": whole.run(0, 4),
+        "resumed": half.run(2, 4),
+        "fallback": half.trainer.fallback,
+    }
 
 
 def made() -> dict:
@@ -339,7 +368,7 @@ def compare(run: Run) -> str:
 WORK = {
     work.__name__: work
     for work in (
-        *(curves, crossings, programs, several),
+        *(curves, crossings, sliced, programs, several),
         *(kept, whole_arrays, made, dropped, guarded, drift, adapters, with_encoder, imported),
     )
 }

@@ -1,5 +1,6 @@
 """single = accumulation = pmap = mesh, in losses, in checkpoints, and in what they exchange; on 8 CPU devices."""
 
+import dataclasses
 import json
 
 import jax
@@ -265,6 +266,9 @@ def mesh(config, **sizes):
     [
         (lambda: mesh_shape(8, 3, 1, 1), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices.*\[1, 2, 4, 8\]"),
         (lambda: mesh_shape(8, -1, 3, 1), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
+        (lambda: mesh_shape(8, -1, 4, 1, 4), "slices=4 does not divide parallel.data=2: take data from multiples of 4"),
+        (lambda: choose(ParallelConfig(slices=2)), "slices=2 needs --parallel.strategy mesh, not auto: .* pmap splits"),
+        (lambda: ParallelConfig(slices=0), "slices=0: needs at least 1"),
         (
             lambda: mesh(GPTConfig(), tensor=8),
             r"n_head=12 does not divide over parallel.tensor=8: take.*\[1, 2, 3, 4, 6\]",
@@ -325,3 +329,12 @@ def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():
     copies = alternatives(ParallelConfig(strategy="mesh", data=8), 4)
     assert (copies[0].data, copies[0].fsdp) == (-1, 1)
     assert [c.strategy for c in alternatives(kept, 1)] == [c.strategy for c in alternatives(ParallelConfig(), 8)]
+
+
+def test_a_mesh_is_resumed_on_other_slices():
+    """With the same axes if the devices are as many, or as sharded as it was; in a slice, never over several."""
+    two = ParallelConfig(strategy="mesh", data=2, fsdp=16, slices=2)
+    sizes = [(c.strategy, c.data, c.fsdp, c.slices) for c in alternatives(two, 32, 1)]
+    assert sizes[:2] == [("mesh", 2, 16, 1), ("mesh", 1, -1, 1)] and sizes[-1] == ("single", -1, 1, 1)
+    one = dataclasses.replace(two, data=1, slices=1)
+    assert [(c.data, c.fsdp, c.slices) for c in alternatives(one, 32, 2)][:2] == [(1, 16, 2), (2, -1, 2)]

@@ -21,6 +21,9 @@ _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
 def tpu_devices(topology: str) -> list[jax.Device]:
     """Return the devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
 
+    "2xv5e:16x16" is two such slices, joined by the data-center network: Google Cloud's reports write 2xv5e-256, with the
+    number of chips, and here the shape says also how they are linked.
+
     The devices come from libtpu; they cannot hold arrays or run programs. On a machine with a TPU, set
     `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
     (`TPU_WORKER_ID` and the like) are kept. The two cores of a v4 or v5p chip count as one device.
@@ -28,10 +31,13 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     Raises `UserError` if the family or the shape does not exist, if libtpu is not installed, or if another process
     has loaded it, because it allows one process at a time.
     """
-    match = re.fullmatch(r"(v4|v5e|v5p|v6e):([0-9]+(?:x[0-9]+)*)", topology)
+    match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5p|v6e):([0-9]+(?:x[0-9]+)*)", topology)
     if not match:
-        raise UserError(f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4")
-    family, shape = match.groups()
+        raise UserError(
+            f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices "
+            "(at most 99)"
+        )
+    slices, family, shape = match.groups()
     if family in _LARGEST:
         exists = shape in _SHAPES_3D or shape in _cubes(_LARGEST[family])
         choices = f"{', '.join(_SHAPES_3D)}, or AxBxC of multiples of 4, A <= B <= C, up to {_LARGEST[family]} chips"
@@ -52,8 +58,10 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     options: dict[str, Any] = {"chip_config_name": "megacore"} if family in _LARGEST else {}
     if shape == "1x1":
         options["chips_per_host_bounds"] = (1, 1, 1)
+    options["num_slices"] = int(slices or 1)
+    name = f"{family}:{shape}"
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
     except jax.errors.JaxRuntimeError as error:
         if "lockfile" not in str(error):
             raise

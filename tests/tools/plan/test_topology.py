@@ -33,6 +33,7 @@ SLICES = [
     ["v4:2x2x1", 4, "TPU v4", [2, 2, 1], True],  # a device per chip, not per core
     ["v5p:8x8x8", 512, "TPU v5", [8, 8, 8], True],
     ["v5p:4x4x12", 192, "TPU v5", [4, 4, 12], True],
+    ["3xv5p:2x2x4", 48, "TPU v5", [2, 2, 4], True],
 ]
 
 
@@ -45,7 +46,9 @@ def test_slices(tmp_path):
     assert [json.loads(line) for line in result.stdout.splitlines()] == [*SLICES, ["cpu", 3.0]]
 
 
-@pytest.mark.parametrize("name", ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod-4"])
+@pytest.mark.parametrize(
+    "name", ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod-4", "0xv5e:4x4", "100xv5e:4x4", "x"]
+)
 def test_what_is_no_topology(name):
     with pytest.raises(UserError, match="needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"):
         tpu_devices(name)
