@@ -9,6 +9,8 @@ import warnings
 
 from jaxgpt.errors import UserError
 
+NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one: Windows Subsystem for Linux
+
 
 def configure_jax(*, computes: bool = True) -> None:
     """Import JAX and configure it for a command, without starting a backend: several processes must connect first.
@@ -23,6 +25,7 @@ def configure_jax(*, computes: bool = True) -> None:
         )
     if not computes:
         os.environ["JAX_PLATFORMS"] = "cpu"
+    skip_cuda_check()
     try:
         from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory, return_freed_memory
     except ValueError as e:  # JAX cannot parse one of its environment variables
@@ -35,6 +38,15 @@ def configure_jax(*, computes: bool = True) -> None:
     else:
         return_freed_memory()
     enable_compilation_cache()
+
+
+def skip_cuda_check() -> None:
+    """Keep JAX's CUDA plugin from looking for CUDA's libraries where there is no GPU.
+
+    The plugin may be there for its compiler alone, by the extra `plan-gpu`. JAX then logs a traceback at its first use.
+    """
+    if not any(os.path.exists(path) for path in NVIDIA_DEVICES):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def _try_flags() -> None:

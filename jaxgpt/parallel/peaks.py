@@ -1,6 +1,7 @@
 """Peak rates of devices (arithmetic, memory, links), and lower bounds for the time of collectives."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ class Peaks:
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s in one direction, of one TPU link or all NVLinks of a GPU
     torus: int  # dimensions of the torus of links; 0: one switch connects all devices of a host
+    network_bandwidth: float | None = None  # bytes/s in one direction, of a GPU's network card between hosts
 
 
 _GB, _GiB = 10**9, 2**30
@@ -28,22 +30,66 @@ _V5E = Peaks(flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandw
 _V5P = Peaks(flops=459e12, memory=96 * _GiB, memory_bandwidth=2.8e12, link_bandwidth=9e10, torus=3)
 _V6E = Peaks(flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2)
 
-# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL: FLOP/s without sparsity, and half of the sum
-# of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects only two of them (four H200 NVL).
-_A100 = Peaks(flops=312e12, memory=40 * _GB, memory_bandwidth=1.555e12, link_bandwidth=300e9, torus=0)
-_H100 = Peaks(flops=989e12, memory=80 * _GB, memory_bandwidth=3.35e12, link_bandwidth=450e9, torus=0)
+# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200, H200 NVL, B200 (HGX) and RTX PRO 6000 Blackwell: FLOP/s
+# without sparsity, and half of the sum of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects
+# only two of them (four H200 NVL). Between hosts, the SXM boards have a network card each, by docs.nvidia.com/dgx: eight
+# of 200 Gbit/s in a DGX A100, of 400 Gbit/s in a DGX H100, H200 or B200. Memory is what the driver reports, by the
+# target files that tools/plan/gpu.py names, or else the data sheet's.
+_A100 = Peaks(
+    flops=312e12,
+    memory=40 * _GB,
+    memory_bandwidth=1.555e12,
+    link_bandwidth=300e9,
+    torus=0,
+    network_bandwidth=25e9,
+)
+_A100_PCIE = replace(_A100, link_bandwidth=32e9, network_bandwidth=None)
+_H100 = Peaks(
+    flops=989e12,
+    memory=84_942_979_072,
+    memory_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+    torus=0,
+    network_bandwidth=50e9,
+)
+_H100_PCIE = replace(
+    _H100,
+    flops=756e12,
+    memory=80 * _GB,
+    memory_bandwidth=2.0e12,
+    link_bandwidth=64e9,
+    network_bandwidth=None,
+)
+_NVL = replace(_H100_PCIE, flops=835e12)
+_B200 = replace(
+    _H100,
+    flops=2250e12,
+    memory=191_514_411_008,
+    memory_bandwidth=8e12,
+    link_bandwidth=900e9,
+)
+_RTX_PRO_6000 = Peaks(
+    flops=503.8e12,
+    memory=103_079_215_104,
+    memory_bandwidth=1.597e12,
+    link_bandwidth=64e9,
+    torus=0,
+)
 
 # By JAX's full name of the device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb" and "TPU v4 lite" are unknown. "TPU v5" is v5p.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": replace(_A100, memory=80 * _GB, memory_bandwidth=2.039e12),
-    "NVIDIA A100-PCIE-40GB": replace(_A100, link_bandwidth=32e9),
-    "NVIDIA A100 80GB PCIe": replace(_A100, memory=80 * _GB, memory_bandwidth=1.935e12, link_bandwidth=32e9),
+    "NVIDIA A100-SXM4-80GB": replace(_A100, memory=85_100_068_864, memory_bandwidth=2.039e12),
+    "NVIDIA A100-PCIE-40GB": _A100_PCIE,
+    "NVIDIA A100 80GB PCIe": replace(_A100_PCIE, memory=80 * _GB, memory_bandwidth=1.935e12),
     "NVIDIA H100 80GB HBM3": _H100,
-    "NVIDIA H100 PCIe": replace(_H100, flops=756e12, memory_bandwidth=2.0e12, link_bandwidth=64e9),
-    "NVIDIA H100 NVL": replace(_H100, flops=835e12, memory=94 * _GB, memory_bandwidth=3.9e12, link_bandwidth=64e9),
-    "NVIDIA H200": replace(_H100, memory=141 * _GB, memory_bandwidth=4.8e12),
-    "NVIDIA H200 NVL": replace(_H100, flops=835e12, memory=141 * _GB, memory_bandwidth=4.8e12, link_bandwidth=64e9),
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": replace(_NVL, memory=94 * _GB, memory_bandwidth=3.9e12),
+    "NVIDIA H200": replace(_H100, memory=151_397_597_184, memory_bandwidth=4.8e12),
+    "NVIDIA H200 NVL": replace(_NVL, memory=141 * _GB, memory_bandwidth=4.8e12),
+    "NVIDIA B200": _B200,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": _RTX_PRO_6000,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": replace(_RTX_PRO_6000, memory_bandwidth=1.792e12),
     "TPU v4": _V4,
     "TPU v5 lite": _V5E,
     "TPU v5e": _V5E,
@@ -60,14 +106,19 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
     `group` holds indices into `devices`, which are a full slice. On a TPU, each dimension in which the group extends
     adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16 chips is a
     ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical switches connect.
-    On GPUs, the result is the link's bandwidth if the group is within one host.
+    On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
+    each of which leaves a host by another network card: as many cards send as the host has members of the group.
     """
     members = [devices[i] for i in group]
     limits = PEAKS.get(members[0].device_kind)
     if limits is None:
         return None
     if limits.torus == 0:
-        return limits.link_bandwidth if len({d.process_index for d in members}) == 1 else None
+        on_host = Counter(d.process_index for d in members)
+        if len(on_host) == 1:
+            return limits.link_bandwidth
+        network = limits.network_bandwidth
+        return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
     sizes = [len({d.coords[axis] for d in devices}) for axis in range(limits.torus)]
     cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
     links = 0

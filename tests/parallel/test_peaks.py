@@ -21,7 +21,7 @@ def devices(kind: str, *shape: int, process_index: int = 0):
 def test_names_that_jax_has():
     assert PEAKS["TPU v5 lite"] is PEAKS["TPU v5e"]
     assert PEAKS["TPU v5"] is PEAKS["TPU v5p"]
-    assert PEAKS["NVIDIA A100-SXM4-80GB"].memory == 80 * 10**9
+    assert PEAKS["NVIDIA A100-SXM4-80GB"].memory == 85_100_068_864  # as the driver reports it
     flops = {"80GB HBM3": 989e12, "PCIe": 756e12, "NVL": 835e12}  # one board is not another
     assert {board: PEAKS[f"NVIDIA H100 {board}"].flops for board in flops} == flops
     assert PEAKS["NVIDIA H200"].flops == 989e12 and PEAKS["NVIDIA H200 NVL"].flops == 835e12
@@ -40,7 +40,7 @@ def test_names_that_jax_has():
         "NVIDIA H800",
         "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
         "NVIDIA L4",
-        "NVIDIA B200",
+        "NVIDIA B300 SXM6 AC",
         "NVIDIA RTX 6000 Ada Generation",
         "AMD Instinct MI300X",
     ],
@@ -77,7 +77,12 @@ def test_one_chip_needs_no_links():
 def test_nvlink_ends_at_the_host():
     h200 = devices("NVIDIA H200", 8) + devices("NVIDIA H200", 8, process_index=1)
     assert ring_bandwidth(h200, range(8)) == 450e9
-    assert ring_bandwidth(h200, range(16)) is None
+    assert ring_bandwidth(h200, range(16)) == 8 * 50e9  # eight network cards, which are slower than NVLink
+    assert ring_bandwidth(h200, (0, 8)) == 50e9  # one: the other seven carry the other groups
+    assert ring_bandwidth(h200, (0, 1, 2, 8)) == 50e9  # the host with the fewest
+    nvl = devices("NVIDIA H200 NVL", 8) + devices("NVIDIA H200 NVL", 8, process_index=1)
+    assert ring_bandwidth(nvl, range(8)) == 64e9
+    assert ring_bandwidth(nvl, range(16)) is None  # nothing is known of the network between such hosts
 
 
 def test_seconds():

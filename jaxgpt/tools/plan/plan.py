@@ -1,4 +1,4 @@
-"""Plan a training run: compile its step for this machine or a TPU slice, and find a configuration that fits."""
+"""Plan a training run: compile its step for this machine, a TPU slice or GPUs, and find a configuration that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.estimate import Plan, estimate, format_gib
 from jaxgpt.tools.plan.program import read_program
-from jaxgpt.tools.plan.topology import tpu_devices
+from jaxgpt.tools.plan.topology import topology_devices
 
 
 class DoesNotFit(Exception):
@@ -42,13 +42,14 @@ def make_plan(
     Args:
         experiment: the experiment. The size of its vocabulary is replaced.
         vocab_size: the size of the vocabulary.
-        topology: a TPU slice such as "v5e:4x4", which libtpu compiles for. None means this machine.
+        topology: a TPU slice such as "v5e:4x4", which libtpu compiles for, or GPUs such as "h200:8", which JAX's CUDA
+            plugin compiles for. None means this machine.
         say: receives a line of text for each attempt.
 
     Raises:
         UserError: nothing fits, or the batch or the width is not divisible over the devices.
     """
-    devices = all_devices() if topology is None else tpu_devices(topology)
+    devices = all_devices() if topology is None else topology_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
     experiment = dataclasses.replace(experiment, model=model)
     found: list[Plan] = []

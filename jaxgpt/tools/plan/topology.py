@@ -1,4 +1,4 @@
-"""Describe TPU slices without a TPU, as devices to lower and compile for."""
+"""Describe TPU slices without a TPU, as devices to lower and compile for; GPUs are described in `gpu`."""
 
 import importlib.util
 import itertools
@@ -10,12 +10,18 @@ from typing import Any
 import jax
 
 from jaxgpt.errors import UserError
+from jaxgpt.tools.plan.gpu import TARGETS, gpu_devices
 
 # Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
 # tiled by hosts of 2x2x1 chips.
 _SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
 _LARGEST = {"v4": 4096, "v5p": 6144}  # chips
+
+
+def topology_devices(topology: str) -> list[jax.Device]:
+    """Return the devices to compile for: GPUs, as "h200:8", or a TPU slice, as "v5e:4x4"."""
+    return gpu_devices(topology) if topology.partition(":")[0] in TARGETS else tpu_devices(topology)
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
@@ -35,7 +41,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     if not match:
         raise UserError(
             f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices "
-            "(at most 99)"
+            f"(at most 99), or {', '.join(TARGETS)} and a number of GPUs, such as h200:8"
         )
     slices, family, shape = match.groups()
     if family in _LARGEST:

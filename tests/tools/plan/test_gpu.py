@@ -1,0 +1,59 @@
+"""GPUs without a GPU: their names, their facts, and what is said where JAX's CUDA plugin is missing."""
+
+import importlib.metadata
+import re
+
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.tools.plan import gpu
+from jaxgpt.tools.plan.gpu import TARGETS, gpu_devices
+from jaxgpt.tools.plan.topology import topology_devices
+
+
+@pytest.mark.parametrize("name", ["h200", "h200:", "h200:0", "h200:08", "h200:9", "h200:0x8", "h200:2x2x2", "a100:8"])
+def test_what_is_no_topology(name):
+    with pytest.raises(UserError, match="such as h200:8, or hosts and the GPUs of each, such as h200:4x8"):
+        gpu_devices(name)
+
+
+def test_an_unknown_device_names_both_kinds():
+    with pytest.raises(UserError, match=r"such as v5e:4x4, .*, or h100, h200, a100-80, b200, rtx6000pro and a number"):
+        topology_devices("h300:8")
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_targets_agree_with_the_data_sheets(target):
+    peaks = PEAKS[target.name]
+    assert target.memory_bandwidth == pytest.approx(peaks.memory_bandwidth, rel=0.13)  # the cards of one GPU differ
+    # A core's bfloat16 FLOPs per cycle are a power of two; under load, tensor cores clock up to 8% lower than the rest.
+    per_cycle = peaks.flops / (target.cores * target.clock_ghz * 1e9)
+    assert {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}[target.capability] == pytest.approx(
+        per_cycle, rel=0.12
+    )
+    text = target.to_text()
+    assert text.count("{") == text.count("}") == 3
+    assert re.search(r"device_memory_size: (\d+)", text)[1] == str(peaks.memory)
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, r'needs JAX\'s CUDA plugin, which is not installed: pip install "jaxgpt\[plan-gpu\]"'),
+        (
+            {"jax-cuda13-plugin": "0.9.1"},
+            r'jax-cuda13-plugin of jaxlib\'s version, 0.10.2, not 0.9.1: pip install "jax-cuda13-plugin==0.10.2"',
+        ),
+    ],
+)
+def test_the_plugin_that_is_not_there(monkeypatch, installed, message):
+    def version(name):
+        try:
+            return ({"jaxlib": "0.10.2"} | installed)[name]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(gpu.importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=message):
+        gpu_devices("h200:8")
