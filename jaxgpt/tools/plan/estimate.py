@@ -28,6 +28,8 @@ class CollectiveTotal:
     count: int
     bytes: float  # sum over the full buffers
     seconds: float | None  # at the full bandwidth of the links; None: unknown
+    asynchronous: int  # of them, those that have other work between their start and their end
+    hidden_seconds: float | None  # of `seconds`, at most as long as that work takes; None: unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Plan:
     state_memory: int  # the part of `memory` for parameters and optimiser state
     available: int | None  # bytes
     fits: bool | None
+    kernels: dict[str, int]  # launches per step, of libraries and code generators
     collectives: tuple[CollectiveTotal, ...]
     compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
     memory_seconds: float | None  # per step, if each operand and result of a fusion is read or written once
@@ -87,7 +90,7 @@ def estimate(
     parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
-    flops = program.flops + program.custom_flops + _kernel_flops(trainer, config, tokens / len(used), program)
+    flops = program.flops + program.custom_flops + _splash_flops(trainer, config, tokens / len(used), program)
     limits = PEAKS.get(used[0].device_kind)
     collectives = _total_collectives(program.collectives, used)
     compute = memory_traffic = interconnect = bottleneck = step = None
@@ -117,6 +120,7 @@ def estimate(
         state_memory=bytes_per_device(trainer.abstract_state),
         available=available,
         fits=None if available is None else True,
+        kernels=program.kernels,
         collectives=collectives,
         compute_seconds=compute,
         memory_seconds=memory_traffic,
@@ -130,27 +134,23 @@ def estimate(
     )
 
 
-def _kernel_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
-    """Return the FLOPs of attention kernels that the program does not state: 2 products forward, 5 backward.
+def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
+    """Return the FLOPs of splash attention, which the program does not state: 2 products forward, 5 backward.
 
-    The backward pass recomputes the scores. Splash attention computes scores in whole blocks; other kernels are assumed
-    to compute only the half that is not masked.
+    The backward pass recomputes the scores. Scores are computed in whole blocks.
     """
-    attention = trainer.options.attention
-    if attention in ("plain", "xla") or config.dropout or program.custom_flops:
+    if trainer.options.attention != "splash" or config.dropout or program.custom_flops:
         return 0.0
-    calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call" or "fmha" in target)
+    calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call")
     # One forward and one backward call per layer and micro-batch, and the forward calls that remat repeats.
     forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0
-    share = 0.5
-    if attention == "splash":
-        T, H = config.block_size, config.explicit().head_dim
-        assert H
-        windows = [config.window(layer) for layer in range(config.n_layer)]
-        read = sum(min(window or T, T) * T for window in windows)
-        share = sum(computed_scores(T, H, window) for window in windows) / read
+    T, H = config.block_size, config.explicit().head_dim
+    assert H
+    windows = [config.window(layer) for layer in range(config.n_layer)]
+    read = sum(min(window or T, T) * T for window in windows)
+    share = sum(computed_scores(T, H, window) for window in windows) / read
     products = 2 * forward / (calls - forward) + 5
     return products * attention_flops(config) * tokens * share
 
@@ -169,6 +169,13 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
             return None
         return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
 
+    def hidden(c: Collective) -> float | None:
+        alone = seconds(c)
+        if limits is None or alone is None or c.meanwhile is None:
+            return None if alone is None else 0.0
+        work = max(c.meanwhile.flops / limits.flops, c.meanwhile.bytes_accessed / limits.memory_bandwidth)
+        return min(alone, c.times * work)
+
     return tuple(
         CollectiveTotal(
             kind=kind,
@@ -176,6 +183,8 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
             count=sum(c.times for c in members),
             bytes=sum(c.bytes * c.times for c in members),
             seconds=_add([seconds(c) for c in members], math.fsum),
+            asynchronous=sum(c.times for c in members if c.meanwhile and c.meanwhile.bytes_accessed),
+            hidden_seconds=_add([hidden(c) for c in members], math.fsum),
         )
         for (kind, n), members in sorted(groups.items())
     )
@@ -192,12 +201,20 @@ def format_gib(n: float | None) -> str:
     return "unknown" if n is None else f"{n / 2**30:.2f} GiB"
 
 
+def format_ms(seconds: float | None) -> str:
+    """Return a time as text, in milliseconds."""
+    return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def _format_collective(c: CollectiveTotal) -> str:
+    text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB, {format_ms(c.seconds)}"
+    if not c.asynchronous:
+        return text
+    return f"{text}, {c.asynchronous} asynchronous (at most {format_ms(c.hidden_seconds)} hidden)"
+
+
 def format_plan(p: Plan) -> str:
     """Return a plan as text, one fact per line."""
-
-    def ms(seconds: float | None) -> str:
-        return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
-
     fits = "fits" if p.fits else "unknown whether it fits"
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
     skips = " (it counts masked scores, which the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
@@ -210,14 +227,12 @@ def format_plan(p: Plan) -> str:
             "memory per device",
             f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
         ),
-        *(
-            ("collectives", f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB, {ms(c.seconds)}")
-            for c in p.collectives
-        ),
-        ("compute", ms(p.compute_seconds)),
-        ("memory traffic", ms(p.memory_seconds)),
-        ("interconnect", ms(p.interconnect_seconds)),
-        ("step, lower bound", ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
+        *([("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items()))] if p.kernels else []),
+        *(("collectives", _format_collective(c)) for c in p.collectives),
+        ("compute", format_ms(p.compute_seconds)),
+        ("memory traffic", format_ms(p.memory_seconds)),
+        ("interconnect", format_ms(p.interconnect_seconds)),
+        ("step, lower bound", format_ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
         ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("MFU, upper bound", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
         ("full run", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),

@@ -67,6 +67,18 @@ Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """The runs of one instruction at one place of the program."""
+
+    computation: Computation
+    name: str  # of the computation
+    instruction: Instruction
+    times: int
+    launch: tuple[Computation, Instruction] | None = None  # the outermost fusion or asynchronous start around it
+    is_fused: bool = False  # a part of a fusion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Module:
     """A parsed program."""
 
@@ -78,24 +90,30 @@ class Module:
         """Return the computation that a fusion calls."""
         return self.computations[_CALLED.findall(x.text)[0]]
 
-    def executed(
-        self, name: str | None = None, times: int = 1, launcher: str | None = None
-    ) -> Iterator[tuple[str, Instruction, int, str | None]]:
-        """Yield (computation, instruction, times it runs, launcher) for every instruction that runs.
+    def executed(self) -> Iterator[Execution]:
+        """Yield every instruction that runs."""
+        entry = self.computations[self.entry]
+        for x in entry.values():
+            yield from self.executed_by(Execution(computation=entry, name=self.entry, instruction=x, times=1))
 
-        Args:
-            name: the computation to begin with. None means the program's entry.
-            times: how often it runs.
-            launcher: the computation that launches the outermost fusion around it. None: it is not in a fusion.
-        """
-        name = self.entry if name is None else name
-        for x in self.computations[name].values():
-            yield name, x, times, launcher
-            if x.op in ("while", "call", "conditional", "fusion") or (x.is_start and x.kind not in COLLECTIVES):
-                often = times * self._trip_count(self.computations[name], x) if x.op == "while" else times
-                branches = re.findall(r"[\w.\-]+", x.attribute(r"branch_computations=\{([^}]*)\}"))
-                for callee in _CALLED.findall(x.text) + branches:
-                    yield from self.executed(callee, often, (launcher or name) if x.op == "fusion" else launcher)
+    def executed_by(self, e: Execution) -> Iterator[Execution]:
+        """Yield an instruction and all those that it calls."""
+        yield e
+        x, launch, times = e.instruction, e.launch, e.times
+        is_launch = x.op == "fusion" or (x.is_start and x.kind not in COLLECTIVES)
+        if x.op not in ("while", "call", "conditional") and not is_launch:
+            return
+        if x.op == "while":
+            times *= self._trip_count(e.computation, x)
+        if is_launch and launch is None:
+            launch = e.computation, x
+        is_fused = e.is_fused or x.op == "fusion"
+        branches = re.findall(r"[\w.\-]+", x.attribute(r"branch_computations=\{([^}]*)\}"))
+        for name in _CALLED.findall(x.text) + branches:
+            inner = self.computations[name]
+            for y in inner.values():
+                called = {"computation": inner, "name": name, "instruction": y, "times": times}
+                yield from self.executed_by(Execution(**called, launch=launch, is_fused=is_fused))
 
     def _trip_count(self, computation: Computation, loop: Instruction) -> int:
         """Return how often a loop runs, on a TPU from the start and the limit of its counter."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.tools.plan.program import Collective, read_program
+from jaxgpt.tools.plan.program import Collective, Work, read_program
 
 
 def compiled(f, *shapes):
@@ -125,11 +125,19 @@ ENTRY %main.1 (w.1: bf16[1,512,256], x.1: bf16[512,512]) -> s32[] {
 def test_a_tpus_text():
     program = read_program(TPU)
     assert program.collectives == (
-        Collective(kind="all-gather", shapes=("bf16[1,512,512]",), bytes=2**19, group=(0, 4), times=4),
+        Collective(
+            kind="all-gather",
+            shapes=("bf16[1,512,512]",),
+            bytes=2**19,
+            group=(0, 4),
+            times=4,
+            meanwhile=Work(),  # it is asynchronous, but nothing runs until its end
+        ),
         Collective(kind="reduce-scatter", shapes=("bf16[512,512]",), bytes=2**19, group=(0, 4), times=4),
     )
     assert program.custom_calls == (("tpu_custom_call", 4),)
     assert program.custom_flops == 4 * 1000
+    assert program.kernels == {"Pallas": 4}
 
 
 def one(line: str, module: str = "num_partitions=8") -> list[tuple]:
