@@ -93,14 +93,12 @@ def estimate(
     flops = program.flops + program.custom_flops + _splash_flops(trainer, config, tokens / len(used), program)
     limits = PEAKS.get(used[0].device_kind)
     collectives = _total_collectives(program.collectives, used)
-    compute = memory_traffic = interconnect = bottleneck = step = None
-    if limits is not None:
-        compute, memory_traffic = flops / limits.flops, program.bytes_accessed / limits.memory_bandwidth
-        interconnect = _add([c.seconds for c in collectives], sum)
-    if compute is not None and memory_traffic is not None and interconnect is not None:
-        seconds = {"compute": compute, "memory": memory_traffic, "interconnect": interconnect}
-        bottleneck = max(seconds, key=lambda name: seconds[name])
-        step = seconds[bottleneck]
+    seconds = {
+        "compute": None if limits is None else flops / limits.flops,
+        "memory": None if limits is None else program.bytes_accessed / limits.memory_bandwidth,
+        "interconnect": None if limits is None else _add([c.seconds for c in collectives], sum),
+    }
+    step = _add(list(seconds.values()), max)
     rate = tokens / step if step else None
     return Plan(
         experiment=experiment.name,
@@ -122,11 +120,11 @@ def estimate(
         fits=None if available is None else True,
         kernels=program.kernels,
         collectives=collectives,
-        compute_seconds=compute,
-        memory_seconds=memory_traffic,
-        interconnect_seconds=interconnect,
+        compute_seconds=seconds["compute"],
+        memory_seconds=seconds["memory"],
+        interconnect_seconds=seconds["interconnect"],
         step_seconds=step,
-        bottleneck=bottleneck,
+        bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
         tokens_per_second=rate,
         mfu=None if rate is None or limits is None else rate * flops_per_token / (limits.flops * len(used)),
         total_tokens=tokens * train.steps,
@@ -191,7 +189,7 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
 
 
 def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
-    """Return the sum, or None if a value is unknown."""
+    """Return the sum of the values, or what else `add` makes of them. None: one of them is unknown."""
     known = [value for value in values if value is not None]
     return add(known) if len(known) == len(values) else None
 
