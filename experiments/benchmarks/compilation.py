@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 
-from training import Worker, arguments, systems
+from training import arguments, start_worker, systems
 
 
 def main() -> None:
@@ -25,9 +25,9 @@ def main() -> None:
         for name in names:
             with tempfile.TemporaryDirectory() as cache:
                 for kind in took[name]:
-                    worker = Worker(name, options, JAXGPT_CACHE=cache, TORCHINDUCTOR_CACHE_DIR=cache)
+                    worker = start_worker(name, options, JAXGPT_CACHE=cache, TORCHINDUCTOR_CACHE_DIR=cache)
                     worker.close()
-                    took[name][kind].append(worker.first)
+                    took[name][kind].append(worker.facts["first"])
 
     print("| system | cold cache, s: median (least to most) | over jaxgpt's | warm cache, s | over jaxgpt's |")
     print("|---|---|---|---|---|")

@@ -17,9 +17,10 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 SHAPES = {  # nanoGPT's CPU configuration from its README, and config/train_shakespeare_char.py with a smaller batch
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0},
@@ -35,13 +36,11 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     from jaxgpt.parallel.jax_setup import configure_jax
 
     configure_jax()
-    import jax
     import numpy as np
 
     from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
     from jaxgpt.data.pipeline import training_batches
     from jaxgpt.data.tokens import Tokens
-    from jaxgpt.in_flight import IN_FLIGHT
     from jaxgpt.parallel.trainer import make_trainer
 
     sizes = {name: value for name, value in shape.items() if name != "batch_size"}
@@ -55,6 +54,15 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     )
     text = Tokens([np.random.default_rng(0).integers(0, VOCAB, TEXT).astype(np.uint16)])
     batches = training_batches(text, block_size=shape["block_size"], batch_size=shape["batch_size"], seed=0)
+    return trainer_steps(trainer, batches)
+
+
+def trainer_steps(trainer, batches: Iterator) -> Steps:
+    """Return the steps of a trainer from step 0, with as many in flight as `fit` has."""
+    import jax
+
+    from jaxgpt.in_flight import IN_FLIGHT
+
     key = jax.random.key(1)
     state = trainer.init_state(jax.random.key(0))
 
@@ -77,9 +85,7 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
 
     torch.manual_seed(0)
     if name.startswith("nanogpt"):
-        spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(options.nanogpt, "model.py"))
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_nanogpt(options.nanogpt)
         sizes = {name: value for name, value in shape.items() if name != "batch_size"}
         model = module.GPT(module.GPTConfig(vocab_size=VOCAB, bias=False, **sizes))
     else:
@@ -133,18 +139,31 @@ def torch_steps(shape: dict, options, name: str) -> Steps:
     return run
 
 
-def worker(options) -> None:
-    """Build and compile a system, then run as many steps as each line of stdin asks for.
+def load_nanogpt(directory: str):
+    """Import the model.py of a checkout of nanoGPT."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(directory, "model.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    Prints {"first": seconds to the first step, imports included}, then {"seconds": per step, "loss"} for each line.
-    """
+
+def worker(options) -> None:
+    """Build a system, and serve its steps."""
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     began = time.perf_counter()
     run = jaxgpt_steps(shape, options) if options.worker == "jaxgpt" else torch_steps(shape, options, options.worker)
+    serve(run, began)
+
+
+def serve(run: Steps, began: float, **facts) -> None:
+    """Compile a system's steps, then run as many as each line of stdin asks for.
+
+    Prints {"first": seconds from `began` to the first step, **facts}, then {"seconds": per step, "loss"} for each line.
+    """
     run(1)
     first = time.perf_counter() - began
     run(10)
-    print(json.dumps({"first": first}), flush=True)
+    print(json.dumps({"first": first} | facts), flush=True)
     for line in sys.stdin:
         steps = int(line)
         began = time.perf_counter()
@@ -155,14 +174,21 @@ def worker(options) -> None:
 class Worker:
     """A process that runs training steps of one system on demand."""
 
-    def __init__(self, name: str, options, **env: str):
-        """Start the process and wait for its first step."""
-        command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
-        command += [] if options.nanogpt is None else ["--nanogpt", options.nanogpt]
+    def __init__(self, command: list[str], **env: str):
+        """Start the process."""
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | env
         )
-        self.first = self.answer()["first"]
+        self.facts: dict = {}
+
+    def wait_until_ready(self, deadline: float | None = None) -> float:
+        """Return the seconds to its first step, once that is done; kill it if that takes `deadline` seconds more."""
+        timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        self.facts = self.answer()
+        timer.cancel()
+        return self.facts["first"]
 
     def answer(self) -> dict:
         """Return the next line of JSON that the process prints."""
@@ -181,6 +207,14 @@ class Worker:
         """End the process."""
         self.process.stdin.close()
         self.process.wait(60)
+
+
+def start_worker(name: str, options, **env: str) -> Worker:
+    """Start the worker of one of this file's systems, and wait for its first step."""
+    command = [sys.executable, __file__, "--worker", name, "--shape", options.shape, "--sizes", options.sizes]
+    worker = Worker(command + ([] if options.nanogpt is None else ["--nanogpt", options.nanogpt]), **env)
+    worker.wait_until_ready()
+    return worker
 
 
 def arguments(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -214,7 +248,7 @@ def main() -> None:
     names = systems(options)
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     tokens = shape["batch_size"] * shape["block_size"]
-    workers = {name: Worker(name, options) for name in names}
+    workers = {name: start_worker(name, options) for name in names}
     steps = {name: max(1, round(options.seconds / each.seconds(3))) for name, each in workers.items()}
     turns = {name: [] for name in names}
     for _ in range(options.rounds):
@@ -233,11 +267,11 @@ def main() -> None:
         ms = sorted(1e3 * x for x in turns[name])
         print(
             f"| {name} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | {1e3 * tokens / statistics.median(ms):,.0f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {workers[name].first:.1f} |"
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {workers[name].facts['first']:.1f} |"
         )
     if options.json:
         with open(options.json, "w") as f:
-            json.dump({"shape": shape, "seconds": turns, "first": {n: w.first for n, w in workers.items()}}, f)
+            json.dump({"shape": shape, "seconds": turns, "first": {n: w.facts["first"] for n, w in workers.items()}}, f)
 
 
 if __name__ == "__main__":
