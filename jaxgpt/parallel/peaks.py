@@ -17,18 +17,27 @@ class Peaks:
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s in one direction, of one TPU link or all NVLinks of a GPU
     torus: int  # dimensions of the torus of links; 0: one switch connects all devices of a host
-    network_bandwidth: float | None = None  # bytes/s in one direction, of a GPU's network card between hosts
+    # bytes/s in one direction, of a GPU's network card between hosts, or of a TPU chip's share of its host's cards
+    network_bandwidth: float | None = None
 
 
 _GB, _GiB = 10**9, 2**30
 
 # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; bandwidths from jax-ml.github.io/scaling-book/tpus,
 # where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4 ports). Of the memory, programs can
-# use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory message of libtpu 0.0.42.
+# use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory message of libtpu 0.0.42. The
+# network between slices, by cloud.google.com: 2 cards of 100 Gbit/s for 8 chips of v5e, 50 Gbit/s for a chip of v5p, and
+# 4 cards of 200 Gbit/s for 8 chips of v6e. scaling-book/tpus has 2.5e10 bytes/s for a host. For v4 nothing is published.
 _V4 = Peaks(flops=275e12, memory=32 * _GiB, memory_bandwidth=1.2e12, link_bandwidth=4.5e10, torus=3)
-_V5E = Peaks(flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandwidth=4.5e10, torus=2)
-_V5P = Peaks(flops=459e12, memory=96 * _GiB, memory_bandwidth=2.8e12, link_bandwidth=9e10, torus=3)
-_V6E = Peaks(flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2)
+_V5E = Peaks(
+    flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandwidth=4.5e10, torus=2, network_bandwidth=3.125e9
+)
+_V5P = Peaks(
+    flops=459e12, memory=96 * _GiB, memory_bandwidth=2.8e12, link_bandwidth=9e10, torus=3, network_bandwidth=6.25e9
+)
+_V6E = Peaks(
+    flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2, network_bandwidth=12.5e9
+)
 
 # GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200, H200 NVL, B200 (HGX) and RTX PRO 6000 Blackwell: FLOP/s
 # without sparsity, and half of the sum of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects
@@ -103,9 +112,10 @@ PEAKS = {
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
     """Return the bytes/s that each device of a group can send while all of them send. None: unknown.
 
-    `group` holds indices into `devices`, which are a full slice. On a TPU, each dimension in which the group extends
-    adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16 chips is a
-    ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical switches connect.
+    `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
+    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16 chips
+    is a ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical switches
+    connect. Between slices, each chip has its share of its host's network cards.
     On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
     each of which leaves a host by another network card: as many cards send as the host has members of the group.
     """
@@ -119,6 +129,8 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
             return limits.link_bandwidth
         network = limits.network_bandwidth
         return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
+    if len({getattr(d, "slice_index", 0) for d in members}) > 1:
+        return limits.network_bandwidth
     sizes = [len({d.coords[axis] for d in devices}) for axis in range(limits.torus)]
     cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
     links = 0

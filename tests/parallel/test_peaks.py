@@ -7,11 +7,11 @@ import pytest
 from jaxgpt.parallel.peaks import PEAKS, collective_seconds, ring_bandwidth
 
 
-def devices(kind: str, *shape: int, process_index: int = 0):
+def devices(kind: str, *shape: int, process_index: int = 0, slice_index: int = 0):
     """A whole slice, the first coordinate running fastest, as libtpu counts."""
     x, y, z = (*shape, 1, 1, 1)[:3]
     return [
-        types.SimpleNamespace(device_kind=kind, coords=[i, j, k], process_index=process_index)
+        types.SimpleNamespace(device_kind=kind, coords=[i, j, k], process_index=process_index, slice_index=slice_index)
         for k in range(z)
         for j in range(y)
         for i in range(x)
@@ -83,6 +83,16 @@ def test_nvlink_ends_at_the_host():
     nvl = devices("NVIDIA H200 NVL", 8) + devices("NVIDIA H200 NVL", 8, process_index=1)
     assert ring_bandwidth(nvl, range(8)) == 64e9
     assert ring_bandwidth(nvl, range(16)) is None  # nothing is known of the network between such hosts
+
+
+def test_the_network_between_slices_is_the_hosts():
+    """Each chip has a share of its host's cards, whatever part of the slice is in the group. For v4 it is not known."""
+    v5e, v4 = (
+        [d for index in (0, 1) for d in devices(kind, 4, 4, slice_index=index)] for kind in ("TPU v5e", "TPU v4")
+    )
+    assert ring_bandwidth(v5e, (0, 16)) == ring_bandwidth(v5e, range(32)) == 2 * 100e9 / 8 / 8
+    assert ring_bandwidth(v5e, range(16, 32)) == 2 * PEAKS["TPU v5e"].link_bandwidth
+    assert ring_bandwidth(v4, (0, 16)) is None
 
 
 def test_seconds():

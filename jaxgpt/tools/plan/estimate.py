@@ -14,7 +14,7 @@ from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
-from jaxgpt.parallel.peaks import PEAKS, collective_seconds, ring_bandwidth
+from jaxgpt.parallel.peaks import PEAKS, Peaks, collective_seconds, ring_bandwidth
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.tools.plan.program import Collective, Program
 
@@ -30,6 +30,7 @@ class CollectiveTotal:
     seconds: float | None  # at the full bandwidth of the links; None: unknown
     asynchronous: int  # of them, those that have other work between their start and their end
     hidden_seconds: float | None  # of `seconds`, at most as long as that work takes; None: unknown
+    between_slices: bool = False  # over the data-center network; `devices` is then the number of slices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,10 @@ class Plan:
     compute_seconds: float | None  # per step, at peak bfloat16 FLOP/s
     memory_seconds: float | None  # per step, if each operand and result of a fusion is read or written once
     interconnect_seconds: float | None
-    step_seconds: float | None  # the longest of the three, a lower bound: the others may overlap with it
-    bottleneck: str | None  # compute, memory or interconnect
+    network_seconds: float | None  # per step, between slices
+    network_bytes: float  # that each device sends to other slices, per step
+    step_seconds: float | None  # the longest of the four, a lower bound: the others may overlap with it
+    bottleneck: str | None  # compute, memory, interconnect or network
     tokens_per_second: float | None
     mfu: float | None  # upper bound: the model's FLOPs, masked scores included, over peak
     total_tokens: int  # of the experiment
@@ -93,11 +96,7 @@ def estimate(
     flops = program.flops + program.custom_flops + _splash_flops(trainer, config, tokens / len(used), program)
     limits = PEAKS.get(used[0].device_kind)
     collectives = _total_collectives(program.collectives, used)
-    seconds = {
-        "compute": None if limits is None else flops / limits.flops,
-        "memory": None if limits is None else program.bytes_accessed / limits.memory_bandwidth,
-        "interconnect": None if limits is None else _add([c.seconds for c in collectives], sum),
-    }
+    seconds = _bounds(flops, program.bytes_accessed, collectives, limits)
     step = _add(list(seconds.values()), max)
     rate = tokens / step if step else None
     return Plan(
@@ -123,6 +122,8 @@ def estimate(
         compute_seconds=seconds["compute"],
         memory_seconds=seconds["memory"],
         interconnect_seconds=seconds["interconnect"],
+        network_seconds=seconds["network"],
+        network_bytes=sum(_sent(c) for c in program.collectives if c.between_slices),
         step_seconds=step,
         bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
         tokens_per_second=rate,
@@ -130,6 +131,20 @@ def estimate(
         total_tokens=tokens * train.steps,
         hours=None if step is None else step * train.steps / 3600,
     )
+
+
+def _bounds(
+    flops: float, accessed: float, collectives: Sequence[CollectiveTotal], limits: Peaks | None
+) -> dict[str, float | None]:
+    """Return the seconds per step that each of the device's limits demands, by its name."""
+    if limits is None:
+        return dict.fromkeys(("compute", "memory", "interconnect", "network"))
+    return {
+        "compute": flops / limits.flops,
+        "memory": accessed / limits.memory_bandwidth,
+        "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
+        "network": _add([c.seconds for c in collectives if c.between_slices], sum),
+    }
 
 
 def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
@@ -156,15 +171,16 @@ def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
 def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
     """Add up the collectives of each kind and group size."""
     limits = PEAKS.get(devices[0].device_kind)
-    switched = limits is not None and limits.torus == 0
-    groups: dict[tuple[str, int], list[Collective]] = defaultdict(list)
+    has_switch = limits is not None and limits.torus == 0
+    groups: dict[tuple[bool, str, int], list[Collective]] = defaultdict(list)
     for c in collectives:
-        groups[c.kind, len(c.group)].append(c)
+        groups[c.between_slices, c.kind, len(c.group)].append(c)
 
     def seconds(c: Collective) -> float | None:
         bandwidth = ring_bandwidth(devices, c.group)
         if bandwidth is None:
             return None
+        switched = has_switch or c.between_slices
         return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
 
     def hidden(c: Collective) -> float | None:
@@ -183,9 +199,15 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
             seconds=_add([seconds(c) for c in members], math.fsum),
             asynchronous=sum(c.times for c in members if c.meanwhile and c.meanwhile.bytes_accessed),
             hidden_seconds=_add([hidden(c) for c in members], math.fsum),
+            between_slices=between_slices,
         )
-        for (kind, n), members in sorted(groups.items())
+        for (between_slices, kind, n), members in sorted(groups.items())
     )
+
+
+def _sent(c: Collective) -> float:
+    """Return the bytes that each device sends in one step, over a switch."""
+    return c.times * collective_seconds(c.kind, c.bytes, len(c.group), 1.0, switched=True)
 
 
 def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
@@ -216,6 +238,7 @@ def format_plan(p: Plan) -> str:
     fits = "fits" if p.fits else "unknown whether it fits"
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
     skips = " (it counts masked scores, which the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
+    network = f"{p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
@@ -226,10 +249,11 @@ def format_plan(p: Plan) -> str:
             f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
         ),
         *([("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items()))] if p.kernels else []),
-        *(("collectives", _format_collective(c)) for c in p.collectives),
+        *(("between slices" if c.between_slices else "collectives", _format_collective(c)) for c in p.collectives),
         ("compute", format_ms(p.compute_seconds)),
         ("memory traffic", format_ms(p.memory_seconds)),
         ("interconnect", format_ms(p.interconnect_seconds)),
+        *([("network", f"{format_ms(p.network_seconds)}, {network}")] if p.network_bytes else []),
         ("step, lower bound", format_ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
         ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("MFU, upper bound", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),

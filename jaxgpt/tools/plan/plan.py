@@ -11,6 +11,7 @@ import jax
 from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import all_devices, memory_of
+from jaxgpt.parallel.slices import count_slices
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.estimate import Plan, estimate, format_gib
@@ -53,7 +54,7 @@ def make_plan(
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
     experiment = dataclasses.replace(experiment, model=model)
     found: list[Plan] = []
-    for number, variant in enumerate(_iter_variants(experiment, len(devices))):
+    for number, variant in enumerate(_iter_variants(experiment, len(devices), count_slices(devices))):
         description = f"remat {variant.model.remat}, {_describe_layout(variant)}"
         try:
             attempts = list(_iter_micro_batches(variant, devices))
@@ -85,14 +86,17 @@ def make_plan(
     return min(found, key=lambda p: p.step_seconds or 0.0)
 
 
-def _iter_variants(experiment: Experiment, devices: int) -> Iterator[Experiment]:
-    """Yield the experiment with more recomputation, then with its state sharded over more devices."""
+def _iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:
+    """Yield the experiment with more recomputation, then with its state sharded over more devices of a slice."""
+    slices = max(slices, experiment.parallel.slices)  # only TPUs state theirs
     parallels = [experiment.parallel]
     if experiment.parallel.tensor == 1:
         width = experiment.model.n_embd
         current = experiment.parallel.fsdp if experiment.parallel.strategy == "mesh" else 1
-        sizes = [n for n in range(max(current, 1) + 1, devices + 1) if devices % n == 0 and width % n == 0]
-        parallels += [dataclasses.replace(experiment.parallel, strategy="mesh", data=-1, fsdp=n) for n in sizes]
+        largest = devices // slices
+        sizes = [n for n in range(max(current, 1) + 1, largest + 1) if largest % n == 0 and width % n == 0]
+        mesh = dataclasses.replace(experiment.parallel, strategy="mesh", data=-1, slices=slices)
+        parallels += [dataclasses.replace(mesh, fsdp=n) for n in sizes]
     policies = ("none", "dots", "full")
     for parallel in parallels:
         for remat in policies[policies.index(experiment.model.remat) :]:
@@ -115,7 +119,8 @@ def _iter_micro_batches(experiment: Experiment, devices: list[jax.Device]) -> It
 
 def _describe_layout(experiment: Experiment) -> str:
     p = experiment.parallel
-    return p.strategy if p.strategy != "mesh" else f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}"
+    slices = f" slices={p.slices}" if p.slices > 1 else ""
+    return p.strategy if p.strategy != "mesh" else f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}{slices}"
 
 
 def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:

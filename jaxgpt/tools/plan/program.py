@@ -27,6 +27,10 @@ _KERNELS = {
     "Pallas": r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"',
 }
 
+# Types of the transfers between TPU slices, which go through their hosts. The compiler splits a collective over devices of
+# several slices into collectives in each slice and one transfer between them, of which each device sends a part.
+_TRANSFERS = {name.upper().replace("-", "_"): name for name in COLLECTIVES} | {"ONE_TO_ONE": "collective-permute"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
@@ -43,9 +47,11 @@ class Collective:
     kind: str  # one of COLLECTIVES
     shapes: tuple[str, ...]  # full buffers, such as "f32[768,3072]": output of an all-gather, else the operands
     bytes: int  # of `shapes`, per execution
-    group: tuple[int, ...]  # the first group, as positions of devices; the first pair of a permutation
+    # the first group, as positions of devices, slice after slice; the first pair of a permutation
+    group: tuple[int, ...]
     times: int  # executions per run of the program: the product of the trip counts around it
     meanwhile: Work | None = None  # what runs between its start and its end, per execution. None: not asynchronous
+    between_slices: bool = False  # over the data-center network, instead of the links of a slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,12 +107,14 @@ def _iter_collectives(module: Module, executions: Iterable[Execution]) -> Iterat
     seen = set()
     for e in executions:
         x = e.instruction
-        if x.kind not in COLLECTIVES:
+        transfer = x.attribute(r'_megascale_transfer_type="(\w+)"') if x.op == "send" else None
+        if x.kind not in COLLECTIVES and not transfer:
             continue
         computation, start = e.launch or (e.computation, x)
         # A TPU splits a collective over several fusions, to overlap it with compute; they share the channel.
         part = id(computation), x.attribute(r"channel_id=(\d+)")
-        collective = _read_collective(e, module.devices)
+        read = _read_transfer if transfer else _read_collective
+        collective = read(e, module.devices)
         # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
         if len(collective.group) == 1 or (e.is_fused and part[1] and part in seen):
             continue
@@ -131,6 +139,23 @@ def _read_collective(e: Execution, devices: int) -> Collective:
         bytes=sum(a.bytes for a in arrays),
         group=_group(x.text, devices),
         times=e.times,
+    )
+
+
+def _read_transfer(e: Execution, devices: int) -> Collective:
+    """Read a transfer between slices of so many devices each, to {1,2}x{0:15} or to the ids {{100000,200000}}."""
+    x = e.instruction
+    kind = _TRANSFERS[x.attribute(r'_megascale_transfer_type="(\w+)"')]
+    ids = re.split(",|->", x.attribute(r'_megascale_target="?\{+([\d,]+|\d+->\d+)\}'))
+    slices = [(int(n) // 100_000 or int(n)) - 1 for n in ids]  # slices count from 1; each begins another 100,000 ids
+    part = x.arrays[0]
+    return Collective(
+        kind=kind,
+        shapes=(f"{part.dtype}[{','.join(map(str, part.dims))}]",),
+        bytes=part.bytes * (len(slices) if kind == "all-gather" else 1),
+        group=tuple(n * devices for n in slices),
+        times=e.times,
+        between_slices=True,
     )
 
 

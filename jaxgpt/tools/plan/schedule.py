@@ -14,12 +14,12 @@ def instructions_between(module: Module, computation: Computation, start: Instru
     Args:
         module: the program.
         computation: where the operation starts.
-        start: a "-start", or on a TPU a fusion that begins a collective; others are not asynchronous.
+        start: a "-start", or on a TPU a "send" or a fusion that begins a collective; others are not asynchronous.
     """
-    is_start = start.is_start and '"is_sync":true' not in start.text
+    is_start = start.op == "send" or (start.is_start and '"is_sync":true' not in start.text)
     if not is_start and not _calls(module, start, "AsyncCollectiveStart"):
         return None
-    pending, between, has_started = {start.name}, [], False
+    pending, between, has_started = {_result(computation, start).name}, [], False
     for x in computation.values():
         if not has_started:
             has_started = x is start
@@ -32,6 +32,13 @@ def instructions_between(module: Module, computation: Computation, start: Instru
         if not uses or x.op not in _CARRIERS:
             between.append(x)
     return between
+
+
+def _result(computation: Computation, start: Instruction) -> Instruction:
+    """Return what the end of an operation waits for: its start, or the "recv" that answers a "send"."""
+    meeting = start.attribute(r'_rendezvous="([^"]*)"') if start.op == "send" else ""
+    answers = (x for x in computation.values() if x.op == "recv" and f'_rendezvous="{meeting}"' in x.text)
+    return next(answers, start)
 
 
 def _calls(module: Module, x: Instruction, target: str) -> bool:

@@ -42,7 +42,8 @@ def count_traffic(module: Module, computation: Computation, x: Instruction) -> f
         outputs = [a.bytes for a in x.arrays]
     written = sum(size for size, a in zip(outputs, x.arrays, strict=False) if not a.on_chip)
     # Every start except that of an all-reduce returns its operands with its results.
-    return max(written, read) if x.is_start and x.op != "all-reduce-start" else read + written
+    returns_operands = x.op == "send" or (x.is_start and x.op != "all-reduce-start")
+    return max(written, read) if returns_operands else read + written
 
 
 def _bytes_read(module: Module, computation: Computation, x: Instruction, i: int) -> float:

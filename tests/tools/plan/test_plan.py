@@ -111,6 +111,22 @@ def test_collectives_add_up(monkeypatch):
     assert [e.seconds for e in found] == pytest.approx([0.5e-6, 4e-6])  # half of it; twice half of it
 
 
+def test_what_goes_between_slices_is_counted_apart(monkeypatch, here):
+    """It has a row of its own, and binds the step if it takes longest."""
+    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
+    inside = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
+    across = dataclasses.replace(inside, group=(0, 4), between_slices=True)
+    found = estimates._total_collectives((across, inside), [type("Device", (), {"device_kind": "TPU v4"})])
+    assert [(e.between_slices, e.count, e.seconds) for e in found] == [(False, 3, 3e-6), (True, 3, 3e-3)]
+    assert estimates._sent(across) == 3000  # half of 1,000 bytes to the other slice, twice
+    seconds = estimates._bounds(1.0, 1.0, found, PEAKS["TPU v4"])
+    assert max(seconds, key=seconds.get) == "network" and seconds["interconnect"] == 3e-6
+    plan = dataclasses.replace(here, collectives=found, network_seconds=3e-3, network_bytes=3000.0)
+    assert "between slices     3 x all-reduce over 2: 0.0 MB, 3.0 ms\n" in format_plan(plan)
+    assert "network            3.0 ms, 0.0 MB sent to other slices by each device\n" in format_plan(plan)
+    assert here.network_bytes == 0 and "network" not in format_plan(here)
+
+
 def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
     """A device that only holds a micro-batch of 2 with remat full, or of 1 with dots; full is the faster one."""
     said, tried = [], []
@@ -147,6 +163,8 @@ def test_the_search_splits_the_state_over_more_and_more_devices():
         *[(remat, "auto", 1) for remat in ("dots", "full")],
         *[(remat, "mesh", n) for n in (2, 4, 8) for remat in ("dots", "full")],
     ]
+    slices = [v.parallel for v in plans._iter_variants(experiment, 8, 2)]
+    assert [(p.strategy, p.fsdp, p.slices) for p in slices[2::2]] == [("mesh", 2, 2), ("mesh", 4, 2)]
     tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
     assert len(list(plans._iter_variants(tensor, 8))) == 2  # how it is split is the user's choice already
 

@@ -220,6 +220,46 @@ ENTRY %main (x: f32[6,4]) -> f32[3,4] {
     assert program.bytes_accessed == 96 + 48
 
 
+SEND = (
+    "(f32[6,4]{1,0:T(8,128)}, u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true, "
+    'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.7_0",'
+    '_xla_megascale_target=TARGET,_xla_megascale_transfer_type="KIND"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "expected"),
+    [
+        ("ALL_REDUCE", '"{1,2}x{0:7}"', ("all-reduce", 96, (0, 8))),
+        ("ALL_GATHER", '"{1,2,3,4}x{0:7}"', ("all-gather", 4 * 96, (0, 8, 16, 24))),
+        ("REDUCE_SCATTER", "{{100000,300000},{100001,300001}}", ("reduce-scatter", 96, (0, 16))),
+        ("ALL_TO_ALL", "{{200000,400000},{200001,400001}}", ("all-to-all", 96, (8, 24))),
+        ("ONE_TO_ONE", "{{100000->200000},{200000->100000}}", ("collective-permute", 96, (0, 8))),
+    ],
+)
+def test_transfers_between_slices(kind, target, expected):
+    """The texts are those of libtpu 0.0.42; a slice has 8 devices. What is sent is read once, and received once."""
+    send = SEND.replace("TARGET", target).replace("KIND", kind)
+    text = f"""HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: f32[6,4]) -> f32[6,4] {{
+  %x = f32[6,4]{{1,0:T(8,128)}} parameter(0)
+  %after-all = token[] after-all()
+  %recv = {send.replace("send(%x, ", "recv(")}
+  %send = {send}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %y = f32[6,4]{{1,0:T(8,128)}} negate(%x)
+  %recv-done = (f32[6,4]{{1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
+  ROOT %r = f32[6,4]{{1,0:T(8,128)}} get-tuple-element(%recv-done), index=0
+}}
+"""
+    program = read_program(text)
+    [c] = program.collectives
+    assert (c.kind, c.bytes, c.group) == expected and c.between_slices and c.times == 1
+    assert c.meanwhile and c.meanwhile.bytes_accessed == 2 * 96  # %y
+    assert program.bytes_accessed == pytest.approx(4 * 96, abs=8)
+
+
 def bytes_of(line: str, others: str = "") -> float:
     return read_program(
         f"""HloModule jit_f

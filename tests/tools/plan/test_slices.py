@@ -50,6 +50,23 @@ llama_7b = Experiment(
 """
 
 
+def test_only_gradients_cross_between_slices(tmp_path):
+    """Of two slices, data is the axis between: its all-reduces alone go over the network, each of a chip's own part."""
+    mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2")
+    command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "2xv5e:4x4", "--json")
+    done = run_command(*command, *mesh, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["devices"] == 32
+    assert found["strategy"] == "mesh of data=2 x fsdp=16 x tensor=1 over 2 slices"
+    assert {(e["kind"], e["devices"]) for e in found["exchanges"] if e["between_slices"]} == {("all-reduce", 2)}
+    assert all(e["devices"] <= 16 for e in found["exchanges"])
+    # A bfloat16 gradient of a chip's sixteenth, at least once per step; at most float32, per micro-batch, and padded.
+    part = found["parameters"] / 16
+    assert 2 * part <= found["network_bytes"] <= 4 * part * found["accumulation"] * 2
+    assert found["network_seconds"] == pytest.approx(found["network_bytes"] / 3.125e9)
+
+
 @pytest.mark.parametrize(
     ("experiment", "topology", "strategy", "split"),  # over how many devices the state is cut
     [
