@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
