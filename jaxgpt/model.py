@@ -15,7 +15,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Block, make_norm
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
-from jaxgpt.layers.linear import INIT_STD, Embedding
+from jaxgpt.layers.linear import INIT_STD, Embedding, float32_logits
 from jaxgpt.layers.position import positions_from_segments, sinusoidal
 from jaxgpt.layers.stack import remat, scan
 
@@ -160,7 +160,7 @@ class GPT(nn.Module):
         elif self.has_variable("params", "lm_head_decode_matrix"):
             logits_UV = self.get_variable("params", "lm_head_decode_matrix").matmul(x_UD)
         else:
-            logits_UV = jnp.dot(x_UD, self.lm_head.astype(x_UD.dtype), preferred_element_type=jnp.float32)
+            logits_UV = float32_logits(x_UD, self.lm_head)
         logits_BTV = logits_UV.reshape(*x_BTD.shape[:-1], c.vocab_size)
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)

@@ -10,11 +10,14 @@ import optax
 from flax import struct
 
 from jaxgpt.batch import Batch
-from jaxgpt.loss import chunked_next_token_loss, next_token_loss
+from jaxgpt.loss import next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.skip import apply_updates, count_taken, skip_metrics
 
 Params = dict[str, Any]  # a tree of arrays
+# The loss of hidden states, such as `head_loss.chunked_next_token_loss`:
+# (unembed, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)
+HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
 MergeFn = Callable[[Params, Params | None], Params]  # (trained, frozen) -> what the model takes
 
 
@@ -72,7 +75,7 @@ def train_step(
     schedule: optax.Schedule,
     merge: MergeFn = only_trained,
     grad_accum_steps: int = 1,
-    loss_chunk: int | None = None,
+    head_loss: HeadLoss | None = None,
     label_smoothing: float = 0.0,
     mean: Callable[[Any], Any] = lambda sums: sums,
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -87,7 +90,7 @@ def train_step(
     averages over devices that run this function on other parts of the batch. For the rest see `batch_loss`.
     """
     step_key = jax.random.fold_in(key, state.step)
-    loss_of = functools.partial(batch_loss, model=model, loss_chunk=loss_chunk, label_smoothing=label_smoothing)
+    loss_of = functools.partial(batch_loss, model=model, head_loss=head_loss, label_smoothing=label_smoothing)
 
     def gradients(micro: Batch, index: jax.Array | int) -> tuple[jax.Array, jax.Array, Params]:
         """Return (summed nats, number of targets, gradients of the sum)."""
@@ -120,13 +123,13 @@ def batch_loss(
     key: jax.Array | None,
     *,
     model: GPT,
-    loss_chunk: int | None = None,
+    head_loss: HeadLoss | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (summed nats, number of targets) of one batch.
 
-    Without `key` there is no dropout. `loss_chunk` is the number of tokens of each sequence whose logits are in memory
-    at once, a divisor of T; None means all. For `label_smoothing` see `next_token_loss`.
+    Without `key` there is no dropout. `head_loss` computes the loss without all logits in memory at once; None means
+    `next_token_loss`. For `label_smoothing` see there.
     """
     inputs: dict[str, Any] = {"segments_BT": micro.segments_BT}
     if micro.source_BS is not None:  # an encoder-decoder's
@@ -135,18 +138,16 @@ def batch_loss(
     forward: Any = functools.partial(
         model.apply, {"params": params}, micro.inputs_BT, train=key is not None, rngs=rngs, **inputs
     )
-    if loss_chunk is None or loss_chunk >= micro.targets_BT.shape[1]:
+    if head_loss is None:
         return next_token_loss(forward(), micro.targets_BT, micro.mask_BT, smoothing=label_smoothing)
     unembed: Any = lambda head, x_BTD: model.apply({"params": head}, x_BTD, method="unembed")  # noqa: E731
-    sums = model.sharding.reduce_loss(
-        functools.partial(chunked_next_token_loss, unembed, chunk=loss_chunk, smoothing=label_smoothing)
-    )
+    sums = model.sharding.reduce_loss(functools.partial(head_loss, unembed, smoothing=label_smoothing))
     head = {name: params[name] for name in model.unembed_params}
     return sums(head, forward(method="hidden_states"), micro.targets_BT, micro.mask_BT)
 
 
 def eval_step(
-    params: Params, batch: Batch, *, model: GPT, loss_chunk: int | None = None
+    params: Params, batch: Batch, *, model: GPT, head_loss: HeadLoss | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (summed nats, number of targets) of one batch, without dropout."""
-    return batch_loss(params, batch, None, model=model, loss_chunk=loss_chunk)
+    return batch_loss(params, batch, None, model=model, head_loss=head_loss)

@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "chunked-gradient-unscaled",
-        "loss.py",
+        "head_loss.py",
         "(g * scale).astype(g.dtype)",
         "g",
         "test_loss.py::test_in_chunks_it_is_the_same_loss_and_the_same_gradient[2-False]",
@@ -70,8 +70,8 @@ MUTATIONS = (
     Mutation(
         "chunked-loss-without-smoothing",
         "train.py",
-        "chunk=loss_chunk, smoothing=label_smoothing)",
-        "chunk=loss_chunk)",
+        "head_loss, unembed, smoothing=label_smoothing)",
+        "head_loss, unembed)",
         "test_loss.py::test_in_chunks_it_is_the_same_loss_and_the_same_gradient[2-False]",
     ),
     Mutation(

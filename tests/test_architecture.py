@@ -31,6 +31,7 @@ ROWS = [
     ["callbacks"],
     ["encdec"],
     ["train"],
+    ["head_loss"],
     ["model", "loss", "optim", "skip", "lora"],
     ["layers"],
     ["batch"],

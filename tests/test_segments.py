@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.parallel.device import KERNELS
@@ -107,7 +108,9 @@ def test_the_loss_is_that_of_separate_rows():
     @jax.jit
     def loss_and_gradient(batch):
         def loss(params):
-            return batch_loss(params, batch, None, model=model, loss_chunk=4)
+            return batch_loss(
+                params, batch, None, model=model, head_loss=functools.partial(chunked_next_token_loss, chunk=4)
+            )
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

@@ -36,6 +36,9 @@ class ParallelConfig:
     micro_batch_size: PositiveInt | None = None
     # tokens of each sequence whose logits are in memory at once; None: all of block_size
     loss_chunk: PositiveInt | None = None
+    # of a loss in chunks; fused: a TPU kernel without logits in memory, on one device or by pmap; auto: fused where the
+    # products that it repeats take less time than the logits' traffic, else xla
+    loss_kernel: Literal["auto", "xla", "fused"] = "auto"
     coordinator: str | None = None  # HOST:PORT of process 0; None: as JAX finds it on a cluster, else a single process
     processes: Size | None = None  # number of processes, with a coordinator; None: without one
     process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
