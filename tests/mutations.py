@@ -868,6 +868,27 @@ MUTATIONS = (
         "jax.lax.axis_index(BATCH_SPEC[0])",
         "parallel/test_strategies.py::test_each_device_of_a_mesh_drops_its_own_attention_weights",
     ),
+    Mutation(
+        "slices-interleaved",
+        "parallel/slices.py",
+        "list(devices[start : start + size])",
+        "list(devices[start // size :: slices])",
+        "parallel/test_slices.py::test_other_devices_are_in_blocks",
+    ),
+    Mutation(
+        "slices-resume-over-several",
+        "parallel/trainer.py",
+        '{"data": slices, "fsdp": -1}',
+        '{"data": 1, "fsdp": -1}',
+        "parallel/test_strategies.py::test_a_mesh_is_resumed_on_other_slices",
+    ),
+    Mutation(
+        "gather-between-slices-counts-its-operand",
+        "tools/plan/program.py",
+        'part.bytes * (len(slices) if kind == "all-gather" else 1)',
+        "part.bytes",
+        "tools/plan/test_program.py::test_transfers_between_slices",
+    ),
 )
 
 

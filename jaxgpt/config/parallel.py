@@ -29,8 +29,7 @@ class ParallelConfig:
     data: AxisSize = -1  # mesh devices that share the batch, each group of them with a full model; -1: the rest
     fsdp: AxisSize = 1  # mesh devices that shard batch, parameters and optimiser state; -1: the rest
     tensor: AxisSize = 1  # mesh devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
-    # mesh groups of devices between which the network is slow (TPU slices, GPU hosts): of the axes, only data extends over
-    # several of them
+    # mesh groups of devices between which the network is slow (TPU slices, GPU hosts); only data extends over several
     slices: Size = 1
     # most sequences at once on a device; the rest of its share is accumulated; None: all
     micro_batch_size: PositiveInt | None = None

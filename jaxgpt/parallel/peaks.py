@@ -25,9 +25,9 @@ _GB, _GiB = 10**9, 2**30
 
 # TPU: FLOP/s from cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; bandwidths from jax-ml.github.io/scaling-book/tpus,
 # where links are a tenth slower than in the data sheets (v5e: 1600 Gbit/s over 4 ports). Of the memory, programs can
-# use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory message of libtpu 0.0.42. The
-# network between slices, by cloud.google.com: 2 cards of 100 Gbit/s for 8 chips of v5e, 50 Gbit/s for a chip of v5p, and
-# 4 cards of 200 Gbit/s for 8 chips of v6e. scaling-book/tpus has 2.5e10 bytes/s for a host. For v4 nothing is published.
+# use 30.75, 15.75, 95.74 and 31.25 GiB on v4, v5e, v5p and v6e, by the out-of-memory message of libtpu 0.0.42.
+# Network between slices, by cloud.google.com/tpu/docs: 2 cards of 100 Gbit/s for 8 chips of v5e, 50 Gbit/s for a chip of
+# v5p, 4 cards of 200 Gbit/s for 8 chips of v6e; scaling-book/tpus has 2.5e10 bytes/s for a host. For v4: unknown.
 _V4 = Peaks(flops=275e12, memory=32 * _GiB, memory_bandwidth=1.2e12, link_bandwidth=4.5e10, torus=3)
 _V5E = Peaks(
     flops=197e12, memory=16 * _GiB, memory_bandwidth=8.1e11, link_bandwidth=4.5e10, torus=2, network_bandwidth=3.125e9
@@ -113,9 +113,9 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
     """Return the bytes/s that each device of a group can send while all of them send. None: unknown.
 
     `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
-    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16 chips
-    is a ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical switches
-    connect. Between slices, each chip has its share of its host's network cards.
+    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16
+    chips is a ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
+    switches connect. Between slices, each chip has its share of its host's network cards.
     On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
     each of which leaves a host by another network card: as many cards send as the host has members of the group.
     """

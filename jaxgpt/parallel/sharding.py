@@ -141,7 +141,7 @@ def mesh_shape(devices: int, data: int, fsdp: int, tensor: int, slices: int = 1)
     sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
     if sizes["data"] % slices:
         raise UserError(
-            f"parallel.slices={slices} does not divide parallel.data={sizes['data']}: take data from multiples of {slices}, "
-            "and fsdp and tensor that fit in one slice"
+            f"parallel.slices={slices} does not divide parallel.data={sizes['data']}: take data from multiples of "
+            f"{slices}, and fsdp and tensor that fit in one slice"
         )
     return sizes

@@ -24,9 +24,10 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
     """
     found = _tpu_slices(devices)
     if found and len(found) != slices:
-        n = f"{len(found)} slice" + "s" * (len(found) > 1)
+        n = len(found)
+        are = f"are {n} slice" + "s" * (n > 1)
         raise UserError(
-            f"parallel.slices={slices}, but the TPU's {len(devices)} devices are {n}: take --parallel.slices {len(found)}"
+            f"parallel.slices={slices}, but the TPU's {len(devices)} devices {are}: take --parallel.slices {n}"
         )
     if found:
         return [found[index] for index in sorted(found)]

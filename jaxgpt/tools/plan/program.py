@@ -27,8 +27,8 @@ _KERNELS = {
     "Pallas": r'custom_call_target="(tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"',
 }
 
-# Types of the transfers between TPU slices, which go through their hosts. The compiler splits a collective over devices of
-# several slices into collectives in each slice and one transfer between them, of which each device sends a part.
+# Types of the transfers between TPU slices, which go through their hosts. The compiler splits a collective over devices
+# of several slices into collectives in each slice and one transfer between them, of which each device sends a part.
 _TRANSFERS = {name.upper().replace("-", "_"): name for name in COLLECTIVES} | {"ONE_TO_ONE": "collective-permute"}
 
 

@@ -27,8 +27,8 @@ def topology_devices(topology: str) -> list[jax.Device]:
 def tpu_devices(topology: str) -> list[jax.Device]:
     """Return the devices of a slice such as "v5e:4x4", "v6e:16x16", "v4:2x2x2" or "v5p:8x8x8", to compile for.
 
-    "2xv5e:16x16" is two such slices, joined by the data-center network: Google Cloud's reports write 2xv5e-256, with the
-    number of chips, and here the shape says also how they are linked.
+    "2xv5e:16x16" is two such slices, joined by the data-center network. Users of Google Cloud write 2xv5e-256, with the
+    number of chips of a slice; the shape also says how they are linked.
 
     The devices come from libtpu; they cannot hold arrays or run programs. On a machine with a TPU, set
     `JAX_PLATFORMS=cpu` before jax is imported, or jax starts the TPU too. Settings of libtpu in the environment
@@ -40,8 +40,8 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5p|v6e):([0-9]+(?:x[0-9]+)*)", topology)
     if not match:
         raise UserError(
-            f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices "
-            f"(at most 99), or {', '.join(TARGETS)} and a number of GPUs, such as h200:8"
+            f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two "
+            f"slices (at most 99), or {', '.join(TARGETS)} and a number of GPUs, such as h200:8"
         )
     slices, family, shape = match.groups()
     if family in _LARGEST:
