@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,49 @@ def test_a_check_that_fails_leaves_the_others(gpu, tmp_path, monkeypatch):
     before, failed, after = json.loads((tmp_path / "rows.json").read_text())
     assert (before["what"], after["what"]) == ("before", "after")
     assert failed["what"] == "fails" and failed["beside"] == "failed: ValueError: a message" and failed["ok"] is False
+
+
+def test_shares_of_the_limits(gpu, monkeypatch):
+    from gpu import decode, training
+
+    facts = {"flops": 1e12, "peak": 1e15, "device": "a GPU"}
+    row = training.utilization("MFU", [0.001, 0.002, 0.004], facts)
+    assert list(row.values) == [100, 50, 25] and row.ok
+    assert not training.utilization("MFU", [0.0021], facts).ok
+    assert training.utilization("MFU", [0.1], facts | {"peak": None}).beside.startswith("not available here")
+
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")  # 4.8 TB/s
+    monkeypatch.setattr(decode, "first_device", lambda: device)
+    row = decode.share("bandwidth", 3_000_000_000, 360_000_000, [0.001])
+    assert list(row.values) == [pytest.approx(70)] and "3,000 MB of weights and 360 of cache" in row.beside
+
+
+def test_kernels_of_a_gpu_are_those_of_its_streams(gpu, monkeypatch):
+    """As CUPTI's traces have them: XLA's own lines and the host's sum up the same kernels."""
+    from gpu import profile
+
+    def plane(name, lines):
+        events = {
+            line: [types.SimpleNamespace(name=n, duration_ns=ns, stats=[("hlo_op", n)]) for n, ns in events]
+            for line, events in lines.items()
+        }
+        return types.SimpleNamespace(
+            name=name, lines=[types.SimpleNamespace(name=line, events=each) for line, each in events.items()]
+        )
+
+    product, copy = ("gemm", 6e6), ("copy", 3e6)
+    planes = [
+        plane("/device:GPU:0", {"Stream #7(Compute)": [product, product], "Stream #8": [copy], "XLA Ops": [product]}),
+        plane("/host:CPU", {"python": [product]}),
+    ]
+    for found, expected in ((planes, {"gemm": 4, "copy": 1}), (planes[1:], {"gemm": 2})):
+        monkeypatch.setattr(
+            profile.jax.profiler,
+            "ProfileData",
+            types.SimpleNamespace(from_file=lambda path, found=found: types.SimpleNamespace(planes=iter(found))),
+        )
+        kernels, calls = profile.read_kernels(Path("trace"))
+        assert kernels == expected and calls["gemm"] == len(found)
 
 
 # As much of nanoGPT's model.py as the benchmark uses.

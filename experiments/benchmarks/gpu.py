@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu.row import Row, failed
+from gpu.row import FAILED, Row, failed
 from gpu.setting import make_setting
 
 # The parts in their order, and the seconds that each has of the default budget.
@@ -95,11 +95,12 @@ def run_parts(
 
 
 def print_part(name: str, found: dict) -> None:
-    """Print the rows of a part, and the end of its log if it did not finish."""
+    """Print the rows of a part, and the end of its log if something failed."""
     for row in found["rows"]:
         print(f"| {name} | {row.cells()} |")
     if found["ended"]:
         print(f"| {name} | {Row(what='the rest', beside=found['ended'], ok=False).cells()} |")
+    if found["ended"] or any(row.beside.startswith(FAILED) for row in found["rows"]):
         print(found["log"][-1500:], end="", file=sys.stderr)
     sys.stdout.flush()
 
@@ -127,7 +128,7 @@ def measure(part: str, setting, target: Path) -> None:
             for row in check():
                 rows.append(row)
                 save(target, as_dicts(rows))
-        except Exception as e:
+        except (Exception, SystemExit) as e:  # SystemExit: a worker's
             traceback.print_exc()
             called = map(str, getattr(check, "args", ())[1:])
             rows.append(failed(" ".join([getattr(check, "func", check).__name__, *called]), e))

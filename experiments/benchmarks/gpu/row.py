@@ -4,6 +4,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+FAILED = "failed"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -40,4 +42,4 @@ def unavailable(what: str, why: str) -> Row:
 def failed(what: str, error: BaseException) -> Row:
     """Return the row of what ended in an error."""
     first = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Row(what=what, beside=f"failed: {first[:300]}", ok=False)
+    return Row(what=what, beside=f"{FAILED}: {first[:300]}", ok=False)
