@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from jaxgpt.parallel.slices import count_slices
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.estimate import Plan, estimate, format_gib
+from jaxgpt.tools.plan.gpu import INSTALL
 from jaxgpt.tools.plan.program import read_program
 from jaxgpt.tools.plan.topology import topology_devices
 
@@ -28,6 +30,26 @@ class DoesNotFit(Exception):
         self.needed = needed
 
 
+@contextlib.contextmanager
+def _cudnn_errors() -> Iterator[None]:
+    """Raise `UserError` if JAX cannot lower cuDNN's attention on this machine.
+
+    JAX asks the libraries and the GPU of this machine, not the devices to compile for: without cuDNN it lowers no call,
+    and without a GPU only heads of up to 128.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as e:
+        said = str(e).partition("\n")[0]
+        if not re.search("cuDNN (not found|is not detected)|head dim must be", said):
+            raise
+        install = f"install it with {INSTALL}, or " if "cuDNN" in said else ""
+        raise UserError(
+            f"JAX cannot lower cuDNN's attention on this machine ({said.rstrip('.')}): {install}take --train.attention xla"
+        ) from None
+
+
+@_cudnn_errors()
 def make_plan(
     experiment: Experiment,
     vocab_size: int,
@@ -48,7 +70,7 @@ def make_plan(
         say: receives a line of text for each attempt.
 
     Raises:
-        UserError: nothing fits, or the batch or the width is not divisible over the devices.
+        UserError: nothing fits, the batch or the width is not divisible over the devices, or a compiler is missing.
     """
     devices = all_devices() if topology is None else topology_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
@@ -125,9 +147,8 @@ def _describe_layout(experiment: Experiment) -> str:
 
 def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
     trainer = make_trainer(experiment, devices)
-    lowered = trainer.lower()
     try:
-        executable = lowered.compile()
+        executable = trainer.lower().compile()
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise

@@ -116,9 +116,10 @@ def _iter_collectives(module: Module, executions: Iterable[Execution]) -> Iterat
         read = _read_transfer if transfer else _read_collective
         collective = read(e, module.devices)
         # An axis of size 1 in the mesh leaves collectives over one device, which send nothing.
-        if len(collective.group) == 1 or (e.is_fused and part[1] and part in seen):
+        if len(collective.group) == 1 or (e.is_fused and part in seen):
             continue
-        seen.add(part)
+        if e.is_fused and part[1]:
+            seen.add(part)
         between = instructions_between(module, computation, start)
         if between is not None:
             run = (Execution(computation=computation, name="", instruction=y, times=1) for y in between)

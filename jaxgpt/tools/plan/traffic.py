@@ -96,4 +96,4 @@ def _bytes_written(module: Module, fused: Computation, x: Instruction) -> list[i
         return _bytes_written(module, module.called(x), find_root(module.called(x)))
     if x.op == "parameter":
         return [0 for _ in x.arrays]
-    return [a.bytes for a in (fused[x.operands[1]] if x.op == "dynamic-update-slice" else x).arrays]
+    return [a.bytes for a in (fused[x.operands[IN_PLACE[x.op]]] if x.op in IN_PLACE else x).arrays]

@@ -298,3 +298,123 @@ def test_slices_and_updates_count_what_they_move():
 """
     line = f"%y = bf16[8,64,64]{tiled} fusion(%w, %i, %u), kind=kLoop, calls=%fused"
     assert bytes_of(line, fused) == 2 * layer  # one layer read, one written; the update comes from on-chip memory
+
+
+GPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
+
+%block (p0: bf16[64,512], p1: bf16[512,256]) -> f32[4,64,256] {
+  %p0 = bf16[64,512]{1,0} parameter(0)
+  %b0 = bf16[4,64,128]{2,0,1} bitcast(%p0)
+  %p1 = bf16[512,256]{1,0} parameter(1)
+  %b1 = bf16[4,128,256]{2,1,0} bitcast(%p1)
+  ROOT %dot.1 = f32[4,64,256]{2,1,0} dot(%b0, %b1), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+
+%sum (p2: f32[4,64,256]) -> bf16[64,256] {
+  %p2 = f32[4,64,256]{2,1,0} parameter(0)
+  %r = f32[64,256]{1,0} reduce(%p2), dimensions={0}, to_apply=%add
+  ROOT %c = bf16[64,256]{1,0} convert(%r)
+}
+
+%count (p3: s32[]) -> s32[] {
+  %p3 = s32[] parameter(0)
+  %one = s32[] constant(1)
+  ROOT %a = s32[] add(%p3, %one)
+}
+
+%body (state: (s32[], bf16[64,512], bf16[64,256])) -> (s32[], bf16[64,512], bf16[64,256]) {
+  %state = (s32[], bf16[64,512]{1,0}, bf16[64,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[64,512]{1,0} get-tuple-element(%state), index=1
+  %w = bf16[64,256]{1,0} get-tuple-element(%state), index=2
+  %all-gather-start.1 = (bf16[64,256]{1,0}, bf16[512,256]{1,0}) all-gather-start(%w), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}
+  %all-gather-done.1 = bf16[512,256]{1,0} all-gather-done(%all-gather-start.1)
+  %all-gather-start.2 = (bf16[64,256]{1,0}, bf16[512,256]{1,0}) all-gather-start(%w), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %gemm = f32[4,64,256]{2,1,0} fusion(%x, %all-gather-done.1), kind=kCustom, calls=%block, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+  %reduced = bf16[64,256]{1,0} fusion(%gemm), kind=kInput, calls=%sum, backend_config={"fusion_backend_config":{"kind":"__triton"}}
+  %all-gather-done.2 = bf16[512,256]{1,0} all-gather-done(%all-gather-start.2)
+  %all-reduce-start = bf16[512,256]{1,0} all-reduce-start(%all-gather-done.2), channel_id=3, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false}}
+  %next = s32[] fusion(%i), kind=kLoop, calls=%count
+  %all-reduce-done = bf16[512,256]{1,0} all-reduce-done(%all-reduce-start)
+  ROOT %t = (s32[], bf16[64,512]{1,0}, bf16[64,256]{1,0}) tuple(%next, %x, %reduced)
+}
+
+%condition (state.1: (s32[], bf16[64,512], bf16[64,256])) -> pred[] {
+  %state.1 = (s32[], bf16[64,512]{1,0}, bf16[64,256]{1,0}) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (a: s32[], b: bf16[64,512], c: bf16[64,256]) -> s32[] {
+  %a = s32[] parameter(0)
+  %b = bf16[64,512]{1,0} parameter(1)
+  %c = bf16[64,256]{1,0} parameter(2)
+  %t0 = (s32[], bf16[64,512]{1,0}, bf16[64,256]{1,0}) tuple(%a, %b, %c)
+  %while = (s32[], bf16[64,512]{1,0}, bf16[64,256]{1,0}) while(%t0), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+  ROOT %out = s32[] get-tuple-element(%while), index=0
+}
+"""
+
+
+def test_a_gpus_text():
+    """Of a loop: split products, kernels, and what runs between the starts and the ends of collectives."""
+    program = read_program(GPU)
+    product, partial = 2 * 64 * 512 * 256, 4 * 4 * 64 * 256
+    assert program.flops == 12 * product  # in four parts, whose sums another kernel adds
+    assert program.kernels == {"Triton product": 12, "Triton fusion": 12}
+    assert [(c.kind, c.bytes, len(c.group), c.times) for c in program.collectives] == [
+        ("all-gather", 2 * 512 * 256, 8, 12),
+        ("all-gather", 2 * 512 * 256, 8, 12),
+        ("all-reduce", 2 * 512 * 256, 2, 12),
+    ]
+    [synchronous, overlapped, counter] = [c.meanwhile for c in program.collectives]
+    assert synchronous is None
+    read = 2 * 64 * 512 + 2 * 512 * 256
+    assert overlapped == Work(flops=product, bytes_accessed=read + 2 * partial + 2 * 64 * 256)
+    assert counter == Work(bytes_accessed=8)  # a counter hides nothing, and its time says so
+    gathers = 2 * (2 * 64 * 256 + 2 * 512 * 256)
+    assert program.bytes_accessed == 12 * (overlapped.bytes_accessed + 8 + gathers + 2 * 2 * 512 * 256)
+
+
+def test_an_end_in_the_next_iteration():
+    """XLA pipelines a collective by starting it at the end of a loop's body: what follows there runs meanwhile."""
+    carried = GPU.replace("%all-gather-done.2 = bf16[512,256]{1,0} all-gather-done(%all-gather-start.2)", "").replace(
+        "all-reduce-start(%all-gather-done.2)", "all-reduce-start(%all-gather-done.1)"
+    )
+    carried = carried.replace("tuple(%next, %x, %reduced)", "tuple(%next, %x, %reduced, %all-gather-start.2)")
+    [_, pipelined, _] = [c.meanwhile for c in read_program(carried).collectives]
+    assert pipelined is not None and pipelined.flops == 2 * 64 * 512 * 256
+
+
+FMHA = """ROOT %attend = (bf16[2,12,1024,64]{3,1,2,0}, f32[2,12,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"algorithm": {"tuning_knobs": {"17": "1"}}, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "12", "1024", "1024"], "tuple_shapes": []}, "mask_type": "CAUSAL", "sliding_window_length": 0}}"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "products", "pairs"),
+    [
+        ("", "", 2, 1024 * 1025 / 2),
+        ("fmhaSoftmax", "fmhaSoftmaxBackward", 5, 1024 * 1025 / 2),
+        ('length": 0', 'length": 256', 2, 256 * 257 / 2 + 768 * 256),
+        ('"CAUSAL"', '"NO_MASK"', 2, 1024 * 1024),
+    ],
+)
+def test_cudnns_attention_states_its_shape(old, new, products, pairs):
+    call = FMHA.replace(old, new) if old else FMHA
+    text = f"HloModule jit_f\n\nENTRY %main (q: bf16[2,1024,12,64]) -> f32[] {{\n  %q = bf16[2,1024,12,64]{{3,2,1,0}} parameter(0)\n  {call}\n}}\n"
+    program = read_program(text)
+    assert program.flops == products * 2 * 2 * 12 * 64 * pairs
+    backward = "Backward" in new
+    assert program.kernels == {f"cuDNN attention {'backward' if backward else 'forward'}": 1}
+    q = 2 * 2 * 1024 * 12 * 64
+    assert program.bytes_accessed == 4 * q + 4 * 2 * 12 * 1024
+
+
+def test_a_scatter_in_a_fusion_writes_its_updates():
+    fused = """%fused (p0: bf16[8,64,64], p1: s32[], p2: bf16[1,64,64]) -> bf16[8,64,64] {
+  %p0 = bf16[8,64,64]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[1,64,64]{2,1,0} parameter(2)
+  ROOT %s = bf16[8,64,64]{2,1,0} scatter(%p0, %p1, %p2), update_window_dims={1,2}, to_apply=%add
+}
+"""
+    line = "%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)} fusion(%w, %i, %u), kind=kInput, calls=%fused"
+    assert bytes_of(line, fused) == 64 * 64 * 2  # the update itself comes from on-chip memory
