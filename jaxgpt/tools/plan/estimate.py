@@ -152,10 +152,10 @@ def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
 
     The backward pass recomputes the scores. Scores are computed in whole blocks.
     """
-    if trainer.options.attention != "splash" or config.dropout or program.custom_flops:
+    if trainer.options.attention != "splash" or config.dropout:
         return 0.0
-    calls = sum(times for target, times in program.custom_calls if target == "tpu_custom_call")
     # One forward and one backward call per layer and micro-batch, and the forward calls that remat repeats.
+    calls = program.silent_kernels
     forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0

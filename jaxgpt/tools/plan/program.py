@@ -62,7 +62,8 @@ class Program:
     flops: float  # as in Work
     bytes_accessed: float
     custom_calls: tuple[tuple[str, int], ...]  # (target, times); tpu_custom_call is a Pallas kernel
-    custom_flops: float  # of custom calls that state them (Pallas's cost_estimate); others are unknown
+    custom_flops: float  # of custom calls that state them (Pallas's cost_estimate)
+    silent_kernels: int  # calls of Pallas kernels on a TPU that do not state their FLOPs
     kernels: dict[str, int]  # launches, by the names in `_KERNELS`
 
 
@@ -70,13 +71,15 @@ def read_program(text: str) -> Program:
     """Count the cost of one run from `compiled.as_text()`. All branches of a conditional count: an upper bound."""
     module = parse_hlo(text)
     executions = list(module.executed())
-    custom_calls, custom_flops = [], 0.0
+    custom_calls, custom_flops, silent_kernels = [], 0.0, 0
     kernels: Counter[str] = Counter()
     for e in executions:
         x = e.instruction
         if x.op == "custom-call" and (target := x.attribute(r'custom_call_target="([^"]*)"')) not in BOOKKEEPING:
             custom_calls.append((target, e.times))
-            custom_flops += e.times * float(x.attribute(r'"cost_estimate":\{"flops":"(\d+)"') or 0)
+            stated = x.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
+            custom_flops += e.times * float(stated or 0)
+            silent_kernels += e.times if target == "tpu_custom_call" and not stated else 0
         if x.op in ("custom-call", "fusion") and not e.is_fused and (kernel := _kernel_name(x)):
             kernels[kernel] += e.times
     work = _count_work(module, executions)
@@ -86,6 +89,7 @@ def read_program(text: str) -> Program:
         bytes_accessed=work.bytes_accessed,
         custom_calls=tuple(custom_calls),
         custom_flops=custom_flops,
+        silent_kernels=silent_kernels,
         kernels=dict(kernels),
     )
 

@@ -72,24 +72,24 @@ def test_the_roofline(monkeypatch):
     assert "memory-bound" in format_plan(found)
 
 
-def splash_flops(calls: dict[str, int], attention: str = "splash", **model) -> float:
-    """Of two layers and three micro-batches."""
+def splash_flops(calls: int, attention: str = "splash", **model) -> float:
+    """Of two layers and three micro-batches, beside another kernel that states its FLOPs."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
     trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
     program = read_program("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
-    program = dataclasses.replace(program, custom_calls=tuple(calls.items()))
+    program = dataclasses.replace(program, silent_kernels=calls, custom_flops=1e12)
     return estimates._splash_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
 
 
 def test_what_splash_attention_computes():
     """Two products forward, five backward, and two for each time that remat runs it anew; in whole blocks, or half."""
-    assert splash_flops({"tpu_custom_call": 12, "Sharding": 9}, block_size=1024) == 7 * 1024
-    assert splash_flops({"tpu_custom_call": 18}, block_size=1024) == 9 * 1024
-    assert splash_flops({"tpu_custom_call": 12}, block_size=4096) == 7 * 4096 * 10 / 16
+    assert splash_flops(12, block_size=1024) == 7 * 1024
+    assert splash_flops(18, block_size=1024) == 9 * 1024
+    assert splash_flops(12, block_size=4096) == 7 * 4096 * 10 / 16
     windows = {"sliding_window": 1024, "global_every": 2}  # 7 of 16 blocks, then 10
-    assert splash_flops({"tpu_custom_call": 12}, block_size=4096, **windows) == 7 * 4096 * 17 / 32
-    assert splash_flops({"__cudnn$fmhaSoftmax": 12}, "cudnn", block_size=1024) == 0  # the program states its own
-    assert splash_flops({"tpu_custom_call": 12}, block_size=1024, dropout=0.1) == 0
+    assert splash_flops(12, block_size=4096, **windows) == 7 * 4096 * 17 / 32
+    assert splash_flops(12, "cudnn", block_size=1024) == 0  # the program states its own
+    assert splash_flops(12, block_size=1024, dropout=0.1) == 0
 
 
 def test_an_mfu_above_one_says_why(here):
