@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.batch import Batch
@@ -24,6 +24,11 @@ from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, mesh_shape, state_sh
 from jaxgpt.parallel.slices import split_slices
 from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings
 from jaxgpt.train import TrainState
+
+# XLA's scheduler for GPUs hides a collective behind arithmetic of the same iteration of a loop, but a scanned layer
+# begins with the gather of its parameters and ends with the scatter of their gradients. With these, the gather of the
+# next layer and the scatter of the last one run beside a layer.
+GPU_OVERLAP = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
 
 
 class MeshStrategy(Strategy):
@@ -68,9 +73,11 @@ class MeshStrategy(Strategy):
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
         """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
-        rows_heads = P(BATCH_SPEC[0], None, "tensor", None)
 
         def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
+            mesh, rows = _free_axes(self.mesh)
+            rows_heads = P(rows, None, "tensor", None)
+
             def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
                 if key is not None:
                     key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
@@ -78,9 +85,10 @@ class MeshStrategy(Strategy):
 
             attend_locally = jax.shard_map(
                 attend,
-                mesh=self.mesh,
-                in_specs=(rows_heads, rows_heads, rows_heads, P(), BATCH_SPEC),
+                mesh=mesh,
+                in_specs=(rows_heads, rows_heads, rows_heads, P(), P(rows)),
                 out_specs=rows_heads,
+                axis_names={*rows, "tensor"},
                 check_vma=False,  # Pallas kernels do not declare over which axes their results vary
             )
             return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
@@ -93,9 +101,28 @@ class MeshStrategy(Strategy):
         """Return the shapes of a state, with the shardings of `state_shardings`."""
         return with_shardings(shapes, state_shardings(shapes, config, optimizer, self.mesh))
 
-    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
-        """Compile `step` with sharded states and replicated metrics, and donate the state."""
-        return jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(state), self._replicated))
+    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
+        """Compile `step` with sharded states and replicated metrics, and donate the state.
+
+        With `accumulates`, each part of the axis `data` adds up the gradients of its own micro-batches first: otherwise
+        the compiler all-reduces those of every layer and micro-batch.
+        """
+        if accumulates and self.mesh.shape["data"] > 1:
+            step = jax.shard_map(
+                functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data")),
+                mesh=self.mesh,
+                in_specs=(P(), P("data"), P()),
+                out_specs=P(),
+                axis_names={"data"},
+                check_vma=False,  # the compiler partitions the other axes
+            )
+        overlaps = self.devices[0].platform == "gpu" and self.mesh.shape["fsdp"] > 1
+        return jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(shardings_of(state), self._replicated),
+            compiler_options=GPU_OVERLAP if overlaps else None,
+        )
 
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
         """Compile `step` with replicated sums."""
@@ -125,11 +152,19 @@ class MeshStrategy(Strategy):
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
 
 
+def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:
+    """Return the mesh and its axes over which rows are still to be sharded: inside a shard_map, those that are left."""
+    current = jax.sharding.get_abstract_mesh()
+    rows = tuple(axis for axis in BATCH_SPEC[0] if axis not in current.manual_axes)
+    return current if current.manual_axes else mesh, rows
+
+
 def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
     """Return hooks that keep activations sharded by rows, like the batch: the compiler might shard them by D."""
 
     def constrain(x_BTD: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(mesh, BATCH_SPEC))
+        free, rows = _free_axes(mesh)
+        return jax.lax.with_sharding_constraint(x_BTD, NamedSharding(free, P(rows)))
 
     def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Look up each device's tokens in its part of the vocabulary, gathered over fsdp, and sum over tensor.
@@ -144,11 +179,13 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
             x_BTD = jnp.take(table_VD, jnp.where(here_BT, index_BT, 0), axis=0)
             return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0.0), "tensor")
 
+        free, rows = _free_axes(mesh)
         return jax.shard_map(
             embed_locally,
-            mesh=mesh,
-            in_specs=(P("tensor", "fsdp"), BATCH_SPEC),
-            out_specs=BATCH_SPEC,
+            mesh=free,
+            in_specs=(P("tensor", "fsdp"), P(rows)),
+            out_specs=P(rows),
+            axis_names={*rows, "tensor"},
             check_vma=False,  # JAX assumes that the result of all_gather varies over fsdp
         )(table_VD, tokens_BT)
 
@@ -158,21 +195,24 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
         Without this hook, the compiler all-reduces the parameters' gradient for every chunk of the loss.
         """
 
-        def reduce_locally(params, *arrays):
-            gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
-            params = {
-                name: jax.tree.map(functools.partial(gather, axis=_width_axis(name)), x) for name, x in params.items()
-            }
-            return jax.lax.psum(function(params, *arrays), BATCH_SPEC[0])
-
         def reduce(params, *arrays):
+            free, rows = _free_axes(mesh)
+
+            def reduce_locally(params, *arrays):
+                gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
+                params = {
+                    name: jax.tree.map(functools.partial(gather, axis=_width_axis(name)), x)
+                    for name, x in params.items()
+                }
+                return jax.lax.psum(function(params, *arrays), rows)
+
             specs = {name: P("fsdp") if _width_axis(name) == 0 else P(None, "fsdp") for name in params}
             return jax.shard_map(
                 reduce_locally,
-                mesh=mesh,
-                in_specs=(specs, *([BATCH_SPEC] * len(arrays))),
+                mesh=free,
+                in_specs=(specs, *([P(rows)] * len(arrays))),
                 out_specs=P(),
-                axis_names={"data", "fsdp"},  # the compiler shards the vocabulary over `tensor`
+                axis_names={*rows},  # the compiler shards the vocabulary over `tensor`
                 check_vma=False,
             )(params, *arrays)
 

@@ -40,7 +40,7 @@ class PmapStrategy(Strategy):
         """Compile `init`, replicating the state over this process's devices."""
         return jax.jit(init, out_shardings=self._copies)
 
-    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
         """Compile `step` with means over the devices, and donate the state."""
 
         def on_each(state, batch, key):

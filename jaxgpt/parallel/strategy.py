@@ -59,8 +59,11 @@ class Strategy(abc.ABC):
         return jax.jit(init, out_shardings=shardings_of(state))
 
     @abc.abstractmethod
-    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
-        """Compile `step(state, batch, key)` and donate the old state: the new one reuses its memory."""
+    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
+        """Compile `step(state, batch, key)` and donate the old state: the new one reuses its memory.
+
+        accumulates: the step adds up gradients of micro-batches, without dropout, whose key devices would have to share.
+        """
 
     @abc.abstractmethod
     def jit_eval_step(self, step: EvalFn) -> EvalFn:
@@ -104,7 +107,7 @@ class SingleDevice(Strategy):
         self.devices = ((devices or jax.local_devices())[0],)
         self._checkpoint = self._batch = SingleDeviceSharding(self.devices[0])
 
-    def jit_train_step(self, step: StepFn, state: TrainState) -> StepFn:
+    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
         """Compile `step` and donate the state."""
         return jax.jit(step, donate_argnums=0)
 

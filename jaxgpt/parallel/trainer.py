@@ -104,13 +104,14 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         head_loss=head_loss,
         label_smoothing=experiment.optim.label_smoothing,
     )
+    accumulates = split.grad_accum_steps > 1 and not experiment.model.dropout
     return Trainer(
         options=options,
         model=model,
         strategy=strategy,
         split=split,
         init_state=strategy.jit_init_state(init, state),
-        train_step=strategy.jit_train_step(step, state),
+        train_step=strategy.jit_train_step(step, state, accumulates=accumulates),
         eval_step=strategy.jit_eval_step(functools.partial(eval_step, model=model, head_loss=head_loss)),
         merge=merge if lora.rank is None else jax.jit(merge),
         checksums=strategy.jit_checksums(state),

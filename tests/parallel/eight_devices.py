@@ -44,6 +44,7 @@ STRATEGIES = {
     "accumulation": ParallelConfig(strategy="single", micro_batch_size=4),
     "pmap": ParallelConfig(strategy="pmap"),
     "data": ParallelConfig(strategy="mesh"),
+    "data, in pieces": ParallelConfig(strategy="mesh", micro_batch_size=1),
     "fsdp": ParallelConfig(strategy="mesh", data=1, fsdp=-1),
     "tensor": ParallelConfig(strategy="mesh", tensor=2),
     "all": ParallelConfig(strategy="mesh", data=2, fsdp=2, tensor=2),
@@ -139,7 +140,9 @@ def curves(*wanted: str) -> dict:
 
 
 def programs() -> dict:
-    return {name: Run(name, "adamw").compiled() for name in ("single", "pmap", "data", "fsdp", "tensor")}
+    return {
+        name: Run(name, "adamw").compiled() for name in ("single", "pmap", "data", "fsdp", "tensor", "data, in pieces")
+    }
 
 
 def whole_arrays() -> dict:

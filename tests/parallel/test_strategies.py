@@ -116,7 +116,7 @@ def test_one_device_exchanges_nothing(programs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pmap", "data"])
+@pytest.mark.parametrize("name", ["pmap", "data", "data, in pieces"])
 def test_data_parallelism_exchanges_its_gradients_once(programs, name):
     """4 bytes for each parameter, and for a few vectors a little more; by all-reduce alone."""
     assert {c.kind for c in programs[name].collectives} == {"all-reduce"}

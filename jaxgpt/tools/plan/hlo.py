@@ -116,13 +116,17 @@ class Module:
                 yield from self.executed_by(Execution(**called, launch=launch, is_fused=is_fused))
 
     def _trip_count(self, computation: Computation, loop: Instruction) -> int:
-        """Return how often a loop runs, on a TPU from the start and the limit of its counter."""
+        """Return how often a loop runs: as the compiler says, else from the start and the limit of its counter."""
         if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)")]
-        compare = find_root(condition)
-        limits = [_constant(condition, name) for name in compare.operands]
-        counter = condition.get(compare.operands[0]) if compare.operands else None
+        root = find_root(condition)
+        inner = self.called(root) if root.op == "fusion" else condition  # a GPU fuses even a comparison
+        compare = find_root(inner)
+        limits = [_constant(inner, name) for name in compare.operands]
+        counter = inner.get(compare.operands[0]) if compare.operands else None
+        if counter is not None and inner is not condition and counter.op == "parameter":
+            counter = condition[root.operands[int(counter.text.split(")")[0])]]
         if compare.op != "compare" or "direction=LT" not in compare.text or limits[1] is None or counter is None:
             return 1
         index = counter.attribute(r"index=(\d+)")
