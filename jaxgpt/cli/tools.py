@@ -98,6 +98,7 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
     """
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
     configure_jax()
     from jaxgpt.data.dataset import prepare_for

@@ -50,6 +50,17 @@ llama_7b = Experiment(
 """
 
 
+def test_programs_of_absent_devices_are_not_kept(tmp_path, text_file):
+    """A second plan would find them in the cache and complain that it cannot load them."""
+    shape = ("--model.n-layer", "1", "--model.n-head", "1", "--model.n-embd", "8", "--model.block-size", "8")
+    command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file), "--topology", "v5e:1x1")
+    kept = tmp_path / "kept"
+    env = {"JAX_COMPILATION_CACHE_DIR": str(kept), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    done = run_command(*command, cwd=tmp_path, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **env)
+    assert done.returncode == 0, done.stderr
+    assert not kept.exists() or [path for path in kept.rglob("*-cache")] == []
+
+
 def test_only_gradients_cross_between_slices(tmp_path):
     """Of two slices, data is the axis between: its all-reduces alone go over the network, each of a chip's own part."""
     mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2")
