@@ -814,9 +814,16 @@ MUTATIONS = (
     Mutation(
         "result-of-xla-attention-not-kept",
         "layers/kernels/fused.py",
-        'out_BTNH if implementation == "cudnn" else checkpoint_name(out_BTNH, SAVED_NAME)',
+        'out_BTNH if implementation == "cudnn" else save_in_remat(out_BTNH)',
         "out_BTNH",
         "test_model.py::test_remat_of_all_but_dots_keeps_what_attention_made",
+    ),
+    Mutation(
+        "statistics-of-norms-not-kept",
+        "layers/norm.py",
+        "variance = save_in_remat(jnp.mean(jnp.square(centred), axis=-1, keepdims=True))",
+        "variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)",
+        "test_model.py::test_remat_of_all_but_dots_keeps_the_statistics_of_norms",
     ),
     Mutation(
         "result-of-cudnn-attention-not-kept",

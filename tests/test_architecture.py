@@ -49,6 +49,7 @@ LAYER_ROWS = [
     ["kernels.plain"],
     ["hooks"],
     ["norm", "position", "linear", "quantize"],
+    ["saved"],
 ]
 
 # The only modules that may import a package.

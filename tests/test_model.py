@@ -177,6 +177,16 @@ def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     assert found == {"none": 2 * 6, "dots": 2 * 7, "full": 2 * 8}
 
 
+def test_remat_of_all_but_dots_keeps_the_statistics_of_norms():
+    """A mean and a variance of each of four norms are computed once, with "full" twice."""
+
+    def is_mean(eqn) -> bool:
+        return eqn.primitive.name == "reduce_sum" and eqn.params["axes"] == (2,)
+
+    found = {remat: calls(gradient(KERNELS["plain"], remat), is_mean) for remat in ("none", "dots", "full")}
+    assert found["none"] == found["dots"] == found["full"] - 2 * 4
+
+
 def test_remat_of_all_but_dots_keeps_what_cudnn_made(monkeypatch):
     """Also the logarithms of its sums. The primitives' names are JAX's own, as of 0.10."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn

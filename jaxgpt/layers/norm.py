@@ -1,9 +1,15 @@
-"""Normalisation over the last axis, with statistics in float32."""
+"""Normalisation over the last axis, with statistics in float32.
+
+The statistics, a number for each token, are saved under remat="dots". Otherwise XLA on GPU computes them again in the
+kernel that norms, and writes the float32 product that the scale's gradient sums: 2,413 GB in a step of GPT-2, not 2,351.
+"""
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
+
+from jaxgpt.layers.saved import save_in_remat
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
@@ -12,8 +18,8 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
     Ba, Kiros and Hinton 2016, arXiv:1607.06450. The result has x's dtype.
     """
     x32 = x_BTD.astype(jnp.float32)  # in bfloat16 the mean of 768 values is accurate to two digits
-    centred = x32 - x32.mean(axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    centred = x32 - save_in_remat(x32.mean(axis=-1, keepdims=True))
+    variance = save_in_remat(jnp.mean(jnp.square(centred), axis=-1, keepdims=True))
     out = centred * jax.lax.rsqrt(variance + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
     if bias_D is not None:
         out = out + jnp.broadcast_to(bias_D, x_BTD.shape)
@@ -23,7 +29,7 @@ def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, e
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Return `x / sqrt(mean(x^2) + eps) * scale`: LayerNorm without the mean (arXiv:1910.07467)."""
     x32 = x_BTD.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    mean_square = save_in_remat(jnp.mean(jnp.square(x32), axis=-1, keepdims=True))
     out = x32 * jax.lax.rsqrt(mean_square + eps) * jnp.broadcast_to(scale_D, x_BTD.shape)
     return out.astype(x_BTD.dtype)
 

@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
-from jaxgpt.layers.kernels.plain import CUDNN_FORWARD, SAVED_NAME, AttentionFn
+from jaxgpt.layers.kernels.plain import AttentionFn
+from jaxgpt.layers.saved import CUDNN_FORWARD, SAVED_NAME
 
 
 def remat(block: type[nn.Module], config: GPTConfig) -> Any:
@@ -20,7 +21,7 @@ def remat(block: type[nn.Module], config: GPTConfig) -> Any:
 
 
 def _kept_with_dots(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether remat="dots" keeps a result of the forward pass: of dense layers and of attention kernels.
+    """Return whether remat="dots" keeps a result: of dense layers, of attention kernels and the norms' statistics.
 
     The plain and the xla kernel then recompute the attention weights, which are not kept.
     """

@@ -4,9 +4,9 @@ import functools
 from typing import Any, Literal
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxgpt.layers.kernels.plain import SAVED_NAME, plain_attention
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.saved import save_in_remat
 
 
 def fused_attention(
@@ -41,7 +41,7 @@ def fused_attention(
         local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
     )
-    return out_BTNH if implementation == "cudnn" else checkpoint_name(out_BTNH, SAVED_NAME)
+    return out_BTNH if implementation == "cudnn" else save_in_remat(out_BTNH)
 
 
 xla_attention = functools.partial(fused_attention, implementation="xla")

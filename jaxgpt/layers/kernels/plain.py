@@ -4,16 +4,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+
+from jaxgpt.layers.saved import save_in_remat
 
 # Causal attention by some kernel:
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
 AttentionFn = Callable[..., jax.Array]
 
-SAVED_NAME = "attention"  # name under which a remat policy can keep results that the backward pass needs
-# Prefix of the name of cuDNN's forward primitive, by which a remat policy recognises it: JAX does not name its result,
-# and its residuals cannot be named from outside.
-CUDNN_FORWARD = "dot_product_attention_fwd"
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
 # to compile; below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
@@ -75,7 +72,7 @@ def plain_attention(
             _attend_block(q_[:, :, start:end], k_[:, read], v_[:, read], visible_BTS[:, start:end, read], **scores)
         )
     out = jnp.concatenate(blocks, axis=2)
-    return checkpoint_name(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1), SAVED_NAME)
+    return save_in_remat(out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
 
 
 def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:
