@@ -11,7 +11,7 @@ import jax
 
 from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import all_devices, memory_of
+from jaxgpt.parallel.device import all_devices, bytes_per_device, memory_of
 from jaxgpt.parallel.slices import count_slices
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import make_trainer
@@ -22,7 +22,7 @@ from jaxgpt.tools.plan.topology import topology_devices
 
 
 class DoesNotFit(Exception):
-    """The step needs more memory than a device has: `needed` bytes, or None if the compiler does not report them."""
+    """The step needs more memory than a device has: at least `needed` bytes; None: the compiler does not report them."""
 
     def __init__(self, needed: int | None):
         """Store the bytes."""
@@ -147,6 +147,9 @@ def _describe_layout(experiment: Experiment) -> str:
 
 def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
     trainer = make_trainer(experiment, devices)
+    state, available = bytes_per_device(trainer.abstract_state), memory_of(devices[0])
+    if available is not None and state > available:
+        raise DoesNotFit(state)
     try:
         executable = trainer.lower().compile()
     except jax.errors.JaxRuntimeError as e:
@@ -157,7 +160,6 @@ def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | 
         raise DoesNotFit(int(float(used[1]) * scale[used[2]]) if used else None) from None
 
     memory = memory_of_program(executable)
-    available = memory_of(devices[0])
     if available is not None and memory > available:
         raise DoesNotFit(memory)
     program = read_program(executable.as_text())

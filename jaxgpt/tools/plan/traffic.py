@@ -41,6 +41,9 @@ def count_traffic(module: Module, computation: Computation, x: Instruction) -> f
     else:
         outputs = [a.bytes for a in x.arrays]
     written = sum(size for size, a in zip(outputs, x.arrays, strict=False) if not a.on_chip)
+    if x.op == "custom-call":  # a Pallas kernel may read an operand several times, and states how often
+        stated = x.attribute(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+        return max(read + written, float(stated or 0))
     # Every start except that of an all-reduce returns its operands with its results.
     returns_operands = x.op == "send" or (x.is_start and x.op != "all-reduce-start")
     return max(written, read) if returns_operands else read + written

@@ -283,6 +283,14 @@ def test_only_main_memory_counts():
     assert bytes_of("%y = bf16[1,64,64]{2,1,0:T(8,128)(2,1)S(1)} negate(%u)") == 0
 
 
+def test_a_kernel_states_what_it_reads_again():
+    big = 8 * 64 * 64 * 2
+    call = '%y = bf16[8,64,64]{2,1,0:T(8,128)(2,1)} custom-call(%w), custom_call_target="tpu_custom_call"'
+    assert bytes_of(call) == 2 * big
+    states = call + ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"999999"}}}'
+    assert bytes_of(states) == 999_999
+
+
 def test_slices_and_updates_count_what_they_move():
     layer = 64 * 64 * 2
     tiled = "{2,1,0:T(8,128)(2,1)}"
