@@ -96,6 +96,7 @@ def real_text():
 LONGEST = (
     "test_lessons.py",
     "tools/plan/test_slices.py",
+    "tools/plan/test_gpu_plans.py",
     "test_docs.py",
     "parallel/test_strategies.py",
     "encdec/test_encoder.py",

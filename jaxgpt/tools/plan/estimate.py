@@ -233,6 +233,15 @@ def _format_collective(c: CollectiveTotal) -> str:
     return f"{text}, {c.asynchronous} asynchronous (at most {format_ms(c.hidden_seconds)} hidden)"
 
 
+def _format_exposed(collectives: Sequence[CollectiveTotal]) -> str:
+    """Return what the schedule cannot hide, if it hides anything."""
+    times = [(c.seconds, c.hidden_seconds) for c in collectives if not c.between_slices]
+    exposed = [seconds - hidden for seconds, hidden in times if seconds is not None and hidden is not None]
+    if len(exposed) < len(times) or not any(hidden for _, hidden in times):
+        return ""
+    return f", at least {format_ms(sum(exposed))} of it exposed"
+
+
 def format_plan(p: Plan) -> str:
     """Return a plan as text, one fact per line."""
     fits = "fits" if p.fits else "unknown whether it fits"
@@ -252,7 +261,7 @@ def format_plan(p: Plan) -> str:
         *(("between slices" if c.between_slices else "collectives", _format_collective(c)) for c in p.collectives),
         ("compute", format_ms(p.compute_seconds)),
         ("memory traffic", format_ms(p.memory_seconds)),
-        ("interconnect", format_ms(p.interconnect_seconds)),
+        ("interconnect", format_ms(p.interconnect_seconds) + _format_exposed(p.collectives)),
         *([("network", f"{format_ms(p.network_seconds)}, {network}")] if p.network_bytes else []),
         ("step, lower bound", format_ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
         ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),

@@ -18,8 +18,8 @@ from jaxgpt.tools.plan.traffic import BOOKKEEPING, count_traffic
 
 # Kernels of libraries and of code generators, by a pattern in the instruction; loops that XLA generates are not listed.
 _KERNELS = {
+    "cuDNN attention forward": r'"__cudnn\$fmha(?!\w*Backward)',
     "cuDNN attention backward": r'"__cudnn\$fmha\w*Backward"',
-    "cuDNN attention forward": r'"__cudnn\$fmha',
     "cuBLAS product": r'"__cublas\$',
     "cuDNN fusion": r'"kind": ?"__cudnn\$fusion"',
     "Triton product": r'"kind": ?"__triton_\w*gemm',
@@ -90,7 +90,7 @@ def read_program(text: str) -> Program:
         custom_calls=tuple(custom_calls),
         custom_flops=custom_flops,
         silent_kernels=silent_kernels,
-        kernels=dict(kernels),
+        kernels={name: kernels[name] for name in _KERNELS if kernels[name]},
     )
 
 

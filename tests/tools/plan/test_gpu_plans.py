@@ -3,7 +3,7 @@
 One process compiles all of them: XLA's GPU compiler stays loaded for the life of one, beside the TPU's.
 """
 
-import importlib.util
+import importlib.metadata
 import json
 
 import pytest
@@ -17,7 +17,7 @@ from tests.helpers import run_command
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("jax_cuda13_plugin", "nvidia.cudnn")),
+        not {"jax-cuda13-plugin", "nvidia-cudnn-cu13"} <= {d.name for d in importlib.metadata.distributions()},
         reason='XLA\'s GPU compiler or cuDNN is not here: pip install ".[plan-gpu]"',
     ),
 ]

@@ -14,7 +14,7 @@ from jaxgpt.tools.plan import estimate as estimates
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.estimate import format_plan
 from jaxgpt.tools.plan.plan import DoesNotFit, make_plan
-from jaxgpt.tools.plan.program import Collective, read_program
+from jaxgpt.tools.plan.program import Collective, Work, read_program
 from tests.helpers import TINY, run_command
 
 EXPERIMENT = Experiment(
@@ -125,6 +125,23 @@ def test_what_goes_between_slices_is_counted_apart(monkeypatch, here):
     assert "between slices     3 x all-reduce over 2: 0.0 MB, 3.0 ms\n" in format_plan(plan)
     assert "network            3.0 ms, 0.0 MB sent to other slices by each device\n" in format_plan(plan)
     assert here.network_bytes == 0 and "network" not in format_plan(here)
+
+
+def test_asynchronous_collectives_hide_behind_the_work_meanwhile(monkeypatch, here):
+    """At 1 GB/s of links and 3.35 TB/s of memory: 1 ms of an all-gather, 0.2 ms of it behind 0.67 GB of other work."""
+    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
+    h100 = [type("Device", (), {"device_kind": "NVIDIA H100 80GB HBM3"})]
+    sync = Collective(kind="all-gather", shapes=("f32[500000]",), bytes=2_000_000, group=(0, 1), times=1)
+    overlapped = dataclasses.replace(sync, times=3, meanwhile=Work(bytes_accessed=0.2e-3 * 3.35e12))
+    bound = dataclasses.replace(sync, kind="all-reduce", meanwhile=Work(flops=989e12, bytes_accessed=1.0))
+    found = estimates._total_collectives((sync, overlapped, bound), h100)
+    assert [(c.count, c.asynchronous) for c in found] == [(4, 3), (1, 1)]
+    assert [c.seconds for c in found] == pytest.approx([4e-3, 2e-3])
+    assert [c.hidden_seconds for c in found] == pytest.approx([0.6e-3, 2e-3])  # a second of products hides all of it
+    text = format_plan(dataclasses.replace(here, collectives=found, interconnect_seconds=6e-3))
+    assert "4 x all-gather over 2: 8.0 MB, 4.0 ms, 3 asynchronous (at most 0.6 ms hidden)" in text
+    assert "6.0 ms, at least 3.4 ms of it exposed" in text
+    assert "exposed" not in format_plan(dataclasses.replace(here, collectives=found[:0], interconnect_seconds=6e-3))
 
 
 def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
