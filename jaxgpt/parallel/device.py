@@ -144,20 +144,23 @@ def memory_of(device: jax.Device) -> int | None:
     try:
         return (device.memory_stats() or {}).get("bytes_limit", stated)
     except jax.errors.JaxRuntimeError:  # a device of a topology, which is not attached
-        return stated if stated is None or device.platform == "tpu" else int(stated * _gpu_memory_share())
+        return stated if stated is None or device.platform == "tpu" else int(stated * gpu_memory_share())
 
 
-def _gpu_memory_share() -> float:
+def gpu_memory_share() -> float:
     """Return the part of a GPU's memory that XLA allocates at its start: three quarters, or what a variable says."""
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        if given := os.environ.get(name):
-            try:
-                share = float(given)
-            except ValueError:
-                share = 0.0
-            if not 0 < share <= 1:
-                raise UserError(f"{name}={given!r}: needs a number above 0, at most 1")
-            return share
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    given = [(name, value) for name in names if (value := os.environ.get(name))]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(names)} are set, but JAX takes one of them: unset the second, its old name")
+    for name, value in given:
+        try:
+            share = float(value)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise UserError(f"{name}={value!r}: needs a number above 0, at most 1")
+        return share
     return 0.75
 
 

@@ -15,7 +15,9 @@ from jaxgpt.parallel.device import (
     compute_options,
     enable_compilation_cache,
     first_device,
+    memory_of,
 )
+from jaxgpt.parallel.peaks import PEAKS
 from tests.conftest import keep_compiled
 
 
@@ -136,3 +138,31 @@ def test_a_state_is_counted_as_it_is_placed(monkeypatch, spec, held):
     check_memory(state, 10, devices)
     with pytest.raises(UserError, match="need at least 0.0 GiB on each of 8 devices, which have"):
         check_memory(state, 11, devices)
+
+
+class Absent:
+    """A device of a topology, which is not attached."""
+
+    def __init__(self, kind: str, platform: str):
+        self.device_kind, self.platform = kind, platform
+
+    def memory_stats(self):
+        raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
+
+
+def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    h200, v5e = Absent("NVIDIA H200", "gpu"), Absent("TPU v5 lite", "tpu")
+    whole = PEAKS["NVIDIA H200"].memory
+    assert memory_of(h200) == int(0.75 * whole) and memory_of(v5e) == 16 * 2**30
+    assert memory_of(Absent("NVIDIA H20", "gpu")) is None
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert memory_of(h200) == int(0.9 * whole) and memory_of(v5e) == 16 * 2**30
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    with pytest.raises(UserError, match="are set, but JAX takes one of them"):
+        memory_of(h200)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most': needs a number above 0, at most 1"):
+        memory_of(h200)

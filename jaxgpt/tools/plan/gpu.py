@@ -9,6 +9,7 @@ import re
 import jax
 
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.device import gpu_memory_share
 from jaxgpt.parallel.jax_setup import skip_cuda_check
 from jaxgpt.parallel.peaks import PEAKS
 
@@ -146,6 +147,7 @@ def gpu_devices(topology: str) -> list[jax.Device]:
         )
     _check_plugin()
     skip_cuda_check()
+    gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     from jax.experimental import topologies
 
     try:
