@@ -6,6 +6,7 @@ around. No sharding rule produces this.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,24 @@ from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, wit
 from jaxgpt.train import TrainState
 
 # XLA's scheduler for GPUs hides a collective behind arithmetic of the same iteration of a loop, but a scanned layer
-# begins with the gather of its parameters and ends with the scatter of their gradients. With these, the gather of the
-# next layer and the scatter of the last one run beside a layer.
-GPU_OVERLAP = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": True}
+# begins with the gather of its parameters and ends with the scatter of their gradients. With these options, the gather
+# of the next layer and the scatter of the last one run beside a layer. The first are of jax 0.11.1 and later.
+GPU_OVERLAP: tuple[dict[str, Any], ...] = (
+    dict.fromkeys(("xla_gpu_pipeline_all_gather", "xla_gpu_pipeline_reduce_scatter"), "COLLECTIVE_PIPELINING_MODE_ON"),
+    dict.fromkeys(("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter"), True),
+)
+
+
+@functools.cache
+def _overlap_options() -> dict[str, Any]:
+    """Return the first of `GPU_OVERLAP` that this version of XLA knows, or none."""
+    for options in GPU_OVERLAP:
+        try:
+            jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        except jax.errors.JaxRuntimeError:  # no such option
+            continue
+        return options
+    return {}
 
 
 class MeshStrategy(Strategy):
@@ -121,7 +137,7 @@ class MeshStrategy(Strategy):
             step,
             donate_argnums=0,
             out_shardings=(shardings_of(state), self._replicated),
-            compiler_options=GPU_OVERLAP if overlaps else None,
+            compiler_options=_overlap_options() if overlaps else None,
         )
 
     def jit_eval_step(self, step: EvalFn) -> EvalFn:

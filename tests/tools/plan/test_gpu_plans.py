@@ -45,7 +45,7 @@ def count_tpu_products():
     x = jax.ShapeDtypeStruct((512, 512), "bfloat16", sharding=sharding)
     return read_program(jax.jit(lambda x: x @ x).lower(x).compile().as_text()).flops / (2 * 512**3)
 
-def plan(topology, *, batch_size=480, model={}, train={}, **parallel):
+def plan(topology, *, batch_size=480, model=dict(scan_layers=True), train={}, **parallel):
     e = dataclasses.replace(
         gpt2_124m,
         model=dataclasses.replace(gpt2_124m.model, **model),
@@ -61,6 +61,7 @@ small = dict(n_layer=1, n_embd=256, n_head=4, block_size=256, vocab_size=256)
 found = dict(
     single=plan("h200:1"),
     pmap=plan("h200:8"),
+    data=plan("h200:8", strategy="mesh"),
     fsdp=plan("h200:8", strategy="mesh", fsdp=8),
     tensor=plan("h200:8", strategy="mesh", fsdp=2, tensor=2),
     hosts=plan("h200:4x8", strategy="mesh", fsdp=8),
@@ -86,7 +87,7 @@ def found(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-GPT2 = ("single", "pmap", "fsdp", "tensor", "hosts")
+GPT2 = ("single", "pmap", "data", "fsdp", "tensor", "hosts")
 
 
 @pytest.mark.parametrize("name", GPT2)
@@ -117,10 +118,11 @@ def totals(plan) -> dict[tuple[str, int], dict]:
     return {(e["kind"], e["devices"]): e for e in plan["exchanges"]}
 
 
-def test_pmap_reduces_gradients_once_per_step(found):
+@pytest.mark.parametrize("name", ["pmap", "data"])
+def test_gradients_are_reduced_once_per_step(found, name):
     assert found["single"]["exchanges"] == []
-    [(kind, total)] = totals(found["pmap"]).items()
-    assert kind == ("all-reduce", 8) and found["pmap"]["accumulation"] == 5
+    [(kind, total)] = totals(found[name]).items()
+    assert kind == ("all-reduce", 8) and found[name]["accumulation"] == 5
     assert total["bytes"] == pytest.approx(4 * 124_373_760, rel=0.001)
     assert total["seconds"] == pytest.approx(2 * 7 / 8 * total["bytes"] / 450e9)
 
@@ -130,6 +132,7 @@ def test_a_mesh_gathers_within_hosts_and_reduces_between_them(found):
     assert gathers["seconds"] == pytest.approx(7 / 8 * gathers["bytes"] / 450e9)
     between = totals(found["hosts"])["all-reduce", 4]
     assert between["seconds"] == pytest.approx(2 * 3 / 4 * between["bytes"] / 50e9)
+    assert between["bytes"] == pytest.approx(4 * 124_373_760 / 8, rel=0.001)  # once, by each for its part
     assert {("all-gather", 8), ("reduce-scatter", 8)} <= set(totals(found["fsdp"]))
     assert {("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 2)} <= set(totals(found["tensor"]))
 
@@ -139,6 +142,11 @@ def test_what_is_asynchronous_hides_at_most_its_own_time(found, name):
     exchanges = found[name]["exchanges"]
     assert sum(e["asynchronous"] for e in exchanges) > 0
     assert all(0 <= e["hidden_seconds"] <= e["seconds"] and e["asynchronous"] <= e["count"] for e in exchanges)
+
+
+def test_gathers_of_scanned_layers_run_beside_the_layer_before(found):
+    gathers = totals(found["fsdp"])["all-gather", 8]
+    assert gathers["hidden_seconds"] > 0.8 * gathers["seconds"]
 
 
 def test_other_devices(found):

@@ -63,7 +63,9 @@ def test_programs_of_absent_devices_are_not_kept(tmp_path, text_file):
 
 def test_only_gradients_cross_between_slices(tmp_path):
     """Of two slices, data is the axis between: its all-reduces alone go over the network, each of a chip's own part."""
-    mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2")
+    # A few layers, scanned, which compile in a fraction of the time.
+    mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2", "--model.n-layer", "4")
+    mesh += ("--model.scan-layers",)
     command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "2xv5e:4x4", "--json")
     done = run_command(*command, *mesh, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     assert done.returncode == 0, done.stderr
@@ -88,7 +90,7 @@ def test_only_gradients_cross_between_slices(tmp_path):
 )
 def test_it_fits_and_could_be_fast(experiment, topology, strategy, split, tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
-    command = ("-m", "jaxgpt", "plan", experiment, "--topology", topology, "--json")
+    command = ("-m", "jaxgpt", "plan", experiment, "--topology", topology, "--model.scan-layers", "--json")
     # libtpu lets in one process at a time; here none of them has a TPU.
     done = run_command(*command, cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     assert done.returncode == 0, done.stderr
@@ -100,3 +102,14 @@ def test_it_fits_and_could_be_fast(experiment, topology, strategy, split, tmp_pa
     assert found["state_memory"] == pytest.approx(12 * found["parameters"] / split, rel=0.01)
     kinds = {e["kind"] for e in found["exchanges"]}
     assert kinds == {"all-reduce"} if split == 1 else kinds >= {"all-gather"}
+
+
+def test_a_kernel_of_pallas_runs_once_for_each_direction(tmp_path):
+    """Attention forward and backward in each layer, although remat recomputes; three of the loss, on a v6e."""
+    layers = ("--model.n-layer", "1", "--train.batch-size", "12")
+    command = ("-m", "jaxgpt", "plan", f"{REPOSITORY}/experiments/gpt2_124m.py", "--topology", "v6e:1x1", *layers)
+    done = run_command(*command, "--json", cwd=tmp_path, deadline=900, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["remat"] == "dots" and found["accumulation"] == 1
+    assert found["kernels"] == {"Pallas": 2 + 3}
