@@ -896,6 +896,41 @@ MUTATIONS = (
         "part.bytes",
         "tools/plan/test_program.py::test_transfers_between_slices",
     ),
+    Mutation(
+        "gpu-network-of-the-fullest-host",
+        "parallel/peaks.py",
+        "min(on_host.values())",
+        "max(on_host.values())",
+        "parallel/test_peaks.py::test_nvlink_ends_at_the_host",
+    ),
+    Mutation(
+        "plan-synchronous-collective-hides",
+        "tools/plan/schedule.py",
+        """ and '"is_sync":true' not in start.text""",
+        "",
+        "tools/plan/test_program.py::test_a_gpus_text",
+    ),
+    Mutation(
+        "plan-attention-without-its-mask",
+        "tools/plan/arithmetic.py",
+        'if "CAUSAL" in',
+        'if "FULL" in',
+        "tools/plan/test_program.py::test_cudnns_attention_states_its_shape",
+    ),
+    Mutation(
+        "plan-kernels-that-state-their-flops-are-attention",
+        "tools/plan/program.py",
+        'target == "tpu_custom_call" and not stated',
+        'target == "tpu_custom_call"',
+        "tools/plan/test_program.py::test_a_tpus_text",
+    ),
+    Mutation(
+        "plan-gpu-of-any-plugin",
+        "tools/plan/gpu.py",
+        "if jaxlib not in versions.values():",
+        "if not versions.values():",
+        "tools/plan/test_gpu.py::test_the_plugin_that_is_not_there",
+    ),
 )
 
 
