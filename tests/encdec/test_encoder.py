@@ -16,8 +16,9 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import DataConfig, OptimConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
+from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.cache import CacheIndex, KVCache
-from jaxgpt.loss import chunked_next_token_loss, next_token_loss
+from jaxgpt.loss import next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
