@@ -222,7 +222,8 @@ def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices =
         return SingleDevice(devices)
     if name == "pmap":
         return PmapStrategy(devices)
-    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor, slices=config.slices)
+    axes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor, "slices": config.slices}
+    strategy = MeshStrategy(devices, **axes, scan_layers=model.scan_layers)
     check_divisible(model, strategy.mesh)
     return strategy
 

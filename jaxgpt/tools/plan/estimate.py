@@ -61,6 +61,7 @@ class Plan:
     interconnect_seconds: float | None
     network_seconds: float | None  # per step, between slices
     network_bytes: float  # that each device sends to other slices, per step
+    serial_seconds: float | None  # of a GPU's kernels, each of which takes the longer of its compute and its traffic
     step_seconds: float | None  # the longest of the four, a lower bound: the others may overlap with it
     bottleneck: str | None  # compute, memory, interconnect or network
     tokens_per_second: float | None
@@ -124,6 +125,7 @@ def estimate(
         interconnect_seconds=seconds["interconnect"],
         network_seconds=seconds["network"],
         network_bytes=sum(_sent(c) for c in program.collectives if c.between_slices),
+        serial_seconds=_serial_seconds(program, limits),
         step_seconds=step,
         bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
         tokens_per_second=rate,
@@ -145,6 +147,16 @@ def _bounds(
         "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
         "network": _add([c.seconds for c in collectives if c.between_slices], sum),
     }
+
+
+def _serial_seconds(program: Program, limits: Peaks | None) -> float | None:
+    """Return the seconds of a GPU's kernels one after another; None: a TPU's memory prefetches for the next one."""
+    if limits is None or limits.torus:
+        return None
+    return math.fsum(
+        times * max(work.flops / limits.flops, work.bytes_accessed / limits.memory_bandwidth)
+        for times, work in program.launches
+    )
 
 
 def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
@@ -248,6 +260,9 @@ def format_plan(p: Plan) -> str:
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
     skips = " (it counts masked scores, which the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
     network = f"{p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"
+    serial_mfu = (
+        f": MFU of {p.mfu * (p.step_seconds or 0.0) / p.serial_seconds:.1%}" if p.mfu and p.serial_seconds else ""
+    )
     rows = [
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
@@ -264,6 +279,7 @@ def format_plan(p: Plan) -> str:
         ("interconnect", format_ms(p.interconnect_seconds) + _format_exposed(p.collectives)),
         *([("network", f"{format_ms(p.network_seconds)}, {network}")] if p.network_bytes else []),
         ("step, lower bound", format_ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
+        *([("kernels in turn", format_ms(p.serial_seconds) + serial_mfu)] if p.serial_seconds else []),
         ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
         ("MFU, upper bound", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
         ("full run", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),

@@ -61,6 +61,7 @@ class Program:
     collectives: tuple[Collective, ...]
     flops: float  # as in Work
     bytes_accessed: float
+    launches: tuple[tuple[int, Work], ...]  # (times, cost of one) of each instruction of the schedule
     custom_calls: tuple[tuple[str, int], ...]  # (target, times); tpu_custom_call is a Pallas kernel
     custom_flops: float  # of custom calls that state them (Pallas's cost_estimate)
     silent_kernels: int  # calls of Pallas kernels on a TPU that do not state their FLOPs
@@ -82,11 +83,13 @@ def read_program(text: str) -> Program:
             silent_kernels += e.times if target == "tpu_custom_call" and not stated else 0
         if x.op in ("custom-call", "fusion") and not e.is_fused and (kernel := _kernel_name(x)):
             kernels[kernel] += e.times
-    work = _count_work(module, executions)
+    launches = tuple(_iter_launches(module, executions))
+    work = _add_work(launches)
     return Program(
         collectives=tuple(_iter_collectives(module, executions)),
         flops=work.flops,
         bytes_accessed=work.bytes_accessed,
+        launches=launches,
         custom_calls=tuple(custom_calls),
         custom_flops=custom_flops,
         silent_kernels=silent_kernels,
@@ -98,13 +101,20 @@ def _kernel_name(x: Instruction) -> str | None:
     return next((name for name, pattern in _KERNELS.items() if re.search(pattern, x.text)), None)
 
 
-def _count_work(module: Module, executions: Iterable[Execution]) -> Work:
-    flops = accessed = 0.0
+def _iter_launches(module: Module, executions: Iterable[Execution]) -> Iterator[tuple[int, Work]]:
+    """Yield how often each instruction of a schedule runs, and its cost, with that of what is fused into it."""
+    times, flops, accessed = 0, 0.0, 0.0
     for e in executions:
-        flops += e.times * (count_flops(e.computation, e.instruction) + count_attention_flops(e.instruction))
         if not e.is_fused:
-            accessed += e.times * count_traffic(module, e.computation, e.instruction)
-    return Work(flops=flops, bytes_accessed=accessed)
+            yield times, Work(flops=flops, bytes_accessed=accessed)
+            times, flops, accessed = e.times, 0.0, count_traffic(module, e.computation, e.instruction)
+        flops += count_flops(e.computation, e.instruction) + count_attention_flops(e.instruction)
+    yield times, Work(flops=flops, bytes_accessed=accessed)
+
+
+def _add_work(launches: Iterable[tuple[int, Work]]) -> Work:
+    work = [(times * w.flops, times * w.bytes_accessed) for times, w in launches]
+    return Work(flops=sum(flops for flops, _ in work), bytes_accessed=sum(accessed for _, accessed in work))
 
 
 def _iter_collectives(module: Module, executions: Iterable[Execution]) -> Iterator[Collective]:
@@ -127,7 +137,8 @@ def _iter_collectives(module: Module, executions: Iterable[Execution]) -> Iterat
         between = instructions_between(module, computation, start)
         if between is not None:
             run = (Execution(computation=computation, name="", instruction=y, times=1) for y in between)
-            work = _count_work(module, (inner for outer in run for inner in module.executed_by(outer)))
+            inner = (e for outer in run for e in module.executed_by(outer))
+            work = _add_work(_iter_launches(module, inner))
             collective = dataclasses.replace(collective, meanwhile=work)
         yield collective
 

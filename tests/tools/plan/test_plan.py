@@ -70,6 +70,10 @@ def test_the_roofline(monkeypatch):
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
     assert "memory-bound" in format_plan(found)
+    # Each kernel takes the longer of its two times, so that all of them take at least the longer sum, at most both.
+    assert found.memory_seconds <= found.serial_seconds <= found.memory_seconds + found.compute_seconds
+    mfu = found.mfu * found.step_seconds / found.serial_seconds
+    assert f"{found.serial_seconds * 1e3:,.1f} ms: MFU of {mfu:.1%}" in format_plan(found)
 
 
 def splash_flops(calls: int, attention: str = "splash", **model) -> float:
