@@ -62,7 +62,8 @@ found = dict(
     single=plan("h200:1"),
     pmap=plan("h200:8"),
     data=plan("h200:8", strategy="mesh"),
-    fsdp=plan("h200:8", strategy="mesh", fsdp=8, model=dict(scan_layers=False)),  # as the experiment has it
+    fsdp=plan("h200:8", strategy="mesh", fsdp=8),
+    unscanned=plan("h200:8", strategy="mesh", fsdp=8, model=dict(n_layer=2, scan_layers=False)),
     tensor=plan("h200:8", strategy="mesh", fsdp=2, tensor=2),
     hosts=plan("h200:4x8", strategy="mesh", fsdp=8),
     options=[choose(f"{name}:2x2", dtype="float32") for name in TARGETS],
@@ -149,6 +150,12 @@ def test_what_is_asynchronous_hides_at_most_its_own_time(found, name):
 def test_gathers_of_scanned_layers_run_beside_the_layer_before(found):
     gathers = totals(found["fsdp"])["all-gather", 8]
     assert gathers["hidden_seconds"] > 0.8 * gathers["seconds"]
+
+
+def test_the_loop_over_micro_batches_is_not_pipelined(found):
+    """XLA would repeat the forward pass for it."""
+    kernels, calls = found["unscanned"]["kernels"], 2 * found["unscanned"]["accumulation"]
+    assert kernels["cuDNN attention forward"] == kernels["cuDNN attention backward"] == calls == 10
 
 
 def test_other_devices(found):
