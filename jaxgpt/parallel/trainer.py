@@ -222,8 +222,7 @@ def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices =
         return SingleDevice(devices)
     if name == "pmap":
         return PmapStrategy(devices)
-    axes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor, "slices": config.slices}
-    strategy = MeshStrategy(devices, **axes, scan_layers=model.scan_layers)
+    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor, slices=config.slices)
     check_divisible(model, strategy.mesh)
     return strategy
 

@@ -10,7 +10,7 @@ from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.hooks import NO_SHARDING
-from jaxgpt.parallel.mesh import MeshStrategy, _overlap_options
+from jaxgpt.parallel.mesh import MeshStrategy
 from jaxgpt.parallel.strategy import SingleDevice
 from jaxgpt.parallel.trainer import choose_head_loss
 
@@ -54,8 +54,3 @@ def test_the_kernel_is_refused_where_it_cannot_run():
     mesh = dataclasses.replace(fused, parallel=dataclasses.replace(fused.parallel, strategy="mesh"))
     with pytest.raises(UserError, match="it runs on one device or by pmap, not on a mesh"):
         choose_head_loss(mesh, on("TPU v6 lite", hooks=MeshStrategy(jax.devices()[:1]).sharding_hooks))
-
-
-def test_this_version_of_xla_knows_how_to_overlap_collectives():
-    """The options have changed their names once, in jax 0.11.1; without them fsdp is slower on GPUs."""
-    assert _overlap_options()

@@ -12,6 +12,7 @@ from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.parallel.mesh import GPU_OPTIONS
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_strategy
@@ -129,6 +130,13 @@ def test_fsdp_gathers_parameters_and_never_the_optimiser(programs):
     gathered = bytes_of(programs["fsdp"], "all-gather")
     assert 4 * PARAMETERS * 0.9 <= gathered <= 2 * 4 * PARAMETERS * 1.1
     assert "all-to-all" not in {c.kind for c in programs["fsdp"].collectives}
+
+
+def test_xla_knows_the_options_for_gpus():
+    """They are XLA's, which renames such options; unknown ones end the compilation on any device."""
+    jax.jit(lambda: 0, compiler_options=GPU_OPTIONS).lower().compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda: 0, compiler_options={"xla_gpu_all_gather": 1}).lower().compile()
 
 
 @pytest.mark.slow

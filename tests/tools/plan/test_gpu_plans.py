@@ -147,7 +147,7 @@ def test_what_is_asynchronous_hides_at_most_its_own_time(found, name):
     assert all(0 <= e["hidden_seconds"] <= e["seconds"] and e["asynchronous"] <= e["count"] for e in exchanges)
 
 
-def test_gathers_of_scanned_layers_run_beside_the_layer_before(found):
+def test_gathers_of_scanned_layers_run_beside_their_products(found):
     gathers = totals(found["fsdp"])["all-gather", 8]
     assert gathers["hidden_seconds"] > 0.8 * gathers["seconds"]
 
