@@ -39,7 +39,8 @@ _V6E = Peaks(
     flops=918e12, memory=32 * _GiB, memory_bandwidth=1.6e12, link_bandwidth=9e10, torus=2, network_bandwidth=12.5e9
 )
 
-# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200, H200 NVL, B200 (HGX) and RTX PRO 6000 Blackwell: FLOP/s
+# GPU: nvidia.com's data sheets of A100, H100, H100 NVL, H200 and H200 NVL; for B200 (HGX)
+# glennklockwood.com/garden/processors/B200; RTX PRO 6000 Blackwell without a page of Nvidia's at hand. FLOP/s
 # without sparsity, and half of the sum of a link's two directions. PCIe cards have PCIe here: an NVLink bridge connects
 # only two of them (four H200 NVL). Between hosts, the SXM boards have a network card each, by docs.nvidia.com/dgx: eight
 # of 200 Gbit/s in a DGX A100, of 400 Gbit/s in a DGX H100, H200 or B200. Memory is what the driver reports, by the

@@ -26,7 +26,7 @@ def fused_nats(
 
     The logits are computed three times, tile by tile: for the sum of their exponentials, for the gradient of x and for
     that of the head. That is 5 products instead of 3, and no traffic for the logits: 9 bytes for each of U V logits in
-    `loss.chunked_next_token_loss`. On a TPU v6e, which has 574 FLOPs to do for each byte, a width of 768 gains by it.
+    `head_loss.chunked_next_token_loss`. On a TPU v6e, which has 574 FLOPs to do for each byte, a width of 768 gains by it.
 
     Args:
         x_UD: the rows, bfloat16 or float32.
