@@ -29,9 +29,7 @@ from gpu.row import FAILED, Row, failed
 from gpu.setting import make_setting
 
 # The parts in their order, and the seconds that each has of the default budget.
-PARTS = {
-    **{"correctness": 120, "training": 180, "decode": 110, "memory": 25, "startup": 55, "profile": 25, "variants": 25}
-}
+PARTS = dict(correctness=120, training=180, decode=110, memory=25, startup=55, profile=25, variants=25)
 INTERRUPTED = "interrupted"
 HEADER = "| part | what | median (least to most) | beside | target | met |\n|---|---|---|---|---|---|"
 

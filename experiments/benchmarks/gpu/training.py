@@ -12,7 +12,7 @@ from gpu.row import Row, unavailable
 from gpu.setting import Setting
 
 # Both systems hold their memory while they take turns: XLA reserves this share, and torch takes what it needs.
-SHARE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
+SHARE = {"XLA_CLIENT_MEM_FRACTION": "0.45"}
 
 
 def checks(setting: Setting) -> list[Callable[[], Iterator[Row]]]:

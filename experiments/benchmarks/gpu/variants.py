@@ -10,9 +10,10 @@ from gpu.steps import gpt2_experiment, make_steps
 
 VARIANTS = {
     "as it is": {},
+    "all logits at once": {"loss_chunk": 1},
     "logits in 8 chunks": {"loss_chunk": 8},
     "layers scanned": {"scan_layers": True},
-    "layers scanned, remat dots, logits in 8 chunks": {"scan_layers": True, "remat": "dots", "loss_chunk": 8},
+    "layers scanned, remat dots": {"scan_layers": True, "remat": "dots"},
     "2 micro-batches": {"micro_batch_size": 2},
 }
 
