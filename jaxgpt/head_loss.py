@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxgpt.layers.kernels.cross_entropy import fused_nats
 from jaxgpt.loss import next_token_loss
 
 
@@ -91,6 +90,8 @@ def fused_next_token_loss(
 
     `unembed` is not called: it must be `GPT.unembed`, whose parameter is an embedding [V, D] or a matrix [D, V].
     """
+    from jaxgpt.layers.kernels.cross_entropy import fused_nats  # Pallas: only TPUs need it, and every start would pay
+
     mask_BT = jnp.ones(targets_BT.shape, bool) if mask_BT is None else mask_BT
     head_VD = head["wte"]["embedding"] if "wte" in head else head["lm_head"].T
     targets_U = jnp.where(mask_BT, targets_BT, 0).reshape(-1)

@@ -1,4 +1,4 @@
-"""How correct and how fast is jaxgpt on this GPU? One command, nine minutes, one table.
+"""Check and measure jaxgpt on this GPU: one command, nine minutes, one table.
 
 Question:  does the device compute what the CPU computes; how fast are training and decoding of GPT-2 124M, beside
            nanoGPT and beside the device's limits; how much memory does a step take, and how long the first one.

@@ -1,4 +1,4 @@
-"""What remat="dots" keeps of a forward pass, besides the results of dense layers."""
+"""Names of the results that remat="dots" keeps for the backward pass, besides those of dense layers."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name

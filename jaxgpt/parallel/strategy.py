@@ -62,7 +62,7 @@ class Strategy(abc.ABC):
     def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
         """Compile `step(state, batch, key)` and donate the old state: the new one reuses its memory.
 
-        accumulates: the step adds up gradients of micro-batches, without dropout, whose key devices would have to share.
+        `accumulates` says that the step adds up gradients of micro-batches, without dropout.
         """
 
     @abc.abstractmethod

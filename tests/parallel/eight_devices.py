@@ -177,7 +177,7 @@ def crossings(directory: str) -> dict:
 
 
 def sliced(directory: str) -> dict:
-    """Losses on two slices, on one, and of a run on two that is saved and goes on with half of the devices."""
+    """Return losses on two slices, on one slice, and of a run that is saved on two and resumed on half of the devices."""
     run, whole = Run("two slices", "adamw"), Run("one slice", "adamw")
     checkpoints = Checkpoints(Path(directory))
     losses = run.run(0, 2)

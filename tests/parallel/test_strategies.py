@@ -340,7 +340,7 @@ def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():
 
 
 def test_a_mesh_is_resumed_on_other_slices():
-    """With the same axes if the devices are as many, or as sharded as it was; in a slice, never over several."""
+    """It keeps its axes on as many devices, else its kind of sharding; only data extends over several slices."""
     two = ParallelConfig(strategy="mesh", data=2, fsdp=16, slices=2)
     sizes = [(c.strategy, c.data, c.fsdp, c.slices) for c in alternatives(two, 32, 1)]
     assert sizes[:2] == [("mesh", 2, 16, 1), ("mesh", 1, -1, 1)] and sizes[-1] == ("single", -1, 1, 1)

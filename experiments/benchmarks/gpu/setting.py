@@ -1,4 +1,4 @@
-"""What is measured: sizes, where nanoGPT is, and the seconds that a part has."""
+"""Settings of the measurement: sizes, the checkout of nanoGPT, and a part's time limit."""
 
 import dataclasses
 import sys

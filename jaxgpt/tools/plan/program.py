@@ -159,7 +159,10 @@ def _read_collective(e: Execution, devices: int) -> Collective:
 
 
 def _read_transfer(e: Execution, devices: int) -> Collective:
-    """Read a transfer between slices of so many devices each, to {1,2}x{0:15} or to the ids {{100000,200000}}."""
+    """Read a transfer between slices, whose targets are {1,2}x{0:15} or the ids {{100000,200000}}.
+
+    devices: the number of devices in a slice.
+    """
     x = e.instruction
     kind = _TRANSFERS[x.attribute(r'_megascale_transfer_type="(\w+)"')]
     ids = re.split(",|->", x.attribute(r'_megascale_target="?\{+([\d,]+|\d+->\d+)\}'))

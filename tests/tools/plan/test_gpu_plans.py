@@ -1,4 +1,4 @@
-"""GPUs without a GPU: the real compiler, the real training step. Half a minute, so by `python -m pytest -m slow`.
+"""GPUs without a GPU: the real compiler, the real training step. A minute or two, so by `python -m pytest -m slow`.
 
 One process compiles all of them: XLA's GPU compiler stays loaded for the life of one, beside the TPU's.
 """
@@ -45,7 +45,7 @@ def count_tpu_products():
     x = jax.ShapeDtypeStruct((512, 512), "bfloat16", sharding=sharding)
     return read_program(jax.jit(lambda x: x @ x).lower(x).compile().as_text()).flops / (2 * 512**3)
 
-def plan(topology, *, batch_size=480, model=dict(scan_layers=True), train={}, **parallel):
+def plan(topology, *, batch_size=480, model={}, train={}, **parallel):
     e = dataclasses.replace(
         gpt2_124m,
         model=dataclasses.replace(gpt2_124m.model, **({"scan_layers": True} | model)),  # which compiles faster

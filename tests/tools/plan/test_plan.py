@@ -77,7 +77,7 @@ def test_the_roofline(monkeypatch):
 
 
 def splash_flops(calls: int, attention: str = "splash", **model) -> float:
-    """Of two layers and three micro-batches, beside another kernel that states its FLOPs."""
+    """Two layers and three micro-batches, in a program with another kernel, which states its FLOPs."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
     trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
     program = read_program("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")

@@ -365,7 +365,7 @@ ENTRY %main (a: s32[], b: bf16[64,512], c: bf16[64,256]) -> s32[] {
 
 
 def test_a_gpus_text():
-    """Of a loop: split products, kernels, and what runs between the starts and the ends of collectives."""
+    """Count a loop's split products and kernels, and what runs between the start and the end of each collective."""
     program = read_program(GPU)
     product, partial = 2 * 64 * 512 * 256, 4 * 4 * 64 * 256
     assert program.flops == 12 * product  # in four parts, whose sums another kernel adds
@@ -379,7 +379,7 @@ def test_a_gpus_text():
     assert synchronous is None
     read = 2 * 64 * 512 + 2 * 512 * 256
     assert overlapped == Work(flops=product, bytes_accessed=read + 2 * partial + 2 * 64 * 256)
-    assert counter == Work(bytes_accessed=8)  # a counter hides nothing, and its time says so
+    assert counter == Work(bytes_accessed=8)  # adding to a counter takes too little time to hide anything
     gathers = 2 * (2 * 64 * 256 + 2 * 512 * 256)
     assert program.bytes_accessed == 12 * (overlapped.bytes_accessed + 8 + gathers + 2 * 2 * 512 * 256)
 

@@ -62,7 +62,7 @@ def test_programs_of_absent_devices_are_not_kept(tmp_path, text_file):
 
 
 def test_only_gradients_cross_between_slices(tmp_path):
-    """Of two slices, data is the axis between: its all-reduces alone go over the network, each of a chip's own part."""
+    """The axis data joins the two slices: only its all-reduces cross the network, each chip sending its own part."""
     # A few layers, scanned, which compile in a fraction of the time.
     mesh = ("--parallel.strategy", "mesh", "--parallel.fsdp", "16", "--parallel.slices", "2", "--model.n-layer", "4")
     mesh += ("--model.scan-layers",)
