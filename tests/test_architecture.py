@@ -17,6 +17,7 @@ PACKAGE = REPOSITORY / "jaxgpt"
 ROWS = [
     ["__init__", "__main__"],
     ["cli"],
+    ["serve"],
     ["tools"],
     ["session"],
     ["run"],
@@ -62,8 +63,10 @@ HOMES = {
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.source"],
-    "tyro": ["cli.options", "cli.sample", "cli.tools", "cli.train"],
+    "tyro": ["cli.options", "cli.sample", "cli.serve", "cli.tools", "cli.train"],
     "rich": ["runs.log"],
+    "starlette": ["serve.app", "serve.guard"],
+    "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],
     "pydivsufsort": ["tools.report.memorization"],
 }

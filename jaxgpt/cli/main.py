@@ -15,6 +15,7 @@ from jaxgpt.cli.console import told_in_words
 from jaxgpt.cli.experiment_file import close, load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
+from jaxgpt.cli.serve import serve
 from jaxgpt.cli.train import resumed_run, train
 from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.errors import UserError
@@ -35,6 +36,7 @@ COMMANDS = {
         train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine", takes_experiment=True
     ),
     "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
+    "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
     "evaluate": Command(tools.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
     "report": Command(tools.report, "[RUN]", "jaxgpt report runs/mine"),
     "xray": Command(tools.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),

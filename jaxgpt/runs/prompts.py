@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn
-from jaxgpt.data.chat.template import ChatTemplate, find_template, fingerprint
+from jaxgpt.data.chat.conversations import encode_messages, encode_prompt, find_end_of_turn
+from jaxgpt.data.chat.template import ChatTemplate, Message, find_template, fingerprint
 from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
@@ -45,6 +45,10 @@ class PromptFormat:
         if self.metadata.experiment.model.n_encoder_layer:
             return [target for _, target in pairs], [source for source, _ in pairs]
         return [[*source, *target] for source, target in pairs], None
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation and of the header of the assistant's turn."""
+        return encode_messages(self.template, self.tokenizer, messages)
 
     def stop_tokens(self, chat: bool) -> list[int]:
         """Return the ids that end a completion. chat: also the end of the assistant's turn."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config.validate import check_count, short
+from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
@@ -29,6 +29,13 @@ class LogLikelihood(NamedTuple):
 
     logprob: float  # nats, summed over its tokens
     is_greedy: bool  # each token is the most probable one: greedy decoding would generate the continuation
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of the tokens of a prompt, and of the most probable tokens in their places, in nats."""
+
+    logprobs: list[float]  # nan for the first token, which has no context
+    top: list[list[tuple[int, float]]]  # (id, logprob) for each token, best first; none for the first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,46 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     Raises `UserError` for ids that the model does not have.
     """
     return [logprobs for logprobs, _ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
+
+
+def score_prompt(
+    model: GPT, params: dict, ids: Sequence[int], *, top: int, vocab_size: int | None = None
+) -> PromptScores:
+    """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
+
+    There is one program for each of `prompt_widths`, so that all can be compiled in advance. Raises `UserError` for
+    more than block_size ids, and for ids that the model does not have.
+
+    Args:
+        model: a GPT.
+        params: its parameters.
+        ids: the prompt.
+        top: number of alternatives.
+        vocab_size: alternatives are below it. None means all.
+    """
+    row = check_ids(model, ids, "the prompt")
+    width = next((width for width in prompt_widths(model) if width >= len(row) - 1), None)
+    if width is None:
+        raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size}, the context")
+    inputs_BT, targets_BT, wanted_BT = np.zeros((3, 1, width), np.int32)
+    T = max(len(row) - 1, 0)
+    inputs_BT[0, :T], targets_BT[0, :T], wanted_BT[0, :T] = row[:-1], row[1:], 1
+    known = min(model.config.vocab_size or 0, vocab_size or LARGEST_SIZE)
+    scored = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), min(top, known), known)
+    logprobs_BT, _, ids_BTK, top_BTK = jax.device_get(scored)
+    pairs = [
+        list(zip(ids_K, top_K, strict=True))
+        for ids_K, top_K in zip(ids_BTK[0, :T].tolist(), top_BTK[0, :T].tolist(), strict=True)
+    ]
+    return PromptScores([math.nan, *logprobs_BT[0, :T].tolist()][: len(row)], [[], *pairs][: len(row)])
+
+
+def prompt_widths(model: GPT) -> list[int]:
+    """Return the numbers of tokens that `score_prompt` pads a prompt to."""
+    block_size, widths = model.config.block_size, [64]
+    while widths[-1] < block_size:
+        widths.append(2 * widths[-1])
+    return [*widths[:-1], min(widths[-1], block_size)]
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
@@ -150,18 +197,24 @@ def _score_windows(
             tokens = ids[w.text][w.start : w.start + w.length + 1]
             inputs_BT[row, : w.length], targets_BT[row, : w.length] = tokens[:-1], tokens[1:]
             wanted_BT[row, w.new - w.start : w.length] = 1
-        scores = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool)))
+        scores = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool))[:2])
         for row, w in enumerate(batch):
             for result, score_BT in zip(results[w.text], scores, strict=True):
                 result[w.new + 1 : w.start + w.length + 1] = score_BT[row, w.new - w.start : w.length]
     return results
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
 def _logprobs(
-    model: GPT, params: dict, inputs_BT: jax.Array, targets_BT: jax.Array, wanted_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return (logprobs_BT, is_greedy_BT) of the wanted targets.
+    model: GPT,
+    params: dict,
+    inputs_BT: jax.Array,
+    targets_BT: jax.Array,
+    wanted_BT: jax.Array,
+    top: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Return (logprobs_BT, is_greedy_BT) of the wanted targets, and (ids_BTK, logprobs_BTK) of the `top` best ids.
 
     Logits are computed for these only: few, for a short continuation of a long context.
     """
@@ -172,16 +225,20 @@ def _logprobs(
     # Padded with M, an index out of range: gathers clip it, and scatters drop it.
     wanted = jnp.flatnonzero(wanted_BT, size=M + -M % R, fill_value=M)
 
-    def score_rows(number: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def score_rows(number: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at_R = jax.lax.dynamic_slice_in_dim(wanted, number * R, R)
         targets_R = targets_M.at[at_R].get(mode="clip")
         logits_RV: Any = model.apply({"params": params}, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
         chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
-        logprobs_R = chosen_R - jax.nn.logsumexp(logits_RV, axis=1)
-        is_greedy_R = logits_RV.argmax(axis=1) == targets_R
-        logprobs_M, is_greedy_M = results
-        return logprobs_M.at[at_R].set(logprobs_R, mode="drop"), is_greedy_M.at[at_R].set(is_greedy_R, mode="drop")
+        total_R = jax.nn.logsumexp(logits_RV, axis=1)
+        found = [chosen_R - total_R, logits_RV.argmax(axis=1) == targets_R]
+        if top:
+            best_RK, ids_RK = jax.lax.top_k(logits_RV[:, :vocab_size], top)
+            found += [ids_RK, best_RK - total_R[:, None]]
+        return tuple(x.at[at_R].set(new, mode="drop") for x, new in zip(results, found, strict=True))
 
-    empty = jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool)
-    logprobs_M, is_greedy_M = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, empty)
-    return logprobs_M.reshape(B, T), is_greedy_M.reshape(B, T)
+    empty = [jnp.full(M, jnp.nan, jnp.float32), jnp.zeros(M, bool)]
+    if top:
+        empty += [jnp.zeros((M, top), jnp.int32), jnp.zeros((M, top), jnp.float32)]
+    results = jax.lax.fori_loop(0, -(-wanted_BT.sum() // R), score_rows, tuple(empty))
+    return tuple(x.reshape(B, T, *x.shape[1:]) for x in results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,12 @@ def encode_all(
 
 def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
     """Return the ids of a user's message and of the header of the assistant's turn."""
-    return tokenise(template.write([{"role": "user", "content": message}], prompt=True), tokenizer)[0].tolist()
+    return encode_messages(template, tokenizer, [{"role": "user", "content": message}])
+
+
+def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Return the ids of a conversation and of the header of the assistant's turn."""
+    return tokenise(template.write(messages, prompt=True), tokenizer)[0].tolist()
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int:

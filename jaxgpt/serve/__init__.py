@@ -1,0 +1,1 @@
+"""Serve a run over HTTP, with OpenAI's interface (`pip install "jaxgpt[serve]"`)."""

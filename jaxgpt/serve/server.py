@@ -1,0 +1,180 @@
+"""Load a run, compile everything, and serve it until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxgpt.cluster.signals import STOP_SIGNALS
+from jaxgpt.config import Precision
+from jaxgpt.errors import UserError
+from jaxgpt.run import Run
+from jaxgpt.sample.engine import Engine
+from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
+from jaxgpt.serve.app import GRACE, Service, make_app
+from jaxgpt.serve.guard import Guard
+from jaxgpt.serve.metrics import Metrics
+from jaxgpt.serve.parameters import MAX_LOGPROBS
+from jaxgpt.serve.scheduler import Scheduler
+from jaxgpt.serve.served import serve_run
+
+HEAD_TIMEOUT = 10.0  # seconds for the request line and the headers
+QUEUE = 4  # rows that may wait, for each slot
+CONNECTIONS = 256
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line decides."""
+
+    host: str
+    port: int
+    slots: int
+    key: str | None
+    hosts: tuple[str, ...]
+    cache_dtype: Precision | None
+    prefix_bytes: int
+    timeout: float  # seconds for a whole request
+
+
+def serve(run: Run, options: Options, *, say: Callable[[str], None], log: Callable[[str], None] | None = None) -> None:
+    """Serve a run until SIGINT or SIGTERM, which let running requests end.
+
+    say: prints a line. log: prints prompts and completions; None: they are not printed.
+    """
+    guard = make_server(run, options, say=say, log=log)
+    config = uvicorn.Config(
+        guard,
+        host=options.host,
+        port=options.port,
+        loop="asyncio",
+        http=HeadDeadline,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=int(GRACE),
+    )
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP request" not in record.getMessage())
+    for number in STOP_SIGNALS:  # uvicorn raises the signal once more after the end, which is a success here
+        signal.signal(number, lambda *_: None)
+    server = Announcing(config, say)
+    server.run()
+    if not server.started:
+        raise UserError(f"cannot listen on {options.host} port {options.port}: name another with --host or --port")
+    say("stopped")
+
+
+def make_server(
+    run: Run, options: Options, *, say: Callable[[str], None], log: Callable[[str], None] | None = None
+) -> Guard:
+    """Return the ASGI application of a run, with everything compiled and its decoding thread started."""
+    start, queue = time.perf_counter(), QUEUE * options.slots
+    served = serve_run(run, slots=options.slots, queue=queue)
+    model, params = run.decode_params
+    vocab_size = run.tokenizer.vocab_size
+    engine = Engine(
+        model,
+        params,
+        slots=options.slots,
+        vocab_size=vocab_size,
+        cache_dtype=options.cache_dtype,
+        prefix_bytes=options.prefix_bytes,
+    )
+    engine.warm_up()
+
+    def score(ids: Any) -> PromptScores:
+        return score_prompt(model, params, ids, top=MAX_LOGPROBS, vocab_size=vocab_size)
+
+    for width in prompt_widths(model):
+        score([0] * width)
+    scheduler = Scheduler(engine, score, queue=queue, log=say)
+    compilations = count_compilations(scheduler.thread)
+    say(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {options.slots} slots")
+    metrics = Metrics()
+    app = make_app(Service(served=served, scheduler=scheduler, metrics=metrics, compilations=compilations, log=log))
+    paths = frozenset(getattr(route, "path", "") for route in app.routes)
+    return Guard(
+        app=app, metrics=metrics, paths=paths, key=options.key, hosts=frozenset(options.hosts), timeout=options.timeout
+    )
+
+
+def count_compilations(thread: threading.Thread) -> Callable[[], int]:
+    """Return a function that returns how many programs a thread has compiled from now on."""
+    found = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED and threading.current_thread() is thread:
+            found.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: len(found)
+
+
+class Announcing(uvicorn.Server):
+    """A server that prints its address once it listens."""
+
+    def __init__(self, config: uvicorn.Config, say: Callable[[str], None]):
+        """Start with no sockets."""
+        super().__init__(config)
+        self._say = say
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        for server in self.servers:
+            for socket in server.sockets:
+                host, port = socket.getsockname()[:2]
+                self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+class HeadDeadline(H11Protocol):
+    """HTTP with a deadline for the head of each request, which uvicorn does not have."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start to wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait no longer once the head is whole."""
+        before = self.cycle
+        if self._deadline is None and before is not None and before.response_complete:
+            self._wait()
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop()
+
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._give_up)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()

@@ -1,0 +1,155 @@
+"""The wire formats, over an engine that repeats the prompt."""
+
+import json
+
+import pytest
+
+from tests.serve.conftest import BLOCK
+
+
+def events(response):
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion(faked):
+    response = faked().ask(prompt="abc", max_tokens=7, seed=1, model="tiny", user="me")
+    body = response.json()
+    assert response.status_code == 200
+    assert body["object"] == "text_completion" and body["model"] == "tiny" and body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "abcabca", "logprobs": None, "finish_reason": "length"}]
+    usage = {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    assert body["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def test_choices_are_those_of_the_first_prompt_then_of_the_second(faked):
+    body = faked().ask(prompt=["a", "b"], n=2, max_tokens=2).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "aa"),
+        (1, "aa"),
+        (2, "bb"),
+        (3, "bb"),
+    ]
+    assert body["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("prompt", [[97, 98], [[97, 98]], ["ab"]])
+def test_prompts_may_be_ids(faked, prompt):
+    assert faked().ask(prompt=prompt, max_tokens=4).json()["choices"][0]["text"] == "abab"
+
+
+def test_a_stream_joined_is_the_completion(faked):
+    client = faked()
+    chunks = events(client.ask(prompt="né", max_tokens=20, stream=True, stream_options={"include_usage": True}))
+    *parts, usage = chunks
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+    assert all(part["usage"] is None for part in parts) and len({part["id"] for part in chunks}) == 1
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    whole = client.ask(prompt="né", max_tokens=20).json()["choices"][0]["text"]
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole == ("né" * 7)[:13] + "�"
+
+
+def test_a_chat(faked):
+    client = faked()
+    body = client.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3).json()
+    (choice,) = body["choices"]
+    assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
+    assert choice["message"] == {"role": "assistant", "content": "Use", "refusal": None}
+    chunks = events(
+        client.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3, stream=True)
+    )
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Use"},
+        {},
+    ]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_logprobs_of_a_chat(faked):
+    body = faked().ask(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        max_completion_tokens=1,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (entry,) = body.json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["logprob"], entry["bytes"]) == ("U", -0.5, [85])
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("U", -0.5), ("\0", -1.5)]
+
+
+def test_echo_has_the_logprobs_of_the_prompt(faked):
+    client = faked()
+    (choice,) = client.ask(prompt="aé", echo=True, logprobs=2, max_tokens=1).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "aéa"
+    assert logprobs["tokens"] == ["a", "�", "�", "a"] and logprobs["token_ids"] == [97, 195, 169, 97]
+    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -0.5]
+    assert logprobs["text_offset"] == [0, 1, 1, 2]
+    assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][3] == {"a": -0.5, "\0": -1.5}
+    assert logprobs["top_token_ids"] == [[], [195, 0], [169, 0], [97, 0]]
+    (only,) = client.ask(prompt="aé", echo=True, logprobs=0, max_tokens=0).json()["choices"]
+    assert (only["text"], only["finish_reason"]) == ("aé", "length")
+    assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0] and only["logprobs"]["top_logprobs"] is None
+
+
+def test_a_stop_string_ends_text_tokens_and_slot(faked):
+    client = faked()
+    body = client.ask(prompt="abcd", max_tokens=60, stop="da", logprobs=0).json()
+    (choice,) = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert body["usage"]["completion_tokens"] == 5  # those that were drawn until it was seen
+    client.ask(prompt="x", max_tokens=1)
+    assert client.engine.cancelled == [0] and not client.engine.running
+
+
+def test_streamed_logprobs_joined_are_those_of_the_completion(faked):
+    client, body = faked(), dict(prompt="aéb", max_tokens=23, logprobs=1, stop=["zz", "bb"], echo=True)
+    whole = client.ask(**body).json()["choices"][0]["logprobs"]
+    joined = {name: [] for name in whole}
+    for chunk in events(client.ask(**body, stream=True)):
+        for name, values in chunk["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert joined == whole
+
+
+def test_models_tokens_and_health(faked):
+    client = faked()
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["jaxgpt"]["context"] == BLOCK
+    assert client.get("/v1/models/tiny").json() == model
+    tokens = client.ask("/tokenize", prompt="né", return_token_strs=True).json()
+    assert tokens == {"count": 3, "max_model_len": BLOCK, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
+    assert client.ask("/detokenize", tokens=[110, 195, 169]).json() == {"prompt": "né"}
+    assert client.get("/tokenizer_info").json()["eos_token"] == "\n"
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/").headers["content-security-policy"]
+
+
+def test_prompts_are_logged_only_where_a_log_is(faked):
+    client = faked()
+    client.ask(prompt="secret", max_tokens=2)
+    assert len(client.lines) == 1 and client.lines[0].endswith("'secret' -> 'se'")
+
+
+def test_metrics_count(faked):
+    client = faked()
+    client.ask(prompt="abc", max_tokens=5)
+    client.ask(prompt="abc", max_tokens=-5)
+    text = client.get("/metrics").text
+    for line in (
+        'http_requests_total{path="/v1/completions",status="200"} 1',
+        'http_requests_total{path="/v1/completions",status="400"} 1',
+        "prompt_tokens_total 3",
+        "completion_tokens_total 5",
+        "slots 2",
+        "first_token_seconds_count 1",
+        'first_token_seconds_bucket{le="+Inf"} 1',
+    ):
+        assert f"\njaxgpt_{line}\n" in text, line

@@ -1,0 +1,184 @@
+"""Who may ask, how much, how long; and what happens to those who leave."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.test_parameters import JSON, refused
+
+KEY = "0123456789abcdef"
+
+
+def test_a_key_is_needed_where_there_is_one(faked):
+    client = faked(key=KEY)
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {KEY}x"}, {"authorization": "é"}):
+        response = client.get("/v1/models", headers={k: v.encode("latin-1") for k, v in headers.items()})
+        refused(response, None, "key", status=401)
+    for path in ("/metrics", "/tokenizer_info", "/v2"):
+        assert client.get(path).status_code == 401
+    assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+    assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_any_key_is_welcome_where_none_is_needed(faked):
+    assert faked().get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80"])
+def test_known_hosts_are_served(faked, host):
+    assert faked(hosts=["mine"]).get("/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "", "mine", "[::1", "a:b:c"]
+)
+def test_other_hosts_are_not(faked, host):
+    """A name that was made to point here would make the server's pages those of another site."""
+    refused(faked().get("/v1/models", headers={"host": host}), None, "--allowed-host", status=403)
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "http://[", ""])
+def test_pages_of_others_may_not_post(faked, origin):
+    response = faked().post("/v1/completions", json={"prompt": "a"}, headers={"origin": origin})
+    refused(response, None, status=403)
+
+
+def test_our_page_may(faked):
+    headers = {"origin": "http://127.0.0.1:8000"}
+    assert faked().post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_forms_are_no_json(faked, kind):
+    """They are what a page may send anywhere without asking."""
+    response = faked().post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+    refused(response, None, "application/json", status=415)
+
+
+def test_large_bodies_are_refused_by_their_length_and_while_they_are_read(faked):
+    client = faked()
+    refused(client.post("/tokenize", content=b" " * 2**20 + b"{}", headers=JSON), None, "1,048,576", status=413)
+    pieces = (b" " * 2**16 for _ in range(17))
+    refused(client.post("/tokenize", content=pieces, headers=JSON), None, "1,048,576", status=413)
+
+
+def call(app, messages, *, path="/v1/completions", send=None):
+    """Send ASGI messages, (seconds to wait before it, message) each, as uvicorn does. Return what came back."""
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope |= {"headers": headers, "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1"}
+    scope |= {"scheme": "http", "server": ("localhost", 8000), "client": ("localhost", 1), "root_path": "", "state": {}}
+    waiting, out = list(messages), []
+
+    async def receive():
+        if not waiting:
+            await asyncio.Event().wait()
+        seconds, message = waiting.pop(0)
+        await asyncio.sleep(seconds)
+        return message
+
+    async def collect(message):
+        out.append(message)
+
+    asyncio.run(asyncio.wait_for(app(scope, receive, send or collect), 20))
+    return out
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def body(**parameters):
+    return {"type": "http.request", "body": json.dumps(parameters).encode(), "more_body": False}
+
+
+LEFT = {"type": "http.disconnect"}
+
+
+def test_a_slow_body_is_refused(faked):
+    client = faked(body_timeout=0.2)
+    begin = {"type": "http.request", "body": b"{", "more_body": True}
+    start, _ = call(client.guard, [(0, begin), (5, begin)])
+    assert start["status"] == 408
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_slot_within_one_burst(faked, stream):
+    client = faked(FakeEngine(slots=1, delay=0.02))
+    asked = body(prompt="ab", max_tokens=64, stream=stream)
+    call(client.guard, [(0, asked), (0.03, LEFT)])
+    wait_for(lambda: not client.scheduler.num_running)
+    assert client.engine.cancelled == [0] and client.engine.steps <= 3
+    assert client.guard.metrics.disconnected == 1
+
+
+def test_who_leaves_while_waiting_leaves_the_queue(faked):
+    client = faked(FakeEngine(slots=1))
+    client.engine.gate.clear()
+    first = threading.Thread(target=lambda: client.ask(prompt="a", max_tokens=8))
+    first.start()
+    wait_for(lambda: client.scheduler.num_running)
+    call(client.guard, [(0, body(prompt="b")), (0.05, LEFT)])
+    assert client.scheduler.num_waiting == 0
+    client.engine.gate.set()
+    first.join(10)
+    assert client.engine.steps == 1
+
+
+def test_a_full_queue_answers_at_once(faked):
+    client = faked(FakeEngine(slots=2), queue=3)
+    client.engine.gate.clear()
+    threads = [threading.Thread(target=lambda: client.ask(prompt="a", max_tokens=8)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: client.scheduler.num_waiting + client.scheduler.num_running == 5)
+    start = time.perf_counter()
+    response = client.ask(prompt="a")
+    seconds = time.perf_counter() - start
+    client.engine.gate.set()
+    for thread in threads:
+        thread.join(10)
+    refused(response, None, "wait for 2 slots", status=429)
+    assert int(response.headers["retry-after"]) >= 1 and seconds < 0.05
+    assert client.ask(prompt="a", max_tokens=1).status_code == 200
+
+
+def test_a_request_that_takes_too_long_ends(faked):
+    client = faked(FakeEngine(slots=1, delay=0.2), timeout=0.3)
+    response = client.ask(prompt="a", max_tokens=64)
+    refused(response, None, "0.3 s", status=504)
+    streamed = client.ask(prompt="a", max_tokens=64, stream=True)
+    last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert streamed.status_code == 200 and last["error"]["code"] == "timeout"
+    wait_for(lambda: client.engine.cancelled == [0, 0])
+
+
+def test_a_failure_of_the_engine_is_told_to_all(faked):
+    class Broken(FakeEngine):
+        def step(self, burst=8):
+            super().step(burst)
+            raise RuntimeError("out of memory")
+
+    client = faked(Broken())
+    refused(client.ask(prompt="a"), None, "decoding has failed", status=500)
+    refused(client.ask(prompt="a"), None, "decoding has failed", status=503)
+    assert client.get("/health").status_code == 503
+
+
+def test_closing_lets_the_running_end(faked):
+    client = faked(FakeEngine(slots=1, delay=0.01))
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(client.ask(prompt="a", max_tokens=60)))
+    thread.start()
+    wait_for(lambda: client.scheduler.num_running)
+    client.scheduler.close(10)
+    thread.join(10)
+    assert answers[0].json()["choices"][0]["text"] == "a" * 60
+    refused(client.ask(prompt="a"), None, "stopping", status=503)
