@@ -54,6 +54,10 @@ def test_equally_likely_tokens_at_the_edge_of_the_nucleus_stay():
     np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.5)), [[True] * 4])
 
 
+def test_the_nucleus_of_nothing_is_the_likeliest():
+    np.testing.assert_array_equal(np.isfinite(keep_top_p(LOGITS, 0.0)).sum(-1), [1] * 5)
+
+
 def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort():
     logits = jax.random.normal(jax.random.key(3), (2, 5000)) * 3.0
     for p in (0.05, 0.9):
