@@ -692,7 +692,7 @@ MUTATIONS = (
     Mutation(
         "beam-ends-too-soon",
         "sample/beam.py",
-        "over_length(beams.logprob_BW[:, 0], limit_B - start + 1, alpha)",
+        "over_length(beams.logprob_BW[:, 0], limit_B + 1, alpha)",
         "over_length(beams.logprob_BW[:, 0], beams.state.cursor - start, alpha)",
         "encdec/test_encoder.py::test_a_search_waits_for_a_longer_text_that_may_yet_win",
     ),
