@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {"u1": np.uint8, "i4": np.int32, "f4": np.float32}  # as page.js reads them, little endian
+DTYPES = {"u1": np.uint8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
 
 
 class Arrays:
@@ -45,8 +45,8 @@ def render_html(name: str, title: str, data: dict[str, Any], arrays: Arrays) -> 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
     only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
     """
-    style, program = read_asset("page.css"), read_asset("page.js") + read_asset(f"{name}.js")
-    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(program)}'"
+    style, program = read_asset("page.css"), read_program(name)
+    policy = f"default-src 'none'; img-src data:; style-src '{hash_source(style)}'; script-src '{hash_source(program)}'"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -82,10 +82,16 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
     return None if values is None or not np.isfinite(values) else float(f"{values:.{digits}g}")
 
 
+def read_program(name: str) -> str:
+    """Return the program of a page that carries its data."""
+    return read_asset("page.js") + read_asset("data.js") + read_asset(f"{name}.js")
+
+
 def read_asset(name: str) -> str:
     """Return the text of a file in the folder of this module."""
     return resources.files("jaxgpt.tools").joinpath(name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def hash_source(text: str) -> str:
+    """Return the source of a Content-Security-Policy that allows a style or a program with this text, without quotes."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

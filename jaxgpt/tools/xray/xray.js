@@ -23,10 +23,7 @@ const texts = {};
 // lines break as in text. picked(t, fixed) is called when a token is selected (fixed) or hovered.
 function strip(label, ids, picked) {
   const buttons = [...ids].map((id, t) => {
-    const text = word(id);
-    const sign = text === "" || /[\n\t\r]/.test(text); // would be invisible
-    const shown = sign ? [h("span", { class: "mark" }, visible(text)), text.includes("\n") ? "\n" : ""] : [text];
-    return h("span", { role: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...shown);
+    return h("span", { role: "button", class: "tok", tabindex: t ? -1 : 0, "data-t": t }, ...spelled(word(id)));
   });
   const element = h("div", { class: "strip", role: "group", "aria-label": `${label}; use the arrow keys to move` }, ...buttons);
   const at = (event) => event.target.closest?.(".tok");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
+from jaxgpt.sample.prompts import check_ids
 from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
 from jaxgpt.tools.xray.page import render_page
 
@@ -25,14 +27,14 @@ CORPUS_TOKENS = 2**15  # searched for top activating examples; takes seconds for
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
 
 
-def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
+def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
     """Return a self-contained HTML page that shows what the model computes on a text.
 
     It shows surprise, attention, norms, the residual stream, MLP units, the logit lens, embeddings and sampling.
 
     Args:
         run: the run.
-        prompt: the text; for a model with an encoder, the source.
+        prompt: the text, or its token ids; for a model with an encoder, the source.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None: the run's training text.
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
 
@@ -40,8 +42,11 @@ def xray(run: Run, prompt: str, *, data: str | None = None, corpus_tokens: int =
         UserError: if the prompt is empty, longer than block_size or too long for a page, or the file cannot be used.
     """
     config, corpus_tokens = run.model.config, check_count("corpus_tokens", corpus_tokens, 0)
-    ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()]
-    if not prompt or not ids:
+    if isinstance(prompt, str):
+        ids = [*run.tokenizer.prefix, *run.tokenizer.encode(prompt).tolist()] if prompt else []
+    else:
+        ids = check_ids(run.model, prompt, "prompt").tolist()
+    if not ids:
         raise UserError("the prompt is empty: give a text with --prompt TEXT")
     if len(ids) > config.block_size:
         raise UserError(

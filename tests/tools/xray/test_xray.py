@@ -402,9 +402,16 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
     assert data_of(xray(gone, "la", data=str(other)))["corpus"]["window"] == 48
 
 
+def test_ids_are_the_text_that_they_spell(run):
+    assert xray(run, run.tokenizer.encode("la").tolist(), corpus_tokens=0) == xray(run, "la", corpus_tokens=0)
+
+
 def test_what_it_refuses(run, tmp_path):
-    with pytest.raises(UserError, match="the prompt is empty"):
-        xray(run, "")
+    for empty in ("", []):
+        with pytest.raises(UserError, match="the prompt is empty"):
+            xray(run, empty)
+    with pytest.raises(UserError, match="prompt has ids from 0 to 9999"):
+        xray(run, [0, 9999])
     with pytest.raises(UserError, match="has 60 tokens, and the context of .* is 48"):
         xray(run, "la Mancha " * 6)
     short = tmp_path / "short.txt"
