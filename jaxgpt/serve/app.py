@@ -73,11 +73,12 @@ class Service:
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a text or of a conversation."""
         p = parse(TokenizeParameters, parse_object(await request.body()))
-        ids = (
-            list(self.served.encode_messages(p.conversation))
-            if p.prompt is None
-            else self.served.tokenize(p.prompt, prefix=p.add_special_tokens)
-        )
+        if p.prompt is None:
+            ids = list(self.served.encode_messages(p.conversation))
+        elif p.as_prompt:
+            ids = list(self.served.encode(p.prompt)[0])
+        else:
+            ids = self.served.tokenize(p.prompt, prefix=p.add_special_tokens)
         texts = [self.served.text_of(i) for i in ids] if p.return_token_strs else None
         most = self.served.limits.block_size
         return _json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
@@ -102,9 +103,9 @@ class Service:
             raise RequestError("another X-ray page is being made: try again later", status=429, wait=5)
         async with self.xrays:
             try:
-                page = await asyncio.to_thread(xray, self.served.run, p.text, corpus_tokens=0)
+                page = await asyncio.to_thread(xray, self.served.run, p.prompt, corpus_tokens=0)
             except UserError as e:
-                raise RequestError(str(e), param="text") from None
+                raise RequestError(str(e), param="prompt") from None
         return HTMLResponse(page)
 
     async def playground(self, request: Request) -> Response:
@@ -132,6 +133,8 @@ class Service:
         served = self.served
         own = {"context": served.limits.block_size, "chat": served.run.experiment.data.is_chat}
         own |= {"temperature": served.temperature, "slots": served.limits.choices, "step": served.run.step}
+        own |= {"encoder": bool(served.run.model.config.n_encoder_layer)}
+        own |= {"chat_stop_token_ids": served.chat_stop_tokens if own["chat"] else None}
         return {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
 
     def _check_model(self, name: str | None) -> None:

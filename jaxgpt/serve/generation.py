@@ -55,7 +55,7 @@ def plan_completion(served: Served, parameters: CompletionParameters) -> Generat
                 earlier=earlier[ids, source],
                 max_new_tokens=p.max_tokens,
                 sampling=p.sampling(served.temperature),
-                stop_tokens=served.stop_tokens,
+                stop_tokens=(*served.stop_tokens, *p.stop_token_ids),
                 top_logprobs=p.logprobs,
                 scored=p.echo and p.logprobs is not None,
             )

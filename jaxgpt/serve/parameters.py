@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 MAX_LOGPROBS = 20
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
+MAX_STOP_TOKENS = 16
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
@@ -113,11 +114,15 @@ class CompletionParameters(Parameters):
     max_tokens: Annotated[int, Interval(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Interval(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop_token_ids: tuple[int, ...] = ()  # further ones, beside the model's own
 
     def check(self, limits: Limits) -> None:
         """Raise `RequestError` for values beyond the limits."""
         super().check(limits)
         _check_length("max_tokens", self.max_tokens, limits)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            message = f"stop_token_ids has {len(self.stop_token_ids)} ids: needs at most {MAX_STOP_TOKENS}"
+            raise RequestError(message, param="stop_token_ids")
         if not self.max_tokens and not self.echo:
             raise RequestError("max_tokens=0: needs at least 1, or echo=true", param="max_tokens")
         if (rows := self.n * len(self.prompts)) > limits.rows:
@@ -181,6 +186,7 @@ class TokenizeParameters:
     prompt: str | None = None
     messages: Any = dataclasses.field(default=None)
     add_special_tokens: bool = True
+    as_prompt: bool = False  # the ids that `/v1/completions` continues
     return_token_strs: bool = False
 
     @property
@@ -201,7 +207,7 @@ class DetokenizeParameters:
 class XrayParameters:
     """Parameters of `/xray`."""
 
-    text: str = ""
+    prompt: str | tuple[int, ...] = ""  # a text, or token ids
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

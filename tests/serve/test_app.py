@@ -109,6 +109,15 @@ def test_a_stop_string_ends_text_tokens_and_slot(faked):
     assert client.engine.cancelled == [0] and not client.engine.running
 
 
+def test_stop_tokens_of_a_request(faked):
+    client = faked()
+    end = client.ask("/tokenize", prompt="c").json()["tokens"]
+    (choice,) = client.ask(prompt="abcd", max_tokens=20, stop_token_ids=end).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    refused = client.ask(prompt="abcd", stop_token_ids=[0] * 17)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
+
+
 def test_streamed_logprobs_joined_are_those_of_the_completion(faked):
     client, body = faked(), dict(prompt="aéb", max_tokens=23, logprobs=1, stop=["zz", "bb"], echo=True)
     whole = client.ask(**body).json()["choices"][0]["logprobs"]
