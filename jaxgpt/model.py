@@ -20,7 +20,7 @@ from jaxgpt.layers.position import positions_from_segments, sinusoidal
 from jaxgpt.layers.stack import remat, scan
 
 if TYPE_CHECKING:
-    from jaxgpt.layers.cache import CacheIndex, KVCache
+    from jaxgpt.layers.cache import KVCache
 
 
 class GPT(nn.Module):
@@ -112,16 +112,16 @@ class GPT(nn.Module):
                 x_BTD = layer(x_BTD, positions_BT, train, segments_BT)
         return self.norm_output(x_BTD)
 
-    def decode(self, tokens_BT: jax.Array, cache: KVCache, index: CacheIndex) -> tuple[jax.Array, KVCache]:
+    def decode(self, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> tuple[jax.Array, KVCache]:
         """Return `hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
 
-        A token attends to itself and the block_size - 1 before it. Positions are below block_size, except with rope and
-        none, which have no limit. Needs `scan_layers=False` (see `sample.quantize`): slices of stacked parameters would
-        be copied for each token.
+        A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
+        block_size, except with rope and none, which have no limit. Needs `scan_layers=False` (see `sample.quantize`):
+        slices of stacked parameters would be copied for each token.
         """
         assert not self.config.scan_layers, "unstack the layers first"
-        cache, index = cache.reserve(index, self.config.block_size)
-        x_BTD = self.embed(tokens_BT, index.positions_BT)
+        index = cache.index(positions_BT, self.config.block_size)
+        x_BTD = self.embed(tokens_BT, positions_BT)
         layers = []
         for block, layer in zip(self.h, cache.layers, strict=True):
             x_BTD, layer = block.decode(x_BTD, layer, index)
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         if c.scale_embeddings:  # Vaswani et al. 2017, section 3.4: sines are far larger than N(0, 0.02)
             x_BTD = x_BTD * math.sqrt(c.n_embd)
         if c.position == "learned":
-            positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding is -1; stopped rows run past the end
+            positions_BT = jnp.clip(positions_BT, 0, c.block_size - 1)  # padding runs past the end
             x_BTD = x_BTD + jnp.broadcast_to(self.wpe(positions_BT).astype(jnp.float32), x_BTD.shape)
         elif c.position == "sinusoidal":
             x_BTD = x_BTD + jnp.broadcast_to(sinusoidal(positions_BT, c.n_embd), x_BTD.shape)

@@ -53,11 +53,9 @@ class CrossAttention(Attention):
         plain = functools.partial(plain_attention, causal=False, key_segments_BS=source_segments_BS)
         return self.attend(plain, plain, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, train=train)
 
-    def decode(self, x_BTD: jax.Array, encoder_kv: LayerCache, source_segments_BS: jax.Array) -> jax.Array:  # type: ignore[bad-override]
-        """Attend T new tokens to the encoder's keys and values, except those of segment 0, which is padding."""
-        q_BTNH = self.project_queries(x_BTD)
-        visible_BTS = jnp.broadcast_to((source_segments_BS > 0)[:, None], (*x_BTD.shape[:2], encoder_kv.slots))
-        out_BTNH = encoder_kv.attend(q_BTNH, visible_BTS, scale=self.scale, softcap=self.softcap)
+    def decode(self, x_BTD: jax.Array, encoder_kv: LayerCache, source: CacheIndex) -> jax.Array:  # type: ignore[bad-override]
+        """Attend T new tokens to the encoder's keys and values. source: as if all were at the source's last position."""
+        out_BTNH = encoder_kv.attend(self.project_queries(x_BTD), source, scale=self.scale, softcap=self.softcap)
         return self.merge_heads(out_BTNH)
 
 
@@ -99,12 +97,12 @@ class CrossBlock(Block):
         cache: LayerCache,
         index: CacheIndex,
         encoder_kv: LayerCache,
-        source_segments_BS: jax.Array,
+        source: CacheIndex,
     ) -> tuple[jax.Array, LayerCache]:
-        """Return the stream of T new tokens, and the updated cache."""
+        """Return the stream of T new tokens, and the updated cache. source: see `CrossAttention.decode`."""
         out_BTD, cache = self.attn.decode(self.norm_input(x_BTD, "ln_1"), cache, index)
         attended_BTD = self.add_output(x_BTD, out_BTD, "ln_1")
-        out_BTD = self.cross.decode(self.read_cross(x_BTD, attended_BTD), encoder_kv, source_segments_BS)
+        out_BTD = self.cross.decode(self.read_cross(x_BTD, attended_BTD), encoder_kv, source)
         return self.feed_forward(x_BTD, self.add_output(attended_BTD, out_BTD, "ln_cross")), cache
 
     def read_cross(self, entered_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -116,7 +114,20 @@ class CrossCache(KVCache):
     """A KV cache that also has each layer's keys and values of the encoder's states."""
 
     encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
-    source_segments_BS: jax.Array = flax.struct.field(kw_only=True)  # 0 for padding
+    source_length_B: jax.Array = flax.struct.field(kw_only=True)  # tokens; padding follows them
+
+    def insert(self, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
+        """Return the cache with one row of another in row `number`: see `KVCache.insert`."""
+        assert isinstance(row, CrossCache)
+        cache = super().insert(row, number, columns)
+
+        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(buffer, new, number, axis=0)
+
+        return cache.replace(
+            encoder_kv=jax.tree.map(put, self.encoder_kv, row.encoder_kv),
+            source_length_B=put(self.source_length_B, row.source_length_B),
+        )
 
 
 class EncoderDecoder(GPT):
@@ -197,20 +208,25 @@ class EncoderDecoder(GPT):
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
 
     def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> CrossCache:
-        """Encode a source. Return the cache with each layer's keys and values of it, for `decode`."""
+        """Encode a source. Return the cache with each layer's keys and values of it, for `decode`.
+
+        segments_BS: 1 for the source's tokens, then 0 for padding.
+        """
         states_BSD = self.encode(source_BS, segments_BS)
         layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
         encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
-        return CrossCache(cache.layers, cache.positions_BS, encoder_kv=encoder_kv, source_segments_BS=segments_BS)
+        return CrossCache(cache.layers, cache.block, encoder_kv=encoder_kv, source_length_B=segments_BS.sum(axis=1))
 
-    def decode(self, tokens_BT: jax.Array, cache: KVCache, index: CacheIndex) -> tuple[jax.Array, KVCache]:
+    def decode(self, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> tuple[jax.Array, KVCache]:
         """Return `hidden_states` x_BTD of T new tokens, and the updated cache. cache: from `init_cross_cache`."""
         assert isinstance(cache, CrossCache), "the encoder reads its source first"
-        encoder_kv, segments_BS = cache.encoder_kv, cache.source_segments_BS
-        cache, index = cache.reserve(index, self.config.block_size)
-        x_BTD = self.embed(tokens_BT, index.positions_BT)
+        index = cache.index(positions_BT, self.config.block_size)
+        S = cache.encoder_kv[0].columns
+        last_BT = jnp.broadcast_to(cache.source_length_B[:, None] - 1, positions_BT.shape)
+        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
+        x_BTD = self.embed(tokens_BT, positions_BT)
         layers = []
-        for block, layer, read in zip(self.h, cache.layers, encoder_kv, strict=True):
-            x_BTD, layer = block.decode(x_BTD, layer, index, read, segments_BS)
+        for block, layer, read in zip(self.h, cache.layers, cache.encoder_kv, strict=True):
+            x_BTD, layer = block.decode(x_BTD, layer, index, read, source)
             layers.append(layer)
         return self.norm_output(x_BTD), cache.replace(layers=tuple(layers))

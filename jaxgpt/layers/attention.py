@@ -83,12 +83,11 @@ class Attention(nn.Module):
     def decode(self, x_BTD: jax.Array, cache: LayerCache, index: CacheIndex) -> tuple[jax.Array, LayerCache]:
         """Attend T new tokens to those in the cache and to each other. Return x_BTD and the updated cache.
 
-        `index` comes from `KVCache.reserve`.
+        `index` comes from `KVCache.index`.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, index.positions_BT)
-        cache = cache.write(k_BTKH, v_BTKH, index)
-        visible_BTS = index.window_mask(self.window)
-        out_BTNH = cache.attend(q_BTNH, visible_BTS, scale=self.scale, softcap=self.softcap)
+        cache = cache.write(k_BTKH, v_BTKH, index.positions_BT)
+        out_BTNH = cache.attend(q_BTNH, index, window=self.window, scale=self.scale, softcap=self.softcap)
         return self.merge_heads(out_BTNH), cache
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,8 +1,8 @@
 """The KV cache: a value that the model takes and returns.
 
-The slots are a ring. Every row of the batch writes to the same slot at the same time, so that decoding is one
-in-place slice update and not a scatter; rows of different lengths are right-aligned, and the cache records which
-position each slot of each row holds. What a query attends to depends on positions only, never on slots.
+Each row of the batch is a ring of S columns: the token at position p lies in column p % S, whatever the other rows hold.
+What a query attends to follows from its position alone, so that columns without a token of this sequence need neither
+zeros nor a mask of their own.
 """
 
 from __future__ import annotations
@@ -17,22 +17,16 @@ from jax.typing import DTypeLike
 from jaxgpt.layers.kernels.plain import cap_scores
 from jaxgpt.layers.quantize import to_int8
 
-EMPTY = -1  # position of an empty slot
+LOWEST = jnp.finfo(jnp.float32).min
 
 
 class CacheIndex(flax.struct.PyTreeNode):
-    """Positions and slots of T new tokens in each row, and what they attend to."""
+    """Where T new tokens of each row go, and which part of the cache their queries read."""
 
-    positions_BT: jax.Array  # int32, position in the sequence; EMPTY for padding, which no token attends to
-    slots_T: jax.Array  # int32, consecutive modulo S
-    # Set by `KVCache.reserve`:
-    visible_BTS: jax.Array | None = None  # bool: which slots each token attends to
-    behind_BTS: jax.Array | None = None  # int32: how many positions each slot is behind the token
-
-    def window_mask(self, window: int | None) -> jax.Array:
-        """Return visible_BTS, limited to the last `window` tokens. None means no limit."""
-        assert self.visible_BTS is not None and self.behind_BTS is not None
-        return self.visible_BTS if window is None else self.visible_BTS & (self.behind_BTS < window)
+    positions_BT: jax.Array  # int32, consecutive in each row
+    num_blocks: jax.Array  # int32: blocks of columns that hold tokens, from column 0 on
+    block: int = flax.struct.field(pytree_node=False)  # columns
+    context: int = flax.struct.field(pytree_node=False)  # tokens that each query attends to, itself included, at most S
 
 
 class LayerCache(flax.struct.PyTreeNode):
@@ -45,85 +39,141 @@ class LayerCache(flax.struct.PyTreeNode):
     v_scale_BKS: jax.Array | None = None
 
     @property
-    def slots(self) -> int:
-        """Number of slots."""
+    def columns(self) -> int:
+        """Number of columns, S."""
         return self.k_BKSH.shape[2]
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, index: CacheIndex) -> LayerCache:
-        """Return the cache with T new tokens in their slots."""
-        k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        new = LayerCache(k_BKTH, v_BKTH)
+    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> LayerCache:
+        """Return the cache with T new tokens in their columns."""
+        new = LayerCache(k_BTKH, v_BTKH)
         if self.k_scale_BKS is not None:
-            (k8_BKTH, k_scale_BKT), (v8_BKTH, v_scale_BKT) = to_int8(k_BKTH), to_int8(v_BKTH)
-            new = LayerCache(k8_BKTH, v8_BKTH, k_scale_BKT, v_scale_BKT)
-        return jax.tree.map(functools.partial(_put, index=index, axis=2), self, new)
+            (k8_BTKH, k_scale_BTK), (v8_BTKH, v_scale_BTK) = to_int8(k_BTKH), to_int8(v_BTKH)
+            new = LayerCache(k8_BTKH, v8_BTKH, k_scale_BTK, v_scale_BTK)
+        columns_BT = positions_BT % self.columns
+        return jax.tree.map(functools.partial(_put, columns_BT=columns_BT), self, new)
 
     def attend(
-        self, q_BTNH: jax.Array, visible_BTS: jax.Array, *, scale: float | None = None, softcap: float | None = None
+        self,
+        q_BTNH: jax.Array,
+        index: CacheIndex,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> jax.Array:
-        """Compute `plain_attention` over the slots: out_BTNH. A query with no visible slot gets finite values."""
+        """Compute `plain_attention` over the tokens up to each query's position: out_BTNH.
+
+        Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), so that the
+        time grows with the tokens in the cache, not with its size, and the bits depend on neither.
+        window: tokens that each query attends to, itself included. None means the context.
+        """
         B, T, N, H = q_BTNH.shape
-        K = self.k_BKSH.shape[1]
+        K, S = self.k_BKSH.shape[1:3]
         G = N // K
         # Heads have their own axis: folded into the batch, as in `plain_attention`, a step of GPT-2 at 8 rows takes
         # 86 ms instead of 52.
         q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-        k_, v_ = self.k_BKSH, self.v_BKSH
-        if k_.dtype == jnp.int8:
-            k_, v_ = k_.astype(q_.dtype), v_.astype(q_.dtype)
         scale = H**-0.5 if scale is None else scale
-        scores = jnp.einsum("bktH,bksH->bkts", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32) * scale
-        if self.k_scale_BKS is not None:  # one scale per key, applied to the scores, not to the keys
-            scores = scores * self.k_scale_BKS[:, :, None]
-        scores = cap_scores(scores, softcap)
-        visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
-        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1)
-        if self.v_scale_BKS is not None:
-            weights = weights * self.v_scale_BKS[:, :, None]
-        out = jnp.einsum("bkts,bksH->bktH", weights.astype(v_.dtype), v_)
+        window = index.context if window is None else min(window, index.context)
+
+        def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            first = number * index.block
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, index.block, axis=2), self)
+            scores = cap_scores(part.scores(q_) * scale, softcap)
+            columns_11S = (first + jnp.arange(index.block))[None, None]
+            behind_BTS = (index.positions_BT[:, :, None] - columns_11S) % S
+            visible_BTS = (behind_BTS < window) & (behind_BTS <= index.positions_BT[:, :, None])
+            visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
+            largest, total, out = sums
+            new_largest = jnp.maximum(largest, jnp.where(visible, scores, LOWEST).max(axis=-1))
+            weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
+            shrink = jnp.exp(largest - new_largest)
+            return (
+                new_largest,
+                total * shrink + weights.sum(axis=-1),
+                out * shrink[..., None] + part.weighted_values(weights),
+            )
+
+        sums = jnp.full(q_.shape[:-1], LOWEST), jnp.zeros(q_.shape[:-1]), jnp.zeros(q_.shape)
+        if index.block == S:
+            _, total, out = read(jnp.int32(0), sums)
+        else:
+            _, total, out = jax.lax.fori_loop(0, index.num_blocks, read, sums)
+        out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # a query that sees nothing gets zeros
         return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+    def scores(self, q_: jax.Array) -> jax.Array:
+        """Return q k in float32, [B, K, Q, S], of queries [B, K, Q, H]."""
+        k_ = self.k_BKSH.astype(q_.dtype) if self.k_scale_BKS is not None else self.k_BKSH
+        scores = jnp.einsum("bkqH,bksH->bkqs", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32)
+        # One scale per key, applied to the scores, not to the keys.
+        return scores if self.k_scale_BKS is None else scores * self.k_scale_BKS[:, :, None]
+
+    def weighted_values(self, weights: jax.Array) -> jax.Array:
+        """Return the sums of values in float32, [B, K, Q, H], of weights [B, K, Q, S] in float32."""
+        v_ = self.v_BKSH
+        if self.v_scale_BKS is not None:
+            v_, weights = v_.astype(jnp.float32), weights * self.v_scale_BKS[:, :, None]
+        return jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_.dtype), v_, preferred_element_type=jnp.float32)
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of all layers: `GPT.decode(tokens_BT, cache, index)` returns an updated one."""
+    """Keys and values of all layers: `GPT.decode(tokens_BT, cache, positions_BT)` returns an updated one."""
 
     layers: tuple[LayerCache, ...]
-    positions_BS: jax.Array  # int32, position of the token in each slot, or EMPTY
+    block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
 
     @property
-    def slots(self) -> int:
-        """Number of slots."""
-        return self.positions_BS.shape[1]
+    def columns(self) -> int:
+        """Number of columns, S."""
+        return self.layers[0].columns
 
     @staticmethod
     def empty(
-        *, batch: int, slots: int, n_layer: int, n_kv_head: int, head_dim: int, dtype: DTypeLike = jnp.float32
+        *,
+        batch: int,
+        columns: int,
+        n_layer: int,
+        n_kv_head: int,
+        head_dim: int,
+        dtype: DTypeLike = jnp.float32,
+        block: int | None = None,
     ) -> KVCache:
-        """Return a cache with room for `slots` tokens in each of `batch` rows. dtype: float32, bfloat16, or int8."""
-        shape = (batch, n_kv_head, slots, head_dim)
+        """Return a cache with room for `columns` tokens in each of `batch` rows.
+
+        dtype: float32, bfloat16, or int8. block: columns that attention reads at a time. None means all at once.
+        """
+        shape = (batch, n_kv_head, columns, head_dim)
 
         def layer() -> LayerCache:
             scales = (jnp.zeros(shape[:-1]), jnp.zeros(shape[:-1])) if jnp.dtype(dtype) == jnp.int8 else ()
             return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), *scales)
 
-        return KVCache(
-            layers=tuple(layer() for _ in range(n_layer)), positions_BS=jnp.full((batch, slots), EMPTY, jnp.int32)
-        )
+        return KVCache(layers=tuple(layer() for _ in range(n_layer)), block=columns if block is None else block)
 
-    def reserve(self, index: CacheIndex, window: int) -> tuple[KVCache, CacheIndex]:
-        """Reserve slots for new tokens. Each attends to itself and the window - 1 tokens before it.
+    def index(self, positions_BT: jax.Array, context: int) -> CacheIndex:
+        """Return the index of new tokens at these positions, each of which attends to `context` tokens."""
+        used = jnp.minimum(positions_BT.max() + 1, self.columns)
+        return CacheIndex(positions_BT, -(-used // self.block), self.block, context)
 
-        The layers write their keys and values to these slots afterwards.
-        """
-        positions_BS = _put(self.positions_BS, index.positions_BT, index=index, axis=1)
-        behind_BTS = index.positions_BT[:, :, None] - positions_BS[:, None, :]
-        visible_BTS = (behind_BTS >= 0) & (behind_BTS < window) & (positions_BS != EMPTY)[:, None, :]
-        return self.replace(positions_BS=positions_BS), index.replace(visible_BTS=visible_BTS, behind_BTS=behind_BTS)
+    def insert(self, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
+        """Return the cache with the first `columns` columns of the one row of another in row `number`, or a few more."""
+
+        def copy(block: jax.Array, cache: KVCache) -> KVCache:
+            def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+                part = jax.lax.dynamic_slice_in_dim(new, block * self.block, self.block, axis=2)
+                at = (number, 0, block * self.block, *(0 for _ in buffer.shape[3:]))
+                return jax.lax.dynamic_update_slice(buffer, part, at)
+
+            return cache.replace(layers=jax.tree.map(put, cache.layers, row.layers))
+
+        return jax.lax.fori_loop(0, -(-columns // self.block), copy, self)
 
 
-def _put(buffer: jax.Array, new: jax.Array, *, index: CacheIndex, axis: int) -> jax.Array:
-    """Return buffer with `new` in the slots of `index` along `axis`."""
-    if index.slots_T.shape[0] == 1:  # decoding: one slot, which XLA writes in place
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), index.slots_T[0], axis)
-    return buffer.at[(slice(None),) * axis + (index.slots_T,)].set(new.astype(buffer.dtype))
+def _put(buffer: jax.Array, new: jax.Array, *, columns_BT: jax.Array) -> jax.Array:
+    """Return buffer [B, K, S, ...] with `new` [B, T, K, ...] in the given columns."""
+    new = new.astype(buffer.dtype)
+    if columns_BT.shape == (1, 1):  # one slice, which XLA writes in place
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new.swapaxes(1, 2), columns_BT[0, 0], axis=2)
+    rows_B1 = jnp.arange(buffer.shape[0])[:, None]
+    return buffer.at[rows_B1, :, columns_BT].set(new, unique_indices=True)

@@ -14,7 +14,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 
-BUCKET = 64  # columns that the shortest prompts are padded to; longer ones to twice, four times ... as many
+BUCKET = 128  # tokens that the smallest cache has room for; larger ones have twice, four times ... as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,6 @@ class Decoding:
         object.__setattr__(self, "stop_tokens", stop_tokens)
         if self.cache_dtype not in (None, *get_args(Precision)):
             raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
-
-    def limits(self, every: int | None) -> list[int]:
-        """Return the most new tokens that a stream has yielded after each item: 1, then `every` more each time.
-
-        every: None means one item, at the end. Raises `UserError` if it is below 1.
-        """
-        most = self.max_new_tokens
-        return [most] if every is None else [*range(1, most, check_count("every", every)), most]
 
     def known_ids(self, model: GPT) -> int:
         """Return the number of ids that may be drawn: the smaller of `vocab_size` and the model's."""

@@ -1,10 +1,14 @@
-"""Continuous batching, without a cache: every token reads its whole sequence again. A placeholder of the real engine."""
+"""Continuous batching: requests enter and leave the slots of one decoding state at any time.
+
+Of a request everything is data, the programs are those of `sample.state`, and no row of a batch depends on another:
+a request gives the same bits whatever else runs. The engine has no threads of its own; one thread calls it.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +16,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
+from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.prompts import truncate_prompts
+from jaxgpt.sample.filters import Sampling, SamplingRows
+from jaxgpt.sample.prefill import (
+    Chunk,
+    PrefixStore,
+    allocate_cache,
+    cache_columns,
+    chunk_sizes,
+    encode_source,
+    split_chunks,
+)
+from jaxgpt.sample.prompts import check_prompt, pad_source
+from jaxgpt.sample.state import (
+    NO_STOP,
+    DecodeState,
+    Drawn,
+    Rows,
+    allocate_rows,
+    decode,
+    has_unbounded_positions,
+    insert,
+    prefill,
+    release,
+)
 
-MAX_TOP = 20
+BURST = 64  # most tokens that one call of `decode` draws in each slot
+MAX_STOPS = 8  # stop tokens of a request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +69,23 @@ class Piece(NamedTuple):
     finish: str | None  # "stop": a stop token was drawn; "length": no token is left; None: unfinished
 
 
+@dataclasses.dataclass
+class _Slot:
+    """A request that is being read or decoded."""
+
+    request: Request
+    tokens: list[int]  # prompt and completion
+    left: int  # tokens still to draw
+    first: int = 0  # the token at position 0
+    cached: int = 0  # tokens of the prompt whose keys and values were not computed again
+
+    @property
+    def drawn(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
 class Engine:
-    """Slots, and the requests in them."""
+    """Slots of a decoding state, and the requests in them."""
 
     def __init__(
         self,
@@ -53,67 +95,200 @@ class Engine:
         slots: int,
         vocab_size: int | None = None,
         cache_dtype: Precision | None = None,
+        columns: int | None = None,
+        source_columns: int | None = None,
+        max_stops: int = MAX_STOPS,
         prefix_bytes: int = 0,
+        slides: bool = False,
     ):
-        """Start with free slots."""
-        self.model, self.params, self.slots, self.vocab_size = model, params, slots, vocab_size
-        self._running: dict[int, tuple[Request, list[int]]] = {}
+        """Allocate the state.
+
+        Args:
+            model: a GPT or an encoder-decoder; with `params`, see `for_decoding`.
+            params: its parameters.
+            slots: requests that are decoded together.
+            vocab_size: ids from it on are never drawn. None means all may be.
+            cache_dtype: of keys and values. None means the model's.
+            columns: tokens that a slot has room for, at most the context. None means the context.
+            source_columns: the same for the encoder's sources.
+            max_stops: stop tokens that a request may have.
+            prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
+            slides: at the end of the context go on, with the window of `generate`, and not end the completion.
+        """
+        self.model, self.params = model, params
+        self.slots = slots
+        self.max_stops, self.slides = max_stops, slides
+        known = model.config.vocab_size
+        assert known is not None, "a model with parameters has one"
+        self.vocab_size = known if vocab_size is None else min(vocab_size, known)
+        columns = cache_columns(model) if columns is None else columns
+        self._source_columns = model.config.block_size if source_columns is None else source_columns
+        like = jax.tree.leaves(params)[0]
+        self._scratch = allocate_cache(like, model, 1, columns, cache_dtype)  # of the prompt that is being read
+        self._state = DecodeState(
+            cache=allocate_cache(like, model, slots, columns, cache_dtype),
+            rows=allocate_rows(like, slots, max_stops, self.vocab_size),
+        )
+        if model.config.n_encoder_layer:
+            self._state = self._state.replace(
+                cache=encode_source(model, params, self._state.cache, [0], self._source_columns)
+            )
+            self._scratch = encode_source(model, params, self._scratch, [0], self._source_columns)
+        self._prefixes = PrefixStore(prefix_bytes)
+        self._slots: list[_Slot | None] = [None] * slots
+        self._waiting: collections.deque[tuple[int, _Slot]] = collections.deque()
+        self._reading: Iterator[Chunk] | None = None  # of the first that waits
 
     @property
     def num_free(self) -> int:
-        """Return the number of slots without a request."""
-        return self.slots - len(self._running)
+        """Number of slots without a request."""
+        return self._slots.count(None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no slot has a request."""
+        return self.num_free == self.slots
+
+    def cached_tokens(self, slot: int) -> int:
+        """Return how many tokens of the prompt in a slot were not read again."""
+        found = self._slots[slot]
+        return 0 if found is None else found.cached
 
     def warm_up(self) -> None:
-        """Compile the model."""
+        """Compile all that a request can need."""
+        assert self.is_idle, "requests are running"
+        sizes, ones = chunk_sizes(self.model), [0]
+        key = jax.random.key(0)
+        source = [0] if self.model.config.n_encoder_layer else None
+        # Lengths that need each size of chunk; twice, so that a stored chunk is restored.
+        for size in (*sizes, *sizes):
+            length = min(size + 1, self.model.config.block_size)
+            slot = self.submit(Request(prompt=ones * length, key=key, max_new_tokens=1, source=source))
+            self.step()
+            self.finish_reading()
+            self.cancel(slot)
 
     def submit(self, request: Request) -> int:
-        """Put a request into a free slot."""
-        truncate_prompts(self.model, [request.prompt])
-        slot = next(n for n in range(self.slots) if n not in self._running)
-        self._running[slot] = request, list(request.prompt)
-        return slot
+        """Put a request into the first free slot and return the slot. `step` reads the prompt.
 
-    def step(self, burst: int = 8) -> list[Piece]:
-        """Draw up to `burst` tokens in each slot."""
-        return [self._decode(slot, burst) for slot in list(self._running)]
+        Raises `UserError` for a prompt or a source that the model cannot read, and for too many stop tokens.
+        """
+        check_prompt(self.model, request.prompt)
+        if len(request.stop_tokens) > self.max_stops:
+            raise UserError(f"{len(request.stop_tokens)} stop tokens: needs at most {self.max_stops}")
+        if self.model.config.n_encoder_layer or request.source is not None:
+            pad_source(self.model, request.source, self._source_columns)
+        left = request.max_new_tokens
+        if not self.slides:
+            left = min(left, self.model.config.block_size + 1 - len(request.prompt))
+        slot = self._slots.index(None)
+        found = _Slot(request, list(request.prompt), left)
+        self._slots[slot] = found
+        self._waiting.append((slot, found))
+        return slot
 
     def cancel(self, slot: int) -> None:
         """Free a slot."""
-        del self._running[slot]
+        if self._waiting and self._waiting[0][0] == slot:
+            self._reading = None
+        self._waiting = collections.deque(item for item in self._waiting if item[0] != slot)
+        self._slots[slot] = None
+        self._state = release(self._state, np.int32(slot))
 
-    def cached_tokens(self, slot: int) -> int:
-        """Return 0: nothing is cached."""
-        return 0
+    def step(self, burst: int = 8) -> list[Piece]:
+        """Read at most one chunk of one prompt, then draw up to `burst` tokens in each slot whose prompt has been read."""
+        if self._waiting:
+            self._read_chunk()
+        return self.decode(burst)
 
-    def _decode(self, slot: int, burst: int) -> Piece:
-        request, ids = self._running[slot]
-        tokens, logprobs, top, finish, window = [], [], [], None, self.model.config.block_size
-        while finish is None and len(tokens) < burst:
-            padded_1T = np.array([[*ids, *[0] * (window - len(ids))]], np.int32)
-            logits_1V = _logits(self.model, self.params, padded_1T, np.int32(len(ids) - 1))[:, : self.vocab_size]
-            key = jax.random.fold_in(request.key, len(ids) - len(request.prompt))
-            seen_1V = jnp.zeros(logits_1V.shape, bool).at[0, np.array(ids)].set(True)
-            token = int(request.sampling.draw(logits_1V, key[None], seen_1V)[0])
-            if token in request.stop_tokens:
-                finish = "stop"
-                break
-            tokens.append(token)
-            ids.append(token)
-            if request.top_logprobs is not None:
-                row_V = np.asarray(jax.nn.log_softmax(logits_1V)[0])
-                logprobs.append(float(row_V[token]))
-                best = np.argsort(-row_V, kind="stable")[: request.top_logprobs]
-                top.append([(int(i), float(row_V[i])) for i in best])
-            if len(ids) - len(request.prompt) == request.max_new_tokens or len(ids) > window:
-                finish = "length"
+    def finish_reading(self) -> None:
+        """Read all prompts that wait."""
+        while self._waiting:
+            self._read_chunk()
+
+    def decode(self, burst: int = BURST) -> list[Piece]:
+        """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read."""
+        waiting = {slot for slot, _ in self._waiting}
+        running = {n: s for n, s in enumerate(self._slots) if s is not None and n not in waiting}
+        if not running:
+            return []
+        steps = min(burst, BURST, max(s.left for s in running.values()))
+        self._state, drawn = decode(self.model, self.params, self._state, np.int32(steps), BURST)
+        wants = any(s.request.top_logprobs is not None for s in running.values())
+        drawn = jax.device_get(drawn if wants else drawn.without_logprobs())
+        return [piece for slot, found in running.items() if (piece := self._collect(slot, found, drawn)) is not None]
+
+    def _collect(self, slot: int, found: _Slot, drawn: Drawn) -> Piece | None:
+        """Return what a burst drew in a slot; free the slot if that was all."""
+        count = int(drawn.count_B[slot])
+        tokens = drawn.tokens_BN[slot, :count].tolist()
+        found.tokens += tokens
+        found.left -= count
+        finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
         if finish:
-            del self._running[slot]
-        return Piece(slot, tokens, logprobs, top, finish)
+            self._slots[slot] = None
+        elif self._is_full(found):
+            found.first = len(found.tokens) - max(self.model.config.block_size // 2, 1)
+            self._waiting.append((slot, found))
+        logprobs, top = [], []
+        if (wanted := found.request.top_logprobs) is not None:
+            assert (
+                drawn.logprobs_BN is not None and drawn.top_ids_BNA is not None and drawn.top_logprobs_BNA is not None
+            )
+            logprobs = drawn.logprobs_BN[slot, :count].tolist()
+            ids, best = drawn.top_ids_BNA[slot, :count, :wanted], drawn.top_logprobs_BNA[slot, :count, :wanted]
+            top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
+        return Piece(slot, tokens, logprobs, top, finish) if tokens or finish else None
 
+    def _is_full(self, found: _Slot) -> bool:
+        """Return whether the last token is past the end of the position table, if there is one."""
+        last = len(found.tokens) - 1 - found.first
+        return not has_unbounded_positions(self.model) and last >= self.model.config.block_size
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(model: GPT, params: dict, ids_1T: jax.Array, last: jax.Array) -> jax.Array:
-    x_1TD: Any = model.apply({"params": params}, ids_1T, method="hidden_states")
-    logits_11V: Any = model.apply({"params": params}, x_1TD[:, last][:, None], method="unembed")
-    return logits_11V[:, 0]
+    def _read_chunk(self) -> None:
+        """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
+        slot, found = self._waiting[0]
+        unread = found.tokens[found.first : -1]  # the last token is read with the first draw
+        if self._reading is None:
+            if self.model.config.n_encoder_layer:
+                self._scratch = encode_source(
+                    self.model, self.params, self._scratch, found.request.source, self._source_columns
+                )
+            self._reading = split_chunks(unread, chunk_sizes(self.model))
+        for chunk in self._reading:
+            restored = self._prefixes.restore(self._scratch, chunk) if chunk.is_full else None
+            if restored is None:
+                self._scratch = prefill(self.model, self.params, self._scratch, chunk.padded_1T, np.int32(chunk.start))
+                self._prefixes.keep(self._scratch, chunk)
+                if chunk.start + chunk.size < len(unread):
+                    return
+                break
+            self._scratch = restored
+            found.cached += chunk.size
+        self._reading = None
+        self._waiting.popleft()
+        self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))
+
+    def _row(self, found: _Slot) -> Rows:
+        """Return the arrays of a slot."""
+        request = found.request
+        stops = [*request.stop_tokens, *[NO_STOP] * (self.max_stops - len(request.stop_tokens))]
+        seen_1V = np.zeros((1, self.vocab_size), bool)
+        if request.sampling.repetition_penalty is not None:
+            ids = np.asarray(found.tokens)
+            seen_1V[0, ids[ids < self.vocab_size]] = True
+
+        def one(value: Any) -> jax.Array:
+            return jnp.asarray(np.array([value], np.int32))
+
+        return Rows(
+            token_B=one(found.tokens[-1]),
+            position_B=one(len(found.tokens) - found.first - 1),
+            left_B=one(found.left),
+            drawn_B=one(found.drawn),
+            keys_B=request.key[None],
+            sampling=SamplingRows.stack([request.sampling]),
+            stops_BE=one(stops),
+            top_B=one(-1 if request.top_logprobs is None else request.top_logprobs),
+            seen_BV=jnp.asarray(seen_1V),
+        )

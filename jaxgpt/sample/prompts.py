@@ -13,10 +13,9 @@ import numpy as np
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import next_bucket
 
 
-def check_ids(model: GPT, ids: Sequence[int], name: str) -> np.ndarray:
+def check_ids(model: GPT, ids: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
     """Return ids as int32. Raise `UserError` for ids that the model lacks: their embeddings would silently be nan."""
     known = model.config.vocab_size
     assert known is not None, "a model with parameters has one"
@@ -31,6 +30,15 @@ def check_ids(model: GPT, ids: Sequence[int], name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def check_prompt(model: GPT, prompt: Sequence[int] | np.ndarray, name: str = "the prompt") -> None:
+    """Raise `UserError` unless a prompt has 1 to block_size ids that the model knows."""
+    ids, most = check_ids(model, prompt, name), model.config.block_size
+    if not len(ids):
+        raise UserError(f"{name} is empty: start it from a token, such as the end-of-text or a newline")
+    if len(ids) > most:
+        raise UserError(f"{name} has {len(ids)} tokens: needs at most block_size={most}")
+
+
 def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
     window = model.config.block_size
@@ -38,48 +46,55 @@ def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[
         raise UserError("no prompts: give at least one list of token ids")
     ids = [check_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
     for number, prompt in enumerate(ids):
-        if not len(prompt):
-            raise UserError(f"prompt {number} is empty: start it from a token, such as the end-of-text or a newline")
         if len(prompt) > window:
             message = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
             warnings.warn(message, stacklevel=5)
+        check_prompt(model, prompt[-window:], f"prompt {number}")
     return [prompt[-window:].tolist() for prompt in ids]
 
 
-def pad_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Pad the sources of `size` prompts to one of few lengths: (source_BS, segments_BS), or None without an encoder."""
-    window = model.config.block_size
+def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> None:
+    """Raise `UserError` unless there is a source for each of `size` prompts, or none for a model without an encoder."""
+    if model.config.n_encoder_layer and (sources is None or len(sources) != size):
+        raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
+    for number, source in enumerate(sources or [None]):
+        pad_source(model, source, model.config.block_size, f"source {number}")
+
+
+def pad_source(
+    model: GPT, source: Sequence[int] | None, columns: int, name: str = "the source"
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (source_1S, segments_1S) of `columns` tokens, or None for a model without an encoder.
+
+    Raises `UserError` for a source that the model cannot read.
+    """
     if not model.config.n_encoder_layer:
-        if sources is not None:
+        if source is not None:
             raise UserError("sources are for a model with an encoder: leave them out, or give a text as its prompt")
         return None
-    if sources is None or len(sources) != size:
-        raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
-    ids = [check_ids(model, source, f"source {number}") for number, source in enumerate(sources)]
-    for number, source in enumerate(ids):
-        if not 1 <= len(source) <= window:
-            raise UserError(f"source {number} has {len(source)} tokens: needs 1 to {window}, the context of the model")
-    S = min(next_bucket(16, max(map(len, ids))), window)
-    source_BS, segments_BS = np.zeros((size, S), np.int32), np.zeros((size, S), np.int32)
-    for row, source in enumerate(ids):
-        source_BS[row, : len(source)], segments_BS[row, : len(source)] = source, 1
-    return source_BS, segments_BS
+    if source is None:
+        raise UserError("a model with an encoder needs a source")
+    ids = check_ids(model, source, name)
+    if not 1 <= len(ids) <= columns:
+        raise UserError(f"{name} has {len(ids)} tokens: needs 1 to {columns}, the context of the model")
+    padding = (0, columns - len(ids))
+    return np.pad(ids, padding)[None], np.pad(np.ones_like(ids), padding)[None]
 
 
 def prompt_keys(
     key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
-) -> jax.Array:
-    """Derive keys_B from each prompt, its source, and how many equal pairs come before it in the batch."""
+) -> list[jax.Array]:
+    """Derive a key from each prompt, its source, and how many equal pairs come before it in the batch."""
     earlier: collections.Counter = collections.Counter()
-    words = []
+    keys: list[jax.Array] = []
     for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
         both = tuple(map(int, source)), tuple(prompt)
         hashed = zlib.crc32(np.asarray([*source, *prompt], np.int32).tobytes())
-        words.append((hashed, earlier[both]))
+        keys.append(_fold_in(key, np.uint32(hashed), np.uint32(earlier[both])))
         earlier[both] += 1
-    return _fold_in(key, np.array(words, np.uint32))
+    return keys
 
 
 @jax.jit
-def _fold_in(key: jax.Array, words_B2: jax.Array) -> jax.Array:
-    return jax.vmap(lambda words: jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1]))(words_B2)
+def _fold_in(key: jax.Array, hashed: jax.Array, earlier: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, hashed), earlier)

@@ -10,24 +10,21 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config.validate import check_whole
+from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
+from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
-from jaxgpt.sample.filters import Sampling, draw
+from jaxgpt.sample.decoding import Decoding, next_bucket, pad_stop_tokens
+from jaxgpt.sample.filters import SamplingRows, draw
+from jaxgpt.sample.prefill import allocate_cache, cache_columns, chunk_sizes
+from jaxgpt.sample.prompts import prompt_keys, truncate_prompts
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.sample.state import (
-    DecodeState,
-    has_unbounded_positions,
-    init_state,
-    prefill,
-    prefill_chunk,
-    recompute_window,
-)
+from jaxgpt.sample.state import has_unbounded_positions, read
 
 
 def speculate(
@@ -61,7 +58,7 @@ def speculate(
     Raises:
         UserError: as `generate`; also if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
     """
-    limit, every = decoding.limits(every)[0], every or decoding.max_new_tokens
+    every = decoding.max_new_tokens if every is None else check_count("every", every)
     vocab_size = decoding.known_ids(model)
     if decoding.known_ids(draft) < vocab_size:
         raise UserError(
@@ -71,94 +68,149 @@ def speculate(
     G = check_whole("num_draft_tokens", num_draft_tokens)
     if not 1 <= G <= most:
         raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
-    init = functools.partial(init_state, decoding=decoding, key=key)
-    # One slot more than a round reads: rejected tokens must not overwrite slots that the window still needs.
-    t = init(model, params, [prompt], extra_slots=G + 1)
-    d = init(draft, draft_params, [prompt[-draft.config.block_size :]], extra_slots=G + 1)
-    sampling, stops = decoding.sampling, pad_stop_tokens(decoding.stop_tokens)
-    start, shown = int(t.cursor), 0
+    (ids,) = truncate_prompts(model, [prompt])
+    (key,) = prompt_keys(key, [ids])
+    new = decoding.max_new_tokens + G + 1  # a round may draw more than is left
+    t = init_sequence(model, params, ids, new, decoding, G)
+    d = init_sequence(draft, draft_params, ids[-draft.config.block_size :], new, decoding, G)
+    sampling, stops = SamplingRows.stack([decoding.sampling]), pad_stop_tokens(decoding.stop_tokens)
+    limit, shown = 1, 0
     while True:
-        t, d = _advance(model, draft, params, draft_params, t, d, sampling, stops, start + limit, vocab_size, G)
-        length = min(int(t.length_B[0]), decoding.max_new_tokens)
-        yield np.asarray(t.tokens_BX)[0, start + shown : start + length].tolist()
-        shown = length
-        if shown == decoding.max_new_tokens or bool(t.stopped_B[0]):
+        t, d = _advance(model, draft, params, draft_params, t, d, key, sampling, stops, np.int32(limit), vocab_size, G)
+        count = min(int(t.count), decoding.max_new_tokens)
+        yield np.asarray(t.tokens_X)[len(ids) + shown : len(ids) + count].tolist()
+        shown = count
+        if shown == decoding.max_new_tokens or bool(t.stopped):
             return
         limit = min(shown + every, decoding.max_new_tokens)
 
 
+class SequenceState(flax.struct.PyTreeNode):
+    """One prompt and its completion, as one of the two models sees them."""
+
+    tokens_X: jax.Array  # int32, with room for the completion
+    length: jax.Array  # int32: tokens so far
+    start: jax.Array  # int32: index of the token at position 0
+    unread: jax.Array  # int32: index of the first token that is not in the cache
+    count: jax.Array  # int32: tokens generated before the stop token
+    stopped: jax.Array  # bool
+    seen_1V: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
+    cache: KVCache
+
+    def append(self, token: jax.Array) -> SequenceState:
+        """Add the next token."""
+        tokens_X = jax.lax.dynamic_update_slice(self.tokens_X, token[None], (self.length,))
+        return self.replace(tokens_X=tokens_X, length=self.length + 1)
+
+
+def init_sequence(
+    model: GPT, params: dict, prompt: Sequence[int], new: int, decoding: Decoding, G: int
+) -> SequenceState:
+    """Return the state before the prompt is read. new: most tokens to generate. G: tokens drafted in each round."""
+    C = chunk_sizes(model)[-1]
+    room = next_bucket(decoding.bucket, len(prompt) + new)
+    tokens_X = np.zeros(room + C, np.int32)  # slices of a chunk may begin at the last token
+    tokens_X[: len(prompt)] = prompt
+    seen_1V = np.zeros((1, decoding.known_ids(model)), bool)
+    seen_1V[0, [token for token in prompt if token < seen_1V.shape[1]]] = True
+    # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
+    columns = cache_columns(model, room) + cache_columns(model, G + 1)
+    zero = np.int32(0)
+    return SequenceState(
+        tokens_X=jnp.asarray(tokens_X),
+        length=jnp.int32(len(prompt)),
+        start=jnp.asarray(zero),
+        unread=jnp.asarray(zero),
+        count=jnp.asarray(zero),
+        stopped=jnp.asarray(False),
+        seen_1V=jnp.asarray(seen_1V),
+        cache=allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
+    )
+
+
 class _Model(NamedTuple):
-    """One of the two models, for a batch of one."""
+    """One of the two models."""
 
     model: GPT
     params: dict
     vocab_size: int
 
-    def catch_up(self, state: DecodeState, ahead: int) -> DecodeState:
-        """Read all tokens but the last, which is read with the next ones."""
-        state = recompute_window(self.model, state, ahead)
-        # More is unread than a round leaves: a prompt, or half of a full window.
-        is_behind = state.cursor - state.cache_cursor > 1
-        state = jax.lax.cond(is_behind, lambda s: prefill(self.model, self.params, s)[0], lambda s: s, state)
-        return state.replace(cache_cursor=state.cursor - 1)
+    def is_full(self, state: SequenceState, ahead: int = 0) -> jax.Array:
+        """Return whether the last token, or the one `ahead` of it, is past the end of the position table, if any."""
+        if has_unbounded_positions(self.model):
+            return jnp.asarray(False)
+        return (state.length - 1 + ahead - state.start >= self.model.config.block_size) & ~state.stopped
 
-    def read(self, state: DecodeState, T: int) -> tuple[DecodeState, jax.Array]:
-        return prefill_chunk(self.model, self.params, state, T)
+    def catch_up(self, state: SequenceState, ahead: int) -> SequenceState:
+        """Read all tokens but the last, which is read with the next ones; a full window anew from its last half."""
+        is_full, half = self.is_full(state, ahead), max(self.model.config.block_size // 2, 1)
+        state = state.replace(
+            start=jnp.where(is_full, state.length - half, state.start),
+            unread=jnp.where(is_full, state.length - half, state.unread),
+        )
+        C = chunk_sizes(self.model)[-1]
+        state = jax.lax.while_loop(lambda s: s.unread < s.length - 1, lambda s: self.read(s, C)[0], state)
+        return state.replace(unread=state.length - 1)
 
-    def probabilities(self, x_BTD: jax.Array, sampling: Sampling, seen_TV: jax.Array | None) -> jax.Array:
-        logits_BTV: Any = self.model.apply({"params": self.params}, x_BTD, method="unembed")
-        return sampling.probabilities(logits_BTV[0, :, : self.vocab_size], seen_TV)
+    def read(self, state: SequenceState, T: int) -> tuple[SequenceState, jax.Array]:
+        """Read T tokens. Return the state and their hidden states x_1TD."""
+        tokens_1T = jax.lax.dynamic_slice(state.tokens_X, (state.unread,), (T,))[None]
+        x_1TD, cache = read(self.model, self.params, state.cache, tokens_1T, state.unread - state.start)
+        return state.replace(cache=cache, unread=state.unread + T), x_1TD
+
+    def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:
+        logits_1TV: Any = self.model.apply({"params": self.params}, x_1TD, method="unembed")
+        return sampling.probabilities(logits_1TV[0, :, : self.vocab_size], seen_TV)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 9, 10), donate_argnums=(4, 5))
-def _advance(model, draft, params, draft_params, t, d, sampling, stops, limit, vocab_size, G):
-    """Generate at least up to column `limit` of t, the model's state, unless it stops.
+@functools.partial(jax.jit, static_argnums=(0, 1, 10, 11), donate_argnums=(4, 5))
+def _advance(model, draft, params, draft_params, t, d, key, sampling, stops, limit, vocab_size, G):
+    """Generate at least up to `limit` tokens of t, the model's state, unless it stops.
 
-    d is the draft's state: the same tokens, in other columns.
+    d is the draft's state: the same tokens, or the last of them.
     """
     target = _Model(*unstack_layers(model, params), vocab_size)
     drafter = _Model(*unstack_layers(draft, draft_params), vocab_size)
+    prompt_length = t.length - t.count
 
     def run_round(states):
         t, d = target.catch_up(states[0], 0), drafter.catch_up(states[1], G - 1)
-        key = jax.random.fold_in(t.keys_B[0], t.length_B[0])
-        d_start = d.cursor
-        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, key, t.seen_ids(vocab_size), G)
-        t, n, last = _verify(target, t, sampling, key, tokens_G, q_GV, seen_RV)
+        round_key = jax.random.fold_in(key, t.count)
+        length = d.length
+        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, round_key, t.seen_1V, G)
+        t, n, last = _verify(target, t, sampling, round_key, tokens_G, q_GV, seen_RV)
         order_R = jnp.arange(G + 1)
         new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
         is_end_R = jnp.isin(new_R, stops) & (order_R <= n)
-        return _accept(t, t.cursor, new_R, n, is_end_R), _accept(d, d_start, new_R, n, is_end_R)
+        return _accept(t, t.length, new_R, n, is_end_R), _accept(d, length, new_R, n, is_end_R)
 
     def is_unfinished(states):
-        return (states[0].cursor < limit) & ~states[0].stopped_B.all()
+        return (states[0].length - prompt_length < limit) & ~states[0].stopped
 
     return jax.lax.while_loop(is_unfinished, run_round, (t, d))
 
 
-def _propose(drafter: _Model, d: DecodeState, sampling: Sampling, key: jax.Array, seen_1V: jax.Array | None, G: int):
+def _propose(drafter: _Model, d: SequenceState, sampling: SamplingRows, key: jax.Array, seen_1V: jax.Array, G: int):
     """Draw G tokens from the draft. Return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
     # The draft may not have read the token before the last, so it first reads two.
-    d, x_BTD = drafter.read(d.replace(cache_cursor=d.cursor - 2), 2)
-    q, tokens, seen = [], [], [seen_1V]  # without the penalty its elements are None, a tree without leaves
+    d, x_1TD = drafter.read(d.replace(unread=d.length - 2), 2)
+    q, tokens, seen = [], [], [seen_1V]
     for i in range(G):
         if i:
-            d, x_BTD = drafter.read(d, 1)
-        q.append(drafter.probabilities(x_BTD[:, -1:], sampling, seen[-1]))
-        token_1 = draw(q[-1], jax.random.fold_in(key, i)[None])
-        d = d.append(token_1)
-        tokens.append(token_1)
-        seen.append(jax.tree.map(lambda seen_1V, token_1=token_1: seen_1V.at[0, token_1[0]].set(True), seen[-1]))
-    seen_RV = jax.tree.map(lambda *rows: jnp.concatenate(rows), *seen)
-    return d, jnp.concatenate(q), jnp.concatenate(tokens), seen_RV
+            d, x_1TD = drafter.read(d, 1)
+        q.append(drafter.probabilities(x_1TD[:, -1:], sampling, seen[-1]))
+        (token,) = draw(q[-1], jax.random.fold_in(key, i)[None])
+        d = d.append(token)
+        tokens.append(token)
+        seen.append(seen[-1].at[0, token].set(True))
+    return d, jnp.concatenate(q), jnp.stack(tokens), jnp.concatenate(seen)
 
 
-def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q_GV, seen_RV):
+def _verify(target: _Model, t: SequenceState, sampling: SamplingRows, key, tokens_G, q_GV, seen_RV):
     """Read the last token and the G proposed. Return (state, n, token): n are kept, and the token follows them."""
     G = len(tokens_G)
-    proposed_BX = jax.lax.dynamic_update_slice(t.tokens_BX, tokens_G[None], (0, t.cursor))
-    t, x_BTD = target.read(t.replace(tokens_BX=proposed_BX), G + 1)
-    p_RV = target.probabilities(x_BTD, sampling, seen_RV)  # token i should have been drawn from p_RV[i]
+    t, x_1TD = target.read(t.replace(tokens_X=jax.lax.dynamic_update_slice(t.tokens_X, tokens_G, (t.length,))), G + 1)
+    p_RV = target.probabilities(x_1TD, sampling, seen_RV)  # token i should have been drawn from p_RV[i]
 
     # If all before it are kept, token i is kept with probability min(1, p/q): u q < p, since q may be tiny.
     kept_key, last_key = jax.random.split(jax.random.fold_in(key, G))
@@ -166,7 +218,7 @@ def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q
     u_G = jax.random.uniform(kept_key, (G,))
     kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
     is_bounded = not has_unbounded_positions(target.model)
-    room = target.model.config.block_size - (t.cursor - t.start_B[0])  # positions after which nothing can be checked
+    room = target.model.config.block_size - (t.length - t.start)  # positions after which nothing can be checked
     if is_bounded:
         kept_G &= each < room
     n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
@@ -180,18 +232,16 @@ def _verify(target: _Model, t: DecodeState, sampling: Sampling, key, tokens_G, q
     return t, n, draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
 
 
-def _accept(state: DecodeState, start: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array) -> DecodeState:
-    """Write n + 1 of the new tokens to the columns from `start` on."""
+def _accept(state: SequenceState, length: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array):
+    """Write n + 1 of the new tokens after the first `length`."""
     stopped = is_end_R.any()
-    state = state.replace(
-        tokens_BX=jax.lax.dynamic_update_slice(state.tokens_BX, new_R[None], (0, start)),
-        cursor=start + n + 1,
-        cache_cursor=start + n,
-        length_B=state.length_B + jnp.where(stopped, jnp.argmax(is_end_R), n + 1),
-        stopped_B=state.stopped_B | stopped,
-    )
-    if state.seen_BV is None:
-        return state
-    V = state.seen_BV.shape[1]  # out of range, dropped by mode="drop"
+    V = state.seen_1V.shape[1]  # out of range: dropped
     kept_R = jnp.where(jnp.arange(len(new_R)) <= n, new_R, V)
-    return state.replace(seen_BV=state.seen_BV.at[0, kept_R].set(True, mode="drop"))
+    return state.replace(
+        tokens_X=jax.lax.dynamic_update_slice(state.tokens_X, new_R, (length,)),
+        length=length + n + 1,
+        unread=length + n,
+        count=state.count + jnp.where(stopped, jnp.argmax(is_end_R), n + 1),
+        stopped=state.stopped | stopped,
+        seen_1V=state.seen_1V.at[0, kept_R].set(True, mode="drop"),
+    )

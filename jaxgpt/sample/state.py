@@ -1,189 +1,221 @@
-"""State of batched decoding: right-aligned columns of tokens and the KV cache.
+"""The state of batched decoding, and the three programs that change it: `prefill`, `insert` and `decode`.
 
-All sequences of a batch end in the same column, so that decoding writes one column of tokens and one slot of the cache
-whatever their lengths.
+All shapes are fixed: a request is data, so that none compiles anything that another has not.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxgpt.layers.cache import EMPTY, CacheIndex, KVCache
+from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import Decoding, next_bucket
-from jaxgpt.sample.prompts import pad_sources, prompt_keys, truncate_prompts
+from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.quantize import unstack_layers
 
-CHUNK = 64  # columns per step of prefill: fewer waste less on padding, more use the hardware better
+MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
+NO_STOP = -1  # pads stop tokens; never drawn
+
+
+class Rows(flax.struct.PyTreeNode):
+    """What each of B slots is decoding: everything but the cache."""
+
+    token_B: jax.Array  # int32: the last token, which is not in the cache yet
+    position_B: jax.Array  # int32: its position
+    left_B: jax.Array  # int32: tokens still to draw; 0 for a slot that is free or done
+    drawn_B: jax.Array  # int32: tokens drawn so far, which make the key of the next draw
+    keys_B: jax.Array
+    sampling: SamplingRows
+    stops_BE: jax.Array  # int32, padded with NO_STOP
+    top_B: jax.Array  # int32: alternatives with log-probabilities; -1: no log-probabilities either
+    seen_BV: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
 
 
 class DecodeState(flax.struct.PyTreeNode):
-    """B sequences in X columns. Column x of row b is position x - start_B[b] of its sequence."""
+    """B slots: the caches, and what they are decoding."""
 
-    tokens_BX: jax.Array
-    logprobs_BX: jax.Array | None
-    cursor: jax.Array  # int32: number of columns with tokens, and so the column of the next tokens of all rows
-    cache_cursor: jax.Array  # int32: columns before it are in the cache, or never needed
-    start_B: jax.Array  # int32: column of position 0; columns before it are padding
-    length_B: jax.Array  # int32: tokens generated before the stop token
-    stopped_B: jax.Array  # bool
-    keys_B: jax.Array
-    seen_BV: jax.Array | None  # bool: tokens of prompt and completion, for the repetition penalty
     cache: KVCache
-
-    def seen_ids(self, V: int) -> jax.Array | None:
-        """Return the first V columns of `seen_BV`."""
-        return None if self.seen_BV is None else self.seen_BV[:, :V]
-
-    def append(self, token_B: jax.Array) -> DecodeState:
-        """Write the next token of each row."""
-        return self.replace(tokens_BX=write_column(self.tokens_BX, token_B, self.cursor), cursor=self.cursor + 1)
+    rows: Rows
 
 
-def write_column(values_BX: jax.Array, value_B: jax.Array, column: jax.Array) -> jax.Array:
-    """Return `values_BX` with one column overwritten."""
-    return jax.lax.dynamic_update_slice_in_dim(values_BX, value_B[:, None].astype(values_BX.dtype), column, axis=1)
+class Drawn(flax.struct.PyTreeNode):
+    """The tokens of one burst of up to N. Rows are valid up to their count."""
+
+    tokens_BN: jax.Array
+    count_B: jax.Array  # int32, without the stop token
+    stopped_B: jax.Array  # bool: a stop token was drawn
+    logprobs_BN: jax.Array | None  # nats, from the logits before temperature and filters; 0 unless requested
+    top_ids_BNA: jax.Array | None  # the A = min(MAX_TOP, V) most probable, best first; 0 unless requested
+    top_logprobs_BNA: jax.Array | None
+
+    def without_logprobs(self) -> Drawn:
+        """Return the tokens alone."""
+        return self.replace(**dict.fromkeys(_TOP_FIELDS))
 
 
-def init_state(
-    model: GPT,
-    params: dict,
-    prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
-    *,
-    key: jax.Array,
-    extra_slots: int = 0,
-    sources: Sequence[Sequence[int]] | None = None,
-) -> DecodeState:
-    """Return the state before prefill: prompts in their columns, sources encoded, caches empty.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
+def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> Rows:
+    """Return the rows of free slots. like: see `prefill.allocate_cache`.
 
-    `extra_slots` are slots of the cache beyond block_size. Raises and warns as `generate`.
+    stops: most stop tokens of a request. vocab_size: ids that may be drawn.
     """
-    c = model.config
-    ids, padded_sources = truncate_prompts(model, prompts), pad_sources(model, sources, len(prompts))
-    longest, chunk = max(map(len, ids)), chunk_size(model)
-    columns = min(next_bucket(decoding.bucket, longest), c.block_size)
-    columns = -(-columns // chunk) * chunk
-    tokens_BX = np.zeros((len(ids), columns + next_bucket(CHUNK, decoding.max_new_tokens + extra_slots)), np.int32)
-    start_B = np.array([columns - len(prompt) for prompt in ids], np.int32)
-    for row_X, start, prompt in zip(tokens_BX, start_B, ids, strict=True):
-        row_X[start:columns] = prompt
-    state = _empty_state(
-        tokens_BX,
-        start_B,
-        prompt_keys(key, ids, sources),
-        np.int32(columns),
-        np.int32(columns - -(-longest // chunk) * chunk),
-        jax.tree.leaves(params)[0],
-        config=c,
-        cache_dtype=str(jnp.dtype(decoding.cache_dtype or model.dtype)),
-        logprobs=decoding.logprobs,
-        seen=decoding.sampling.repetition_penalty is not None,
-        slots=min(c.block_size + extra_slots, tokens_BX.shape[1]),
+    zeros, ones = jnp.zeros(slots, jnp.int32), jnp.ones(slots)
+    sampling = SamplingRows(ones, zeros + 1, ones, zeros * 0.0, ones, jnp.ones(slots, bool))
+    return Rows(
+        token_B=zeros,
+        position_B=zeros,
+        left_B=zeros,
+        drawn_B=zeros,
+        keys_B=jax.random.split(jax.random.key(0), slots),
+        sampling=sampling,
+        stops_BE=jnp.full((slots, stops), NO_STOP, jnp.int32),
+        top_B=zeros - 1,
+        seen_BV=jnp.zeros((slots, vocab_size), bool),
     )
-    if padded_sources is None:
-        return state
-    return state.replace(cache=_read_sources(model, params, state.cache, *padded_sources))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read_sources(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
-    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> KVCache:
+    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding may follow the prompt."""
+    return read(model, params, cache, tokens_1T, start)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "cache_dtype", "logprobs", "seen", "slots"), keep_unused=True)
-def _empty_state(
-    tokens_BX, start_B, keys_B, cursor, cache_cursor, like, *, config, cache_dtype, logprobs, seen, slots
-) -> DecodeState:
-    """Return the state of new prompts. like: any parameter, so that the state is committed to a device if it is."""
-    c, (B, X) = config.explicit(), tokens_BX.shape
-    seen_BV = None
-    if seen:
-        columns_1X = jnp.arange(X)[None]
-        is_token_BX = (columns_1X >= start_B[:, None]) & (columns_1X < cursor)
-        token_or_none_BX = jnp.where(is_token_BX, tokens_BX, c.vocab_size)  # out of range: dropped
-        seen_BV = jnp.zeros((B, c.vocab_size), bool)
-        seen_BV = seen_BV.at[jnp.arange(B)[:, None], token_or_none_BX].set(True, mode="drop")
+def read(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> tuple[Any, KVCache]:
+    """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on."""
+    model, params = unstack_layers(model, params)
+    return apply_decode(model, params, tokens_1T, cache, start + jnp.arange(tokens_1T.shape[1])[None])
+
+
+def apply_decode(model: GPT, params: dict, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> Any:
+    """Return (hidden states x_BTD, updated cache): `GPT.decode`."""
+    return model.apply({"params": params}, tokens_BT, cache, positions_BT, method="decode")
+
+
+def apply_unembed(model: GPT, params: dict, x_BTD: jax.Array) -> Any:
+    """Return logits_BTV: `GPT.unembed`."""
+    return model.apply({"params": params}, x_BTD, method="unembed")
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> DecodeState:
+    """Put one prompt, read up to its last token, and its request into a slot. cache, row: of one row."""
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), slot, axis=0)
+
     return DecodeState(
-        tokens_BX=tokens_BX,
-        logprobs_BX=jnp.zeros((B, X)) if logprobs else None,
-        cursor=cursor,
-        cache_cursor=cache_cursor,
-        start_B=start_B,
-        length_B=jnp.zeros(B, jnp.int32),
-        stopped_B=jnp.zeros(B, bool),
-        keys_B=keys_B,
-        seen_BV=seen_BV,
-        cache=KVCache.empty(
-            batch=B,
-            slots=slots,
-            n_layer=c.n_layer,
-            n_kv_head=c.n_kv_head,
-            head_dim=c.head_dim,
-            dtype=cache_dtype,
-        ),
+        cache=state.cache.insert(cache, slot, row.position_B[0]),
+        rows=jax.tree.map(put, state.rows, row),
     )
 
 
-def prefill_chunk(model: GPT, params: dict, state: DecodeState, T: int) -> tuple[DecodeState, jax.Array]:
-    """Read the next T columns, which must hold tokens, into the cache. Return the state and hidden states x_BTD."""
-    tokens_BT = jax.lax.dynamic_slice_in_dim(state.tokens_BX, state.cache_cursor, T, axis=1)
-    columns_T = state.cache_cursor + jnp.arange(T)
-    positions_BT = columns_T[None] - state.start_B[:, None]
-    is_valid_BT = positions_BT >= 0
-    if not has_unbounded_positions(model):
-        is_valid_BT &= positions_BT < model.config.block_size
-    index = CacheIndex(jnp.where(is_valid_BT, positions_BT, EMPTY), columns_T % state.cache.slots)
-    x_BTD, cache = model.apply({"params": params}, tokens_BT, state.cache, index, method="decode")
-    return state.replace(cache=cache, cache_cursor=state.cache_cursor + T), x_BTD
+@functools.partial(jax.jit, donate_argnums=0)
+def insert_cache(cache: KVCache, number: jax.Array, row: KVCache, columns: jax.Array) -> KVCache:
+    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
+    return cache.insert(row, number, columns)
 
 
-def prefill(model: GPT, params: dict, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-    """Read all unread columns in chunks. Return the state and the last column's hidden states x_BD.
+@functools.partial(jax.jit, donate_argnums=0)
+def release(state: DecodeState, slot: jax.Array) -> DecodeState:
+    """Free a slot."""
+    return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
 
-    The number of unread columns must be a multiple of the chunk size.
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst: int) -> tuple[DecodeState, Drawn]:
+    """Draw up to `steps` tokens, at most `burst`, in each slot that has tokens left; end when none has.
+
+    A slot whose next position is past the model's last one waits: see `has_unbounded_positions`.
     """
+    model, params = unstack_layers(model, params)
+    B, V = state.rows.seen_BV.shape
+    A = min(MAX_TOP, V)
 
-    def read_chunk(carry):
-        state, x_BTD = prefill_chunk(model, params, carry[0], chunk_size(model))
-        return state, x_BTD[:, -1]
+    def is_active(rows: Rows) -> jax.Array:
+        has_room_B = has_unbounded_positions(model) | (rows.position_B < model.config.block_size)
+        return (rows.left_B > 0) & has_room_B
 
-    x_BD = jnp.zeros((state.tokens_BX.shape[0], model.config.n_embd), model.dtype)
-    return jax.lax.while_loop(lambda carry: carry[0].cache_cursor < carry[0].cursor, read_chunk, (state, x_BD))
+    def step(carry: tuple[jax.Array, DecodeState, Drawn]) -> tuple[jax.Array, DecodeState, Drawn]:
+        number, state, drawn = carry
+        rows, active_B = state.rows, is_active(state.rows)
+        # A slot without a request reads a token at position 0, which nothing reads.
+        positions_B = jnp.where(active_B, rows.position_B, 0)
+        x_B1D, cache = apply_decode(model, params, rows.token_B[:, None], state.cache, positions_B[:, None])
+        logits_BV = apply_unembed(model, params, x_B1D)[:, 0, :V]
+        rows, token_B, stopped_B = _draw(rows, logits_BV, active_B)
+        kept_B = active_B & ~stopped_B
+        top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)
+        drawn = drawn.replace(
+            count_B=drawn.count_B + kept_B,
+            stopped_B=drawn.stopped_B | (active_B & stopped_B),
+            **{
+                name: jax.lax.dynamic_update_slice_in_dim(getattr(drawn, name), new[:, None], number, axis=1)
+                for name, new in zip(("tokens_BN", *_TOP_FIELDS), (token_B, *top), strict=True)
+            },
+        )
+        return number + 1, DecodeState(cache, rows), drawn
 
+    def is_unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
+        return (carry[0] < steps) & is_active(carry[1].rows).any()
 
-def is_full_B(model: GPT, state: DecodeState, ahead: int = 0) -> jax.Array:
-    """Return which rows have their last token, or the one `ahead` of it, past the end of the position table, if any."""
-    if has_unbounded_positions(model):
-        return jnp.zeros_like(state.stopped_B)
-    return (state.cursor - 1 + ahead - state.start_B >= model.config.block_size) & ~state.stopped_B
-
-
-def recompute_window(model: GPT, state: DecodeState, ahead: int = 0) -> DecodeState:
-    """Restart full rows from their last half window. The others read those columns again, without effect."""
-    if has_unbounded_positions(model):
-        return state
-    full_B = is_full_B(model, state, ahead)
-    half, chunk = max(model.config.block_size // 2, 1), chunk_size(model)
-    cache = state.cache.replace(positions_BS=jnp.where(full_B[:, None], EMPTY, state.cache.positions_BS))
-    return state.replace(
-        cache=cache,
-        cache_cursor=jnp.where(full_B.any(), state.cursor - -(-half // chunk) * chunk, state.cache_cursor),
-        start_B=jnp.where(full_B, state.cursor - half, state.start_B),
+    drawn = Drawn(
+        tokens_BN=jnp.zeros((B, burst), jnp.int32),
+        count_B=jnp.zeros(B, jnp.int32),
+        stopped_B=jnp.zeros(B, bool),
+        logprobs_BN=jnp.zeros((B, burst)),
+        top_ids_BNA=jnp.zeros((B, burst, A), jnp.int32),
+        top_logprobs_BNA=jnp.zeros((B, burst, A)),
     )
+    return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
+
+
+_TOP_FIELDS = ("logprobs_BN", "top_ids_BNA", "top_logprobs_BNA")
+
+
+def _draw(rows: Rows, logits_BV: jax.Array, active_B: jax.Array) -> tuple[Rows, jax.Array, jax.Array]:
+    """Draw the next token of the active rows. Return (rows, token_B, stopped_B)."""
+    keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
+    sampling = rows.sampling.where(active_B)
+    token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
+    stopped_B = (token_B[:, None] == rows.stops_BE).any(axis=1)
+    V = rows.seen_BV.shape[1]
+    marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
+    seen_BV = jax.lax.cond(
+        sampling.has_penalty,
+        lambda seen_BV: seen_BV.at[jnp.arange(len(token_B)), marked_B].set(True, mode="drop"),
+        lambda seen_BV: seen_BV,
+        rows.seen_BV,
+    )
+    rows = rows.replace(
+        token_B=jnp.where(active_B, token_B, rows.token_B),
+        position_B=rows.position_B + active_B,
+        left_B=jnp.where(active_B, jnp.where(stopped_B, 0, rows.left_B - 1), rows.left_B),
+        drawn_B=rows.drawn_B + active_B,
+        seen_BV=seen_BV,
+    )
+    return rows, token_B, stopped_B
+
+
+def _log_probabilities(
+    logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (logprob_B, top_ids_BA, top_logprobs_BA), computed only if a row requests them."""
+    B = len(token_B)
+    no_top = jnp.zeros((B, A)), jnp.zeros((B, A), jnp.int32)
+
+    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+        logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+        logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+        best_BA, ids_BA = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)), lambda: no_top)
+        return logprob_B, ids_BA, best_BA
+
+    return jax.lax.cond((top_B >= 0).any(), compute, lambda: (jnp.zeros(B), *no_top[::-1]))
 
 
 def has_unbounded_positions(model: GPT) -> bool:
-    """Return whether the window can slide without end. If not, full rows need `recompute_window`."""
+    """Return whether the window can slide without end. If not, text past the last position is read anew."""
     return model.config.position in ("rope", "none")
-
-
-def chunk_size(model: GPT) -> int:
-    """Return the number of columns that prefill reads at a time."""
-    return min(CHUNK, model.config.block_size)

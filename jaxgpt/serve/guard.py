@@ -156,10 +156,11 @@ class Guard:
 
 
 async def _respond(error: RequestError, send: Send) -> None:
-    headers = {"content-type": "application/json", "connection": "close", **error.headers()}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    body = render_body(error.to_json())
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    raw = [(name.encode(), value.encode()) for name, value in {**headers, **error.headers()}.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send(_last(render_body(error.to_json())))
+    await send(_last(body))
 
 
 def _last(body: bytes) -> Message:

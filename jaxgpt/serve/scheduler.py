@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -24,7 +25,7 @@ from jaxgpt.sample.prompts import prompt_keys
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.errors import RequestError
 
-BURST = 8  # tokens between two looks at the queue
+BURST, BURST_SECONDS = 8, 0.05  # most tokens, and about the most time, between two looks at the queue
 RETRY_AFTER = 1  # seconds, after which a client may try again
 
 
@@ -137,6 +138,7 @@ class Scheduler:
         self._scores: dict[int, PromptScores] = {}  # of rows whose first update is not out, by slot
         self._changed = threading.Condition()
         self._closing = False
+        self._burst = 1
         self.failure: Exception | None = None  # that ended the thread
         self.thread = threading.Thread(target=self._work, name="decoding", daemon=True)
         self.thread.start()
@@ -234,7 +236,11 @@ class Scheduler:
                 ticket.deliver(e)
 
     def _step(self) -> None:
-        for piece in self._engine.step(BURST):
+        start = time.perf_counter()
+        pieces = self._engine.step(self._burst)
+        if longest := max((len(piece.tokens) for piece in pieces), default=0):
+            self._burst = max(1, min(BURST, int(BURST_SECONDS * longest / (time.perf_counter() - start))))
+        for piece in pieces:
             ticket, number = self._running[piece.slot]
             scores, cached = self._scores.pop(piece.slot, None), self._engine.cached_tokens(piece.slot)
             if piece.finish is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -53,29 +53,29 @@ def serve(run: Run, options: Options, *, say: Callable[[str], None], log: Callab
 
     say: prints a line. log: prints prompts and completions; None: they are not printed.
     """
-    guard = make_server(run, options, say=say, log=log)
-    config = uvicorn.Config(
-        guard,
-        host=options.host,
-        port=options.port,
-        loop="asyncio",
-        http=HeadDeadline,
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=int(GRACE),
-    )
-    logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP request" not in record.getMessage())
+    listener = bind(options.host, options.port)
+    server = Server(make_server(run, options, say=say, log=log), listener, say)
     for number in STOP_SIGNALS:  # uvicorn raises the signal once more after the end, which is a success here
         signal.signal(number, lambda *_: None)
-    server = Announcing(config, say)
-    server.run()
-    if not server.started:
-        raise UserError(f"cannot listen on {options.host} port {options.port}: name another with --host or --port")
+    server.run([listener])
     say("stopped")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket with an address. Raises `UserError` if it is taken or not one of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
+    return listener
 
 
 def make_server(
@@ -124,21 +124,33 @@ def count_compilations(thread: threading.Thread) -> Callable[[], int]:
     return lambda: len(found)
 
 
-class Announcing(uvicorn.Server):
+class Server(uvicorn.Server):
     """A server that prints its address once it listens."""
 
-    def __init__(self, config: uvicorn.Config, say: Callable[[str], None]):
-        """Start with no sockets."""
-        super().__init__(config)
+    def __init__(self, app: Guard, listener: socket.socket, say: Callable[[str], None]):
+        """Configure uvicorn. listener: where `run` will listen. say: prints a line."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=HeadDeadline,
+                ws="none",
+                lifespan="on",
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS,
+                timeout_graceful_shutdown=int(GRACE),
+            )
+        )
         self._say = say
+        host, port = listener.getsockname()[:2]
+        self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
         await super().startup(sockets)
-        for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
-                self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        self._say(self._address)
 
 
 class HeadDeadline(H11Protocol):

@@ -17,7 +17,7 @@ from jaxgpt.config import DataConfig, OptimConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.head_loss import chunked_next_token_loss
-from jaxgpt.layers.cache import CacheIndex, KVCache
+from jaxgpt.layers.cache import KVCache
 from jaxgpt.loss import next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
@@ -132,14 +132,13 @@ def test_cached_equals_uncached(model):
     model, params = model
     c = model.config.explicit()
     whole = logits(model, params, TARGET, SOURCE, SEGMENTS)
-    cache = KVCache.empty(batch=2, slots=8, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
+    cache = KVCache.empty(batch=2, columns=8, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
     cache = model.apply({"params": params}, cache, SOURCE, SEGMENTS, method="init_cross_cache")
     assert len(cache.encoder_kv) == c.n_layer and cache.encoder_kv[0].k_BKSH.shape == (2, c.n_kv_head, 5, c.head_dim)
 
     @jax.jit
     def step(cache, tokens_BT, t):
-        index = CacheIndex(jnp.broadcast_to(t, (2, 1)), t[None])
-        x_BTD, cache = model.apply({"params": params}, tokens_BT, cache, index, method="decode")
+        x_BTD, cache = model.apply({"params": params}, tokens_BT, cache, jnp.broadcast_to(t, (2, 1)), method="decode")
         return model.apply({"params": params}, x_BTD, method="unembed"), cache
 
     for t in range(4):

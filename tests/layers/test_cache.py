@@ -5,47 +5,52 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxgpt.layers import plain_attention
-from jaxgpt.layers.cache import EMPTY, CacheIndex, KVCache
+from jaxgpt.layers.cache import KVCache, LayerCache
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
 
 K, H = SIZES["K"], SIZES["H"]
 
 
-def empty(batch, slots, **kwargs):
-    return KVCache.empty(batch=batch, slots=slots, n_layer=1, n_kv_head=K, head_dim=H, **kwargs)
+def empty(batch, columns, **kwargs):
+    return KVCache.empty(batch=batch, columns=columns, n_layer=1, n_kv_head=K, head_dim=H, **kwargs)
 
 
-def index(positions, slots):
-    return CacheIndex(jnp.array(positions, jnp.int32), jnp.array(slots, jnp.int32))
+def visible(cache, positions, context, window=None):
+    """Which columns each query attends to, by the weights of one-hot values."""
+    S = cache.columns
+    layer = LayerCache(jnp.zeros((1, 1, S, S)), jnp.eye(S)[None, None])
+    index = cache.index(jnp.array([positions], jnp.int32), context)
+    out_1T1S = layer.attend(jnp.zeros((1, len(positions), 1, S)), index, window=window)
+    return ["".join("x" if weight > 0 else "." for weight in row) for row in np.asarray(out_1T1S[0, :, 0])]
 
 
-def picture(visible_TS):
-    return ["".join("x" if seen else "." for seen in row) for row in np.asarray(visible_TS)]
+@pytest.mark.parametrize("block", [None, 2])
+def test_what_is_visible_follows_from_the_position(block):
+    cache = empty(1, 6, block=block)
+    assert visible(cache, [0, 1, 2], 6) == ["x.....", "xx....", "xxx..."]
+    assert visible(cache, [3, 4], 3) == [".xxx..", "..xxx."]
+    assert visible(cache, [3, 4], 6, window=2) == ["..xx..", "...xx."]
+    assert visible(cache, [7], 4) == ["xx..xx"]  # the columns are a ring
+    assert visible(cache, [7], 6) == ["xxxxxx"]
 
 
-def test_what_is_visible():
-    """Two rows, the second with one token of padding: nobody reads it, and it reads nothing."""
-    cache = empty(2, 5)
-    cache, at = cache.reserve(index([[0, 1, 2], [EMPTY, 0, 1]], [0, 1, 2]), window=3)
-    assert picture(at.visible_BTS[0]) == ["x....", "xx...", "xxx.."]
-    assert picture(at.visible_BTS[1]) == [".....", ".x...", ".xx.."]
-    cache, at = cache.reserve(index([[3], [2]], [3]), window=3)
-    assert picture(at.visible_BTS[0]) == [".xxx."]  # the window is three
-    assert picture(at.visible_BTS[1]) == [".xxx."]
+def test_tokens_lie_at_their_position_modulo_the_columns():
+    values = jnp.broadcast_to(jnp.arange(1.0, 4.0)[None, :, None, None], (1, 3, K, H))
+    layer = empty(1, 4).layers[0].write(values, values, jnp.array([[3, 4, 5]]))  # around the end
+    assert layer.k_BKSH[0, 0, :, 0].tolist() == [2.0, 3.0, 0.0, 1.0]
+    two = empty(2, 4).layers[0].write(jnp.ones((2, 1, K, H)), jnp.ones((2, 1, K, H)), jnp.array([[2], [5]]))
+    assert two.k_BKSH[:, 0, :, 0].tolist() == [[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
 
 
-def test_the_slots_are_a_ring():
-    cache = empty(1, 4)
-    for position in range(6):
-        cache, at = cache.reserve(index([[position]], [position % 4]), window=4)
-    np.testing.assert_array_equal(cache.positions_BS, [[4, 5, 2, 3]])
-    cache, at = cache.reserve(index([[6, 7]], [2, 3]), window=4)
-    assert picture(at.visible_BTS[0]) == ["xxx.", "xxxx"]
-    cache, _ = cache.reserve(index([[8, 9, 10]], [3, 0, 1]), window=4)  # around the end
-    np.testing.assert_array_equal(cache.positions_BS, [[9, 10, 6, 8]])
+def test_a_row_is_inserted_and_the_others_stay():
+    one = empty(1, 4, block=2)
+    layer = one.layers[0].write(jnp.ones((1, 4, K, H)), jnp.ones((1, 4, K, H)), jnp.arange(4)[None])
+    cache = empty(3, 4, block=2).insert(one.replace(layers=(layer,)), jnp.int32(1), jnp.int32(2))
+    assert cache.layers[0].v_BKSH[:, 0, :, 0].tolist() == [[0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.0] * 4]
 
 
 def random_qkv(T):
@@ -53,17 +58,23 @@ def random_qkv(T):
     return (jnp.asarray(rng.normal(size=(2, T, heads, H)), jnp.float32) for heads in (SIZES["N"], K, K))
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "pieces"))
-def attend_in_pieces(q, k, v, dtype, pieces):
-    cache, out, at = empty(2, 8, dtype=dtype), [], 0
+@functools.partial(jax.jit, static_argnames=("dtype", "pieces", "block", "columns"))
+def attend_in_pieces(q, k, v, dtype, pieces, block=None, columns=8):
+    cache, out, at = empty(2, columns, dtype=dtype, block=block), [], 0
     for T in pieces:
-        columns = np.arange(at, at + T)
-        cache, where = cache.reserve(index(np.tile(columns, (2, 1)), columns), window=8)
-        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], where)
+        index = cache.index(jnp.broadcast_to(jnp.arange(at, at + T), (2, T)), 8)
+        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], index.positions_BT)
         cache = cache.replace(layers=(layer,))
-        out.append(layer.attend(q[:, at : at + T], where.visible_BTS))
+        out.append(layer.attend(q[:, at : at + T], index))
         at += T
     return jnp.concatenate(out, axis=1)
+
+
+def test_the_size_of_the_cache_changes_no_bit():
+    """Blocks past the last token are not read, and those that only another row needs add nothing."""
+    q, k, v = random_qkv(7)
+    small, large = (attend_in_pieces(q, k, v, "float32", (3, 1, 3), 4, columns) for columns in (8, 32))
+    np.testing.assert_array_equal(small, large)
 
 
 def test_attention_over_a_cache_is_attention():
@@ -71,7 +82,9 @@ def test_attention_over_a_cache_is_attention():
     q, k, v = random_qkv(7)
     expected = jax.jit(plain_attention)(q, k, v)
     for pieces in ((7,), (1,) * 7, (3, 1, 3)):
-        np.testing.assert_allclose(attend_in_pieces(q, k, v, "float32", pieces), expected, **FLOAT32_REORDERED)
+        for block in (None, 2):
+            out = attend_in_pieces(q, k, v, "float32", pieces, block)
+            np.testing.assert_allclose(out, expected, **FLOAT32_REORDERED)
 
 
 def test_8_bits_change_attention_by_less_than_a_hundredth():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.quantize import for_decoding
-from jaxgpt.sample.state import init_state, prefill_chunk
+from jaxgpt.sample.prefill import allocate_cache, cache_columns
+from jaxgpt.sample.quantize import for_decoding, unstack_layers
+from jaxgpt.sample.state import apply_decode, apply_unembed
 from tests.helpers import TINY, apply, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.
@@ -38,24 +38,26 @@ ROWS = [[3], [1, 2, 3, 4, 5], [10, 9, 8, 7, 6, 5, 4], [0, 2, 2, 9, 1]]
 AFTER = np.array([[5, 6, 7], [1, 1, 8], [3, 4, 5], [9, 9, 2]])  # what each row goes on with
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def read_logits(model, params, state, T):
-    state, x_BTD = prefill_chunk(model, params, state, T)
-    return state, model.apply({"params": params}, x_BTD, method="unembed")
+@functools.partial(jax.jit, static_argnums=0)
+def read_logits(model, params, cache, tokens_BT, positions_BT):
+    model, params = unstack_layers(model, params)
+    x_BTD, cache = apply_decode(model, params, tokens_BT, cache, positions_BT)
+    return cache, apply_unembed(model, params, x_BTD)
 
 
-def cached_logits(model, params, **kwargs):
-    """Of each row's tokens and what follows, [tokens, V]: prompts in one pass, the rest one by one."""
-    state = init_state(model, params, ROWS, Decoding(max_new_tokens=8, bucket=1, **kwargs), key=jax.random.key(0))
-    columns = int(state.cursor)
-    state = state.replace(tokens_BX=state.tokens_BX.at[:, columns : columns + 3].set(AFTER))
-    state, logits_BTV = read_logits(model, params, state, columns - int(state.cache_cursor))
-    found = [logits_BTV]
-    for _ in range(3):
-        state, logits_B1V = read_logits(model, params, state, 1)
-        found.append(logits_B1V)
-    logits_BTV = np.concatenate(found, axis=1)
-    return [row[-len(prompt) - 3 :] for row, prompt in zip(logits_BTV, ROWS, strict=True)]
+def cached_logits(model, params, cache_dtype=None):
+    """Of each row's tokens and what follows, [tokens, V]: prompts in one padded pass, the rest one by one."""
+    T = max(map(len, ROWS))
+    prompts = jnp.array([row + [0] * (T - len(row)) for row in ROWS])
+    cache = allocate_cache(jax.tree.leaves(params)[0], model, len(ROWS), cache_columns(model), cache_dtype)
+    cache, logits_BTV = read_logits(model, params, cache, prompts, jnp.broadcast_to(jnp.arange(T), prompts.shape))
+    found = [list(logits_TV[: len(row)]) for logits_TV, row in zip(np.asarray(logits_BTV), ROWS, strict=True)]
+    for t in range(3):
+        positions = jnp.array([[len(row) + t] for row in ROWS])
+        cache, logits_B1V = read_logits(model, params, cache, jnp.array(AFTER[:, t : t + 1]), positions)
+        for row, logits_1V in zip(found, np.asarray(logits_B1V), strict=True):
+            row.append(logits_1V[0])
+    return [np.stack(row) for row in found]
 
 
 def uncached_logits(model, params):

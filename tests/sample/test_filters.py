@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.filters import Sampling, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from jaxgpt.sample.filters import Sampling, SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
@@ -52,6 +52,10 @@ def test_equally_likely_tokens_at_the_edge_of_the_nucleus_stay():
     logits = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2]]))
     np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.4)), [[True, False, False, False]])
     np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.5)), [[True] * 4])
+
+
+def test_the_nucleus_of_nothing_is_the_likeliest():
+    np.testing.assert_array_equal(np.isfinite(keep_top_p(LOGITS, 0.0)).sum(-1), [1] * 5)
 
 
 def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort():
@@ -160,18 +164,25 @@ def test_a_value_is_taken_or_refused_alike_whatever_holds_it():
             assert hash(plain) == hash(other)
 
 
-def test_traced_values_pass():
-    @jax.jit
-    def made(temperature, p):
-        sampling = Sampling(temperature=temperature, top_p=p, min_p=p / 9, repetition_penalty=1.0 + p)
-        return sampling.probabilities(LOGITS, LOGITS > 0), jax.tree.leaves(sampling)
+MIXED = [
+    Sampling(),
+    Sampling(greedy=True, repetition_penalty=1.3),
+    Sampling(temperature=0.7, top_k=4),
+    Sampling(top_p=0.8, repetition_penalty=0.9),
+    Sampling(temperature=1.4, top_k=6, top_p=0.95, min_p=0.05),
+]
 
-    found, leaves = made(0.7, 0.5)
-    plain = Sampling(temperature=0.7, top_p=0.5, min_p=0.5 / 9, repetition_penalty=1.5)
-    np.testing.assert_allclose(found, plain.probabilities(LOGITS, LOGITS > 0), rtol=1e-6)
-    assert leaves == pytest.approx(jax.tree.leaves(plain))
-    assert jax.eval_shape(lambda sampling: sampling, plain).temperature.shape == ()
-    assert np.isfinite(made(0.0, 0.0)[0]).all()  # though nobody could check these
+
+def test_each_row_has_its_own_sampling_to_the_bit():
+    """Alone, where nobody else's filters run, and among all others, in one program."""
+    seen_BV, keys_B = LOGITS > 0, jax.random.split(jax.random.key(1), 5)
+    draw_rows = jax.jit(lambda rows: (rows.probabilities(LOGITS, seen_BV), rows.draw(LOGITS, keys_B, seen_BV)))
+    probabilities_BV, tokens_B = draw_rows(SamplingRows.stack(MIXED))
+    for number, sampling in enumerate(MIXED):
+        alone_BV, alone_B = draw_rows(SamplingRows.stack([sampling] * 5))
+        np.testing.assert_array_equal(probabilities_BV[number], alone_BV[number])
+        assert tokens_B[number] == alone_B[number]
+    assert draw_rows._cache_size() == 1
 
 
 @pytest.mark.parametrize(

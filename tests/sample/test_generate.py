@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import CacheIndex, KVCache
+from jaxgpt.layers.cache import KVCache
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import advance, generate, stream
+from jaxgpt.sample.generate import generate, stream
 from jaxgpt.sample.prompts import prompt_keys
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
-from jaxgpt.sample.state import init_state
+from jaxgpt.sample.state import decode
 from tests.helpers import TINY, apply, make_model, run_command
 
 GREEDY = Sampling(greedy=True)
@@ -53,9 +53,9 @@ def restarting(model, params, prompt, new):
 def banded_logits(model, params, tokens_BT):
     """Of a text of any length in one pass, each token reading the C before it; nothing is a ring here."""
     (B, T), c = tokens_BT.shape, model.config.explicit()
-    empty = KVCache.empty(batch=B, slots=T, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
-    index = CacheIndex(jnp.broadcast_to(jnp.arange(T), (B, T)), jnp.arange(T))
-    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, index, method="decode")
+    empty = KVCache.empty(batch=B, columns=T, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
+    positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, positions_BT, method="decode")
     return model.apply({"params": params}, x_BTD, method="unembed")
 
 
@@ -115,9 +115,9 @@ def test_rows_end_before_a_stop_token_and_the_program_when_all_have():
 def test_streaming_is_the_same_text_by_the_same_program():
     model, params = make_model(TINY)
     expected = run(model, params, PROMPTS, new=21, stop_tokens=[3]).tokens
-    compiled = advance._cache_size()
+    compiled = decode._cache_size()
     pieces = run_stream(model, params, PROMPTS, max_new_tokens=21, stop_tokens=[3], every=5)
-    assert advance._cache_size() == compiled
+    assert decode._cache_size() == compiled
     assert len(pieces[0][0]) <= 1
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
 
@@ -140,9 +140,6 @@ def test_log_probabilities_are_the_models(position):
 
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
-    decoding = Decoding(max_new_tokens=1, sampling=Sampling(repetition_penalty=3.0), bucket=1)
-    state = init_state(model, params, PROMPTS, decoding, key=jax.random.key(0))
-    assert [set(np.flatnonzero(seen_V)) for seen_V in state.seen_BV] == [set(prompt) for prompt in PROMPTS]
     for prompt in PROMPTS[:2]:
         new = C - len(prompt)
         (tokens,) = run(model, params, [prompt], new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
@@ -163,21 +160,21 @@ def test_padded_vocabulary_is_never_drawn():
 def test_lengths_within_a_bucket_and_numbers_share_one_compilation():
     """20 prompts of 1 to 200 tokens, other temperatures and limits: one program."""
     model, params = make_model(dataclasses.replace(TINY, block_size=256, n_layer=1, position="rope"))
-    advance.clear_cache()
+    decode.clear_cache()
     for number, length in enumerate(np.linspace(1, 200, 20).astype(int)):
         sampling = Sampling(temperature=0.5 + 0.01 * number, top_p=0.9)
         stop_tokens = [5] * (number % 3)
         run(model, params, [[1] * length], new=3 + number, sampling=sampling, stop_tokens=stop_tokens, bucket=256)
-    assert advance._cache_size() == 1
+    assert decode._cache_size() == 1
 
 
 def test_committed_parameters_share_one_compilation_too():
     """As a checkpoint gives them: the second call gets the texts of the first, committed as well."""
     model, params = make_model(TINY)
     params = jax.device_put(params, jax.devices()[0])
-    advance.clear_cache()
+    decode.clear_cache()
     run_stream(model, params, [[1]], max_new_tokens=9, every=2)
-    assert advance._cache_size() == 1
+    assert decode._cache_size() == 1
 
 
 def test_eight_bit_weights_and_cache_write():
@@ -233,14 +230,13 @@ def test_misuse_is_told(prompts, kwargs, said):
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_what_no_stream_takes(every):
     with pytest.raises(UserError, match=f"every={every}: needs"):
-        Decoding(max_new_tokens=3).limits(every)
+        run_stream(*make_model(TINY), [[1]], max_new_tokens=3, every=every)
 
 
 def test_options_of_decoding_are_a_value():
     """Equal ones are equal and hash alike, whatever kind of numbers and lists they were made of."""
     one = Decoding(max_new_tokens=np.int64(3), stop_tokens=np.array([1, 2]), sampling=Sampling(top_k=2))
     assert {one} == {Decoding(max_new_tokens=3, stop_tokens=[1, 2], sampling=Sampling(top_k=2))}
-    assert one.limits(None) == [3] and one.limits(1) == [1, 2, 3]
 
 
 def test_ids_and_counts_may_be_numpys():
@@ -256,9 +252,9 @@ def test_equal_ids_of_different_pairs_are_no_equal_pairs():
     key = jax.random.key(0)
     both = prompt_keys(key, [[3], [2, 3]], [[1, 2], [1]])
     alone = prompt_keys(key, [[2, 3]], [[1]])
-    assert jnp.array_equal(jax.random.key_data(both)[1], jax.random.key_data(alone)[0])
-    assert jnp.array_equal(*jax.random.key_data(prompt_keys(key, [[1, 2], [2]], [[], [1]])))
-    assert not jnp.array_equal(*jax.random.key_data(prompt_keys(key, [[2], [2]], [[1], [1]])))
+    assert both[1] == alone[0]
+    assert len(set(map(str, prompt_keys(key, [[1, 2], [2]], [[], [1]])))) == 1
+    assert len(set(map(str, prompt_keys(key, [[2], [2]], [[1], [1]])))) == 2
 
 
 def test_unknown_weights_are_told():

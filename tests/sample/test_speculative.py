@@ -11,10 +11,9 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.filters import Sampling, SamplingRows
 from jaxgpt.sample.generate import generate
-from jaxgpt.sample.speculative import _advance, speculate
-from jaxgpt.sample.state import init_state
+from jaxgpt.sample.speculative import _advance, init_sequence, speculate
 from tests.helpers import TINY, apply, make_model
 
 C = TINY.block_size
@@ -71,21 +70,20 @@ def test_the_distribution_is_exact():
     prompt = (1, 2)
 
     state = functools.partial(
-        init_state,
-        prompts=[prompt],
+        init_sequence,
+        prompt=prompt,
+        new=new + 3,
         decoding=Decoding(max_new_tokens=new, bucket=1),
-        key=jax.random.key(0),
-        extra_slots=3,
+        G=2,
     )
     t, d = state(model, params), state(draft, draft_params)
-    first = int(t.cursor)
 
     @jax.jit
     @jax.vmap
     def five(key):
-        keyed = (state.replace(keys_B=key[None]) for state in (t, d))
-        done, _ = _advance(model, draft, params, draft_params, *keyed, sampling, pad_stop_tokens([]), first + new, V, 2)
-        return jax.lax.dynamic_slice(done.tokens_BX, (0, first), (1, new))[0]
+        rows = SamplingRows.stack([sampling])
+        done, _ = _advance(model, draft, params, draft_params, t, d, key, rows, pad_stop_tokens([]), new, V, 2)
+        return done.tokens_X[len(prompt) : len(prompt) + new]
 
     got = np.asarray(five(jax.random.split(jax.random.key(1), draws))) @ V ** np.arange(new)[::-1]
     counts = np.bincount(got, minlength=V**new)

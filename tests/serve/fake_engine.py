@@ -13,7 +13,7 @@ class FakeEngine:
         self.running: dict[int, list] = {}  # slot: [request, tokens so far]
         self.gate = threading.Event()  # closed, it holds every step
         self.gate.set()
-        self.cancelled, self.steps = [], 0
+        self.cancelled, self.submitted, self.steps = [], 0, 0
 
     @property
     def num_free(self):
@@ -22,6 +22,7 @@ class FakeEngine:
     def submit(self, request: Request) -> int:
         slot = next(n for n in range(self.slots) if n not in self.running)
         self.running[slot] = [request, 0]
+        self.submitted += 1
         return slot
 
     def step(self, burst: int = 8) -> list[Piece]:

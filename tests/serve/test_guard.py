@@ -129,7 +129,7 @@ def test_who_leaves_while_waiting_leaves_the_queue(faked):
     assert client.scheduler.num_waiting == 0
     client.engine.gate.set()
     first.join(10)
-    assert client.engine.steps == 1
+    assert client.engine.submitted == 1
 
 
 def test_a_full_queue_answers_at_once(faked):

@@ -1,0 +1,191 @@
+"""Requests come and go, and none notices another."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.sample.engine import Engine, Request
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import generate
+from jaxgpt.sample.prompts import prompt_keys
+from jaxgpt.sample.score import score
+from tests.helpers import TINY, make_model
+
+C = 64
+CONFIG = dataclasses.replace(TINY, block_size=C, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, position="rope")
+SAMPLINGS = [
+    Sampling(),
+    Sampling(greedy=True),
+    Sampling(temperature=1.5, top_k=5),
+    Sampling(top_p=0.9, min_p=0.05),
+    Sampling(repetition_penalty=1.5),
+]
+
+
+@functools.cache
+def lively(position="rope"):
+    model, params = make_model(dataclasses.replace(CONFIG, position=position))
+    return model, jax.tree.map(lambda x: 5.0 * x, params)
+
+
+def requests(count, seed=0):
+    """Of all lengths, limits and kinds of sampling."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        prompt = rng.integers(0, 11, rng.integers(1, C)).tolist()
+        (key,) = prompt_keys(jax.random.key(number), [prompt])
+        yield Request(
+            prompt=prompt,
+            key=key,
+            max_new_tokens=int(rng.integers(1, 40)),
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            stop_tokens=[3] if number % 3 == 0 else [],
+            top_logprobs=(None, 0, 4)[number % 3],
+        )
+
+
+def serve(engine, wanted, burst=8):
+    """Return (tokens, logprobs, top, finish) of each request, with as many at once as there are slots."""
+    wanted, running, done = list(wanted), {}, {}
+    ahead = list(enumerate(wanted))
+    while ahead or running:
+        while ahead and engine.num_free:
+            number, request = ahead.pop(0)
+            running[engine.submit(request)] = number
+        for piece in engine.step(burst):
+            tokens, logprobs, top, _ = done.get(running[piece.slot], ([], [], [], None))
+            done[running[piece.slot]] = (
+                tokens + piece.tokens,
+                logprobs + piece.logprobs,
+                top + piece.top,
+                piece.finish,
+            )
+            if piece.finish:
+                del running[piece.slot]
+    assert engine.is_idle
+    return [done[number] for number in range(len(wanted))]
+
+
+def test_64_requests_at_once_have_the_bits_of_each_alone():
+    engine = Engine(*lively(), slots=8)
+    together = serve(engine, requests(64))
+    assert [serve(engine, [request])[0] for request in requests(64)] == together
+    assert serve(engine, requests(64), burst=3) == together
+    for request, (tokens, logprobs, top, finish) in zip(requests(64), together, strict=True):
+        room = C + 1 - len(request.prompt)
+        assert finish == ("length" if len(tokens) == min(request.max_new_tokens, room) else "stop")
+        wanted = request.top_logprobs
+        assert len(logprobs) == (0 if wanted is None else len(tokens))
+        assert all(len(each) == (wanted or 0) for each in top)
+        new = min(request.max_new_tokens, room)
+        alone = generate(
+            *lively(),
+            [request.prompt],
+            key=jax.random.key(0),
+            max_new_tokens=new,
+            sampling=Sampling(greedy=True),
+            stop_tokens=request.stop_tokens,
+        )
+        assert not request.sampling.greedy or request.sampling.repetition_penalty or alone.tokens == [tokens]
+
+
+def test_a_seed_writes_what_generate_writes():
+    prompts = [request.prompt for request in requests(8)]
+    written = generate(*lively(), prompts, key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2]).tokens
+    engine = Engine(*lively(), slots=3, slides=True)
+    keys = prompt_keys(jax.random.key(7), prompts)
+    served = serve(
+        engine,
+        [
+            Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2])
+            for prompt, key in zip(prompts, keys, strict=True)
+        ],
+    )
+    assert [tokens for tokens, *_ in served] == written
+
+
+def test_log_probabilities_and_alternatives_are_the_models():
+    request = dataclasses.replace(next(requests(1)), top_logprobs=5, sampling=Sampling(top_k=3), stop_tokens=[])
+    ((tokens, logprobs, top, _),) = serve(Engine(*lively(), slots=2), [request])
+    expected = score(*lively(), [[*request.prompt, *tokens]])[0][len(request.prompt) :]
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-4, atol=1e-4)
+    for token, logprob, best in zip(tokens, logprobs, top, strict=True):
+        assert sorted((p for _, p in best), reverse=True) == [p for _, p in best]
+        assert dict(best)[token] == logprob  # of three that could be drawn, among the best five
+
+
+@pytest.mark.parametrize("encoder", [0, 1])
+def test_after_the_warm_up_nothing_compiles(encoder):
+    config = dataclasses.replace(CONFIG, block_size=300, n_encoder_layer=encoder, position="learned")
+    engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6)
+    engine.warm_up()
+    wanted = [
+        dataclasses.replace(request, prompt=(request.prompt * 6)[: 300 - number], source=[1, 2] if encoder else None)
+        for number, request in enumerate(requests(20, seed=1))
+    ]
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        serve(engine, wanted)
+        engine.cancel(engine.submit(wanted[0]))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert [name for name in compiled if "compile" in name] == []
+
+
+def test_a_common_beginning_is_read_once_and_changes_no_bit():
+    config = dataclasses.replace(CONFIG, block_size=400)
+    model, params = make_model(config)
+    shared = np.random.default_rng(0).integers(0, 11, 330).tolist()
+    wanted = [
+        Request(prompt=[*shared[:length], 1, 2], key=jax.random.key(length), max_new_tokens=5, top_logprobs=3)
+        for length in (330, 329, 64, 100, 270, 330)
+    ]
+    plain = serve(Engine(model, params, slots=1), wanted)
+    engine = Engine(model, params, slots=1, prefix_bytes=10**7)
+    cached = []
+    for request, expected in zip(wanted, plain, strict=True):
+        slot = engine.submit(request)
+        engine.finish_reading()
+        cached.append(engine.cached_tokens(slot))
+        engine.cancel(slot)
+        assert serve(engine, [request]) == [expected]
+    assert cached == [0, 320, 0, 64, 256, 320]  # chunks of 256 and then of 64 tokens, or of 64 in a short prompt
+    others = [dataclasses.replace(request, prompt=[5, *request.prompt[1:]]) for request in wanted]  # nothing in common
+    assert serve(engine, others) == serve(Engine(model, params, slots=1), others)
+    small = Engine(model, params, slots=1, prefix_bytes=70_000)  # one chunk of 64 tokens takes 65,536 bytes
+    assert serve(small, wanted + wanted) == plain + plain
+    assert len(small._prefixes._chunks) == 1
+
+
+def test_a_cancelled_request_leaves_its_slot_and_the_others_alone():
+    first, second, third = requests(3, seed=2)
+    expected = serve(Engine(*lively(), slots=2), [second, third])
+    engine = Engine(*lively(), slots=2)
+    slot, other = engine.submit(first), engine.submit(second)
+    engine.step(1)
+    engine.cancel(slot)  # while it is read, or decoded
+    assert engine.num_free == 1 and engine.submit(third) == slot
+    done = {slot: [], other: []}
+    while not engine.is_idle:
+        for piece in engine.step():
+            done[piece.slot] += piece.tokens
+    assert [done[other], done[slot]] == [tokens for tokens, *_ in expected]
+
+
+def test_bad_requests_are_refused():
+    engine, request = Engine(*lively(), slots=1), next(requests(1))
+    for change, said in (
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [1] * (C + 1)}, f"the prompt has {C + 1} tokens: needs at most block_size={C}"),
+        ({"prompt": [11]}, "the model knows 0 to 10"),
+        ({"stop_tokens": range(9)}, "9 stop tokens: needs at most 8"),
+        ({"source": [1]}, "sources are for a model with an encoder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine.submit(dataclasses.replace(request, **change))
+    assert engine.is_idle

@@ -1,0 +1,175 @@
+"""Sockets, signals and the command."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import jaxgpt
+from jaxgpt.__main__ import main
+from jaxgpt.serve import server as server_module
+from jaxgpt.serve.server import Server, bind
+from tests.conftest import REPOSITORY
+from tests.helpers import tiny_experiment
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.test_guard import wait_for
+from tests.serve.test_parameters import JSON
+
+
+@pytest.fixture
+def listening(faked, monkeypatch):
+    """A function that starts a server over a fake engine on a port: listening(engine) -> (port, client)."""
+    monkeypatch.setattr(server_module, "HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(server_module, "GRACE", 1.0)
+    with contextlib.ExitStack() as stack:
+
+        def start(engine=None):
+            client, listener, lines = faked(engine), bind("127.0.0.1", 0), []
+            server = Server(client.guard, listener, lines.append)
+            thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+            thread.start()
+            wait_for(lambda: lines)
+
+            def stop():
+                server.should_exit = True
+                thread.join(20)
+                assert not thread.is_alive()
+
+            stack.callback(stop)
+            client.server, client.stop = server, stop
+            return int(lines[0].rpartition(":")[2]), client
+
+        yield start
+
+
+@contextlib.contextmanager
+def stream_from(port, **parameters):
+    """The response to a request for a stream, with its head read."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        body = json.dumps({"prompt": "a", "stream": True} | parameters)
+        connection.request("POST", "/v1/completions", body, JSON)
+        with contextlib.closing(connection.getresponse()) as response:
+            yield response
+
+
+def answer_to(port, raw):
+    """What comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(raw)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found
+
+
+def test_a_slow_head_is_refused(listening):
+    port, _ = listening()
+    for raw in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b"):
+        start = time.monotonic()
+        assert answer_to(port, raw).startswith(b"HTTP/1.1 408 ") and time.monotonic() - start < 3
+
+
+def test_a_slow_second_head_is_refused(listening):
+    port, _ = listening()
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET")
+        found = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b"HTTP/1.1 408 " in found
+
+
+def test_what_is_not_http_is_refused(listening):
+    port, _ = listening()
+    for raw in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"A" * 100_000):
+        assert answer_to(port, raw).startswith(b"HTTP/1.1 400 ")
+    assert answer_to(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[9:12] == b"200"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_100_who_leave_free_their_slots(listening, stream):
+    port, client = listening(FakeEngine(slots=4, delay=0.002))
+    body = json.dumps({"prompt": "ab", "max_tokens": 64, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(head.encode() + body)
+            wait_for(lambda: client.scheduler.num_running)
+        wait_for(lambda: not client.scheduler.num_running)
+    assert len(client.engine.cancelled) == 100
+
+
+def test_stopping_lets_streams_end(listening):
+    port, client = listening(FakeEngine(slots=1, delay=0.02))
+    with stream_from(port, max_tokens=40) as response:
+        client.server.should_exit = True
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_stopping_does_not_wait_for_ever(listening):
+    port, client = listening(FakeEngine(slots=1, delay=0.2))
+    with stream_from(port, max_tokens=64) as response:
+        start = time.monotonic()
+        client.stop()
+        assert time.monotonic() - start < 5
+        with contextlib.suppress(http.client.IncompleteRead):
+            assert b"[DONE]" not in response.read()
+
+
+def test_an_address_that_is_taken_is_named():
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(jaxgpt.UserError, match="cannot listen on no.such.host"):
+        bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "JAXGPT_API_KEY"),
+        (["--host", "example.org"], "JAXGPT_API_KEY"),
+        (["--api-key-file", "key"], "16"),
+        (["--api-key-file", "none"], "cannot read"),
+        (["--port", "70000"], "65,535"),
+        (["--slots", "0"], "at least 1"),
+    ],
+)
+def test_the_command_refuses_what_is_unsafe(options, words, tmp_path, monkeypatch, capsys, byte_run):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_text("short\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", str(byte_run.directory), *options])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and words in error and len(error.splitlines()) == 1, error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_end_and_the_command_exits_with_0(number, tmp_path, text_file):
+    run = jaxgpt.fit(tiny_experiment(text_file), run_dir=tmp_path / "run", progress=False)
+    command = [sys.executable, "-m", "jaxgpt", "serve", str(run.directory), "--port", "0", "--log-prompts"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    killer = threading.Timer(120, process.kill)
+    killer.start()
+    try:
+        assert process.stderr
+        address = next(line for line in process.stderr if line.startswith("http://")).strip()
+        with stream_from(int(address.rpartition(":")[2]), max_tokens=8, n=8) as response:
+            process.send_signal(number)
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        _, errors = process.communicate(timeout=60)
+    finally:
+        killer.cancel()
+        process.kill()
+    assert process.returncode == 0 and errors.splitlines()[-1] == "stopped" and "Traceback" not in errors, errors
