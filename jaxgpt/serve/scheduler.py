@@ -226,7 +226,7 @@ class Scheduler:
                 scores = self._score(row.prompt) if row.scored else None
                 scored = row.scored
                 if row.max_new_tokens:
-                    slot = self._engine.submit(_request(row))
+                    slot = self._engine.submit(make_request(row))
                     self._running[slot] = ticket, number
                     if scores is not None:
                         self._scores[slot] = scores
@@ -265,7 +265,8 @@ class Scheduler:
             )
 
 
-def _request(row: Row) -> Request:
+def make_request(row: Row) -> Request:
+    """Return what the engine is asked. The key is that of the row in a batch with the equal prompts before it."""
     count = row.earlier + 1
     sources = None if row.source is None else [row.source] * count
     return Request(

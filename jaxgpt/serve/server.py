@@ -20,17 +20,19 @@ from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine
+from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.serve.app import GRACE, Service, make_app
 from jaxgpt.serve.guard import Guard
 from jaxgpt.serve.metrics import Metrics
 from jaxgpt.serve.parameters import MAX_LOGPROBS
-from jaxgpt.serve.scheduler import Scheduler
+from jaxgpt.serve.scheduler import Row, Scheduler, make_request
 from jaxgpt.serve.served import serve_run
 
 HEAD_TIMEOUT = 10.0  # seconds for the request line and the headers
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
+KEEP_ALIVE = 30  # seconds for which an idle connection stays open; clients give theirs up after fewer
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
 
 
@@ -99,6 +101,7 @@ def make_server(
     def score(ids: Any) -> PromptScores:
         return score_prompt(model, params, ids, top=MAX_LOGPROBS, vocab_size=vocab_size)
 
+    make_request(Row(prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling(), stop_tokens=()))  # derives a key
     for width in prompt_widths(model):
         score([0] * width)
     scheduler = Scheduler(engine, score, queue=queue, log=say)
@@ -140,6 +143,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 limit_concurrency=CONNECTIONS,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=int(GRACE),
             )
         )
