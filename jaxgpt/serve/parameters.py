@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from jaxgpt.config.validate import Interval, check_value, short
+from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, short
 from jaxgpt.data.chat.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
@@ -122,6 +122,9 @@ class CompletionParameters(Parameters):
         _check_length("max_tokens", self.max_tokens, limits)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             message = f"stop_token_ids has {len(self.stop_token_ids)} ids: needs at most {MAX_STOP_TOKENS}"
+            raise RequestError(message, param="stop_token_ids")
+        if any(not 0 <= i < LARGEST_SIZE for i in self.stop_token_ids):
+            message = f"stop_token_ids={short(self.stop_token_ids)}: needs ids of tokens"
             raise RequestError(message, param="stop_token_ids")
         if not self.max_tokens and not self.echo:
             raise RequestError("max_tokens=0: needs at least 1, or echo=true", param="max_tokens")

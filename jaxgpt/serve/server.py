@@ -25,7 +25,7 @@ from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.serve.app import GRACE, Service, make_app
 from jaxgpt.serve.guard import Guard
 from jaxgpt.serve.metrics import Metrics
-from jaxgpt.serve.parameters import MAX_LOGPROBS
+from jaxgpt.serve.parameters import MAX_LOGPROBS, MAX_STOP_TOKENS
 from jaxgpt.serve.scheduler import Row, Scheduler, make_request
 from jaxgpt.serve.served import serve_run
 
@@ -94,6 +94,7 @@ def make_server(
         slots=options.slots,
         vocab_size=vocab_size,
         cache_dtype=options.cache_dtype,
+        max_stops=MAX_STOP_TOKENS + len({*served.stop_tokens, *(served.chat_stop_tokens or ())}),
         prefix_bytes=options.prefix_bytes,
     )
     engine.warm_up()

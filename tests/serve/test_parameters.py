@@ -70,6 +70,8 @@ def client(faked):
         ("tools", [{}]),
         ("temprature", 1),
         ("max_completion_tokens", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [10**30]),
     ],
 )
 def test_bad_parameters_are_named(client, name, value):
