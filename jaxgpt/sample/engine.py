@@ -77,7 +77,6 @@ class _Slot:
     tokens: list[int]  # prompt and completion
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
-    cached: int = 0  # tokens of the prompt whose keys and values were not computed again
 
     @property
     def drawn(self) -> int:
@@ -136,6 +135,7 @@ class Engine:
             self._scratch = encode_source(model, params, self._scratch, [0], self._source_columns)
         self._prefixes = PrefixStore(prefix_bytes)
         self._slots: list[_Slot | None] = [None] * slots
+        self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
         self._waiting: collections.deque[tuple[int, _Slot]] = collections.deque()
         self._reading: Iterator[Chunk] | None = None  # of the first that waits
 
@@ -150,9 +150,8 @@ class Engine:
         return self.num_free == self.slots
 
     def cached_tokens(self, slot: int) -> int:
-        """Return how many tokens of the prompt in a slot were not read again."""
-        found = self._slots[slot]
-        return 0 if found is None else found.cached
+        """Return how many tokens of the last prompt in a slot were not read again."""
+        return self._cached[slot]
 
     def warm_up(self) -> None:
         """Compile all that a request can need."""
@@ -183,7 +182,7 @@ class Engine:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
         slot = self._slots.index(None)
         found = _Slot(request, list(request.prompt), left)
-        self._slots[slot] = found
+        self._slots[slot], self._cached[slot] = found, 0
         self._waiting.append((slot, found))
         return slot
 
@@ -264,7 +263,7 @@ class Engine:
                     return
                 break
             self._scratch = restored
-            found.cached += chunk.size
+            self._cached[slot] += chunk.size
         self._reading = None
         self._waiting.popleft()
         self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))

@@ -103,7 +103,7 @@ def make_server(
         return score_prompt(model, params, ids, top=MAX_LOGPROBS, vocab_size=vocab_size)
 
     make_request(Row(prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling(), stop_tokens=()))  # derives a key
-    for width in prompt_widths(model):
+    for width in () if model.config.n_encoder_layer else prompt_widths(model):  # which has no echo
         score([0] * width)
     scheduler = Scheduler(engine, score, queue=queue, log=say)
     compilations = count_compilations(scheduler.thread)

@@ -15,7 +15,7 @@ from jaxgpt.serve.server import Options, make_server
 from tests.helpers import make_model, recorded_run
 from tests.serve.fake_engine import FakeEngine, fake_score
 
-BLOCK = 64
+BLOCK = 96
 OPTIONS = Options(
     host="127.0.0.1", port=0, slots=4, key=None, hosts=(), cache_dtype=None, prefix_bytes=10**7, timeout=60.0
 )

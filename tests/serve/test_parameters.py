@@ -92,8 +92,8 @@ def test_what_asks_for_nothing_is_accepted(client):
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client):
-    refused(client.ask(prompt="a" * 65), "prompt", "65", "64")
-    assert client.ask(prompt="a" * 64, max_tokens=1).status_code == 200
+    refused(client.ask(prompt="a" * (BLOCK + 1)), "prompt", str(BLOCK), str(BLOCK + 1))
+    assert client.ask(prompt="a" * BLOCK, max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """The server over the engine of a model."""
 
 import concurrent.futures
+import dataclasses
 import json
 
 import pytest
 
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import prepare
+from jaxgpt.serve.server import make_server
+from tests.helpers import make_model, recorded_run
+from tests.serve.conftest import BLOCK, OPTIONS, Client
 from tests.serve.test_app import events
 
 PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "né"]
@@ -69,7 +75,7 @@ def test_nothing_is_compiled_after_the_warm_up(real):
 
 
 def test_the_context_ends_a_completion(real):
-    (choice,), tokens = answer(real, dict(prompt="a" * 60, max_tokens=64, temperature=0))
+    (choice,), tokens = answer(real, dict(prompt="a" * (BLOCK - 4), max_tokens=64, temperature=0))
     assert choice["finish_reason"] == "length" and tokens == 5
 
 
@@ -95,3 +101,26 @@ def test_xray_is_a_page(real):
     response = real.ask("/xray", prompt="In a village")
     assert response.headers["content-type"].startswith("text/html") and "<script" in response.text
     assert real.ask("/xray", prompt="").status_code == 400
+
+
+def test_usage_tells_what_was_not_computed_again(real):
+    """Also of a completion that ends with its first burst."""
+    body = dict(prompt="b" * BLOCK, max_tokens=1)
+    real.ask(**body)
+    details = real.ask(**body).json()["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0
+
+
+def test_a_model_with_an_encoder_reads_the_prompt_as_the_source(tmp_path):
+    (tmp_path / "pairs.tsv").write_text("one\tuno\ntwo\tdos\n" * 50)
+    config = DataConfig(path=str(tmp_path / "pairs.tsv"), tokenizer="char")
+    dataset = prepare(config, block_size=16)
+    run = recorded_run(tmp_path / "run", config, dataset, block_size=16, encoder=True)
+    run = dataclasses.replace(run, params=make_model(run.model.config)[1])
+    expected = [run.sample(source, seed=2, max_new_tokens=12) for source in ("one", "two")]
+    with Client(make_server(run, OPTIONS, say=lambda line: None)) as client:
+        body = client.ask(prompt=["one", "two"], seed=2, max_tokens=12).json()
+        assert [choice["text"] for choice in body["choices"]] == expected
+        assert client.ask(prompt="one", echo=True).status_code == 400
+        assert client.ask(prompt=[1, 2]).status_code == 400
+        assert client.ask(prompt="o" * 17).status_code == 400
