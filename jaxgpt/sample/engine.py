@@ -261,7 +261,7 @@ class Engine:
                     return
                 break
             self._scratch = restored
-            self._cached[slot] += chunk.size
+            self._cached[slot] += chunk.tokens_1T.size
         self._reading = None
         self._waiting.popleft()
         self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))
