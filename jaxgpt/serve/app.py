@@ -86,6 +86,8 @@ class Service:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of ids."""
         p = parse(DetokenizeParameters, parse_object(await request.body()))
+        if p.tokens is None:
+            raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
         return _json({"prompt": self.served.decode(p.tokens, "tokens")})
 
     async def tokenizer_info(self, request: Request) -> Response:

@@ -203,7 +203,7 @@ class DetokenizeParameters:
     """Parameters of `/detokenize`."""
 
     model: str | None = None
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

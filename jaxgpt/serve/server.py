@@ -182,6 +182,12 @@ class HeadDeadline(H11Protocol):
         if self.cycle is not before:
             self._stop()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that turns out not to be HTTP; what the application answers to its head is dropped."""
+        super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
     def _wait(self) -> None:
         self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._give_up)
 
