@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
@@ -269,25 +268,22 @@ class Engine:
         self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))
 
     def _row(self, found: _Slot) -> Rows:
-        """Return the arrays of a slot."""
-        request = found.request
+        """Return the values of a slot, as NumPy's: they go to the device with the call of `insert`."""
+        request, whole = found.request, np.int32
         stops = [*request.stop_tokens, *[NO_STOP] * (self.max_stops - len(request.stop_tokens))]
-        seen_1V = np.zeros((1, self.vocab_size), bool)
+        seen_V = np.zeros(self.vocab_size, bool)
         if request.sampling.repetition_penalty is not None:
             ids = np.asarray(found.tokens)
-            seen_1V[0, ids[ids < self.vocab_size]] = True
-
-        def one(value: Any) -> jax.Array:
-            return jnp.asarray(np.array([value], np.int32))
-
-        return Rows(
-            token_B=one(found.tokens[-1]),
-            position_B=one(len(found.tokens) - found.first - 1),
-            left_B=one(found.left),
-            drawn_B=one(found.drawn),
-            keys_B=request.key[None],
-            sampling=SamplingRows.stack([request.sampling]),
-            stops_BE=one(stops),
-            top_B=one(-1 if request.top_logprobs is None else request.top_logprobs),
-            seen_BV=jnp.asarray(seen_1V),
-        )
+            seen_V[ids[ids < self.vocab_size]] = True
+        values: dict[str, Any] = {
+            "token_B": whole(found.tokens[-1]),
+            "position_B": whole(len(found.tokens) - found.first - 1),
+            "left_B": whole(found.left),
+            "drawn_B": whole(found.drawn),
+            "keys_B": request.key,
+            "sampling": SamplingRows.stack([request.sampling]),
+            "stops_BE": np.array(stops, np.int32),
+            "top_B": whole(-1 if request.top_logprobs is None else request.top_logprobs),
+            "seen_BV": seen_V,
+        }
+        return Rows(**values)

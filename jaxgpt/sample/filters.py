@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -95,8 +96,8 @@ class SamplingRows(flax.struct.PyTreeNode):
     def stack(samplings: Sequence[Sampling]) -> SamplingRows:
         """Return the rows of several `Sampling`."""
 
-        def column(values: list, dtype: type = np.float32) -> jax.Array:
-            return jnp.asarray(np.array(values, dtype))
+        def column(values: list, dtype: type = np.float32) -> Any:  # NumPy's: they go to the device with a call
+            return np.array(values, dtype)
 
         def given(value: float | None, default: float) -> float:
             return default if value is None else value

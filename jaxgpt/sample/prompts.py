@@ -86,15 +86,30 @@ def prompt_keys(
 ) -> list[jax.Array]:
     """Derive a key from each prompt, its source, and how many equal pairs come before it in the batch."""
     earlier: collections.Counter = collections.Counter()
-    keys: list[jax.Array] = []
+    words = []
     for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
         both = tuple(map(int, source)), tuple(prompt)
-        hashed = zlib.crc32(np.asarray([*source, *prompt], np.int32).tobytes())
-        keys.append(_fold_in(key, np.uint32(hashed), np.uint32(earlier[both])))
+        words.append(_words(prompt, source, earlier[both]))
         earlier[both] += 1
-    return keys
+    return list(_fold_in_all(key, np.array(words, np.uint32)))
+
+
+def prompt_key(
+    key: jax.Array, prompt: Sequence[int], source: Sequence[int] | None = None, *, earlier: int = 0
+) -> jax.Array:
+    """Derive one key of `prompt_keys`. earlier: equal pairs before it in the batch."""
+    return _fold_in(key, np.array(_words(prompt, source or (), earlier), np.uint32))
+
+
+def _words(prompt: Sequence[int], source: Sequence[int], earlier: int) -> tuple[int, int]:
+    return zlib.crc32(np.asarray([*source, *prompt], np.int32).tobytes()), earlier
 
 
 @jax.jit
-def _fold_in(key: jax.Array, hashed: jax.Array, earlier: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(key, hashed), earlier)
+def _fold_in(key: jax.Array, words_2: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, words_2[0]), words_2[1])
+
+
+@jax.jit
+def _fold_in_all(key: jax.Array, words_B2: jax.Array) -> jax.Array:
+    return jax.vmap(_fold_in, in_axes=(None, 0))(key, words_B2)

@@ -102,13 +102,16 @@ def apply_unembed(model: GPT, params: dict, x_BTD: jax.Array) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> DecodeState:
-    """Put one prompt, read up to its last token, and its request into a slot. cache, row: of one row."""
+    """Put one prompt, read up to its last token, and its request into a slot.
+
+    cache: of one row. row: each value of the slot, with or without an axis for the row.
+    """
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), slot, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new.reshape(1, *buffer.shape[1:]), slot, axis=0)
 
     return DecodeState(
-        cache=state.cache.insert(cache, slot, row.position_B[0]),
+        cache=state.cache.insert(cache, slot, row.position_B),
         rows=jax.tree.map(put, state.rows, row),
     )
 

@@ -21,7 +21,7 @@ import jax
 from jaxgpt.errors import UserError
 from jaxgpt.sample.engine import Piece, Request
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.prompts import prompt_keys
+from jaxgpt.sample.prompts import prompt_key
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.errors import RequestError
 
@@ -267,12 +267,10 @@ class Scheduler:
 
 def make_request(row: Row) -> Request:
     """Return what the engine is asked. The key is that of the row in a batch with the equal prompts before it."""
-    count = row.earlier + 1
-    sources = None if row.source is None else [row.source] * count
     return Request(
         prompt=row.prompt,
         source=row.source,
-        key=prompt_keys(jax.random.key(row.seed), [row.prompt] * count, sources)[-1],
+        key=prompt_key(jax.random.key(row.seed), row.prompt, row.source, earlier=row.earlier),
         max_new_tokens=row.max_new_tokens,
         sampling=row.sampling,
         stop_tokens=row.stop_tokens,
