@@ -7,7 +7,7 @@ import ipaddress
 import os
 from typing import Annotated
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from jaxgpt.cli.console import say
 from jaxgpt.config import Precision
@@ -31,7 +31,7 @@ def serve(
     cache_dtype: Precision | None = None,
     prefix_cache_mb: Annotated[int, Interval(ge=0, le=2**20)] = 256,
     api_key_file: str | None = None,
-    no_key: bool = False,
+    no_key: FlagCreatePairsOff[bool] = False,
     allowed_host: UseAppendAction[tuple[str, ...]] = (),
     timeout: PositiveFloat = 300.0,
     log_prompts: bool = False,

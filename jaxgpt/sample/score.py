@@ -74,7 +74,7 @@ def score_prompt(
     """Return the log-probability of each token of a prompt, and of the `top` most probable tokens in its place.
 
     There is one program for each of `prompt_widths`, so that all can be compiled in advance. Raises `UserError` for
-    more than block_size ids, and for ids that the model does not have.
+    more than block_size + 1 ids, and for ids that the model does not have.
 
     Args:
         model: a GPT.
@@ -86,7 +86,7 @@ def score_prompt(
     row = check_ids(model, ids, "the prompt")
     width = next((width for width in prompt_widths(model) if width >= len(row) - 1), None)
     if width is None:
-        raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size}, the context")
+        raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
     inputs_BT, targets_BT, wanted_BT = np.zeros((3, 1, width), np.int32)
     T = max(len(row) - 1, 0)
     inputs_BT[0, :T], targets_BT[0, :T], wanted_BT[0, :T] = row[:-1], row[1:], 1

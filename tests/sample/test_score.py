@@ -8,9 +8,9 @@ import pytest
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids, score
+from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids, score, score_prompt
 from tests.conftest import TEXT
-from tests.helpers import TINY, apply, make_model
+from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
 
 
 def test_each_token_given_those_before_it_and_at_least_half_a_window():
@@ -72,3 +72,25 @@ def test_a_pair_is_its_text_cut_before_the_spaces():
     for context, continuation in (("a", ""), ("keep a lan", "ce")):  # "lance" is one token
         with pytest.raises(UserError, match=f"{continuation!r} adds no token to the context"):
             pair_ids(tokenizer, context, continuation)
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 100])
+def test_the_scores_of_a_prompt_are_those_of_score_with_the_best_tokens_beside(length):
+    config = dataclasses.replace(TINY, block_size=100)
+    model, params = make_model(config)
+    ids = np.random.default_rng(length).integers(0, 11, length).tolist()
+    found = score_prompt(model, params, ids, top=4, vocab_size=9)
+    (expected,) = score(model, params, [ids])
+    np.testing.assert_allclose(found.logprobs, expected, **FLOAT32_REORDERED)
+    logits_TV = apply(model, params, np.array([ids]))[0]
+    logprobs_TV = np.asarray(jax.nn.log_softmax(logits_TV, axis=-1))[:-1, :9]
+    best_TK = np.argsort(-logprobs_TV, axis=-1, kind="stable")[:, :4]
+    assert found.top[0] == [] and [[i for i, _ in row] for row in found.top[1:]] == best_TK.tolist()
+    expected_TK = np.take_along_axis(logprobs_TV, best_TK, axis=1)
+    np.testing.assert_allclose([[p for _, p in row] for row in found.top[1:]] or expected_TK, expected_TK, rtol=1e-5)
+
+
+def test_a_prompt_beyond_the_context_has_no_scores():
+    model, params = make_model(TINY)
+    with pytest.raises(UserError, match="10 tokens: needs at most 9"):
+        score_prompt(model, params, [0] * 10, top=1)

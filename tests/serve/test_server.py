@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import signal
@@ -151,6 +152,16 @@ def test_the_command_refuses_what_is_unsafe(options, words, tmp_path, monkeypatc
         main(["serve", str(byte_run.directory), *options])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and words in error and len(error.splitlines()) == 1, error
+
+
+def test_the_command_names_the_extra_it_needs(monkeypatch, capsys, byte_run):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else found(name, *rest)
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", str(byte_run.directory)])
+    assert stopped.value.code == 2 and "needs uvicorn: python -m pip install 'jaxgpt[serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
