@@ -67,6 +67,7 @@ class Run:
         stop: Sequence[str] = (),
         chat: bool = False,
         cache_dtype: Precision | None = None,
+        slots: int | None = None,
         draft: Run | None = None,
         beams: int | None = None,
     ) -> str | list[str]:
@@ -78,7 +79,7 @@ class Run:
         source and returns the target; a tab and the beginning of the target may follow the source.
 
         See `Sampling` for `temperature` to `greedy`; no temperature means the experiment's `train.sample_temperature`.
-        See `generate` for `cache_dtype`. With `chat` each prompt is a user's turn, and the completion the assistant's.
+        See `generate` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
         With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
         another completion, of the same distribution. With `beams`, as many beams search for the most probable
         completion instead of sampling (see `beam_search`).
@@ -92,7 +93,7 @@ class Run:
         if beams is not None and (given := [name for name, value in sampling_only.items() if value]):
             raise UserError(f"beams={beams} searches and does not sample: leave out {', '.join(given)}")
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype)
+        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, slots)
         ids, sources = self.prompt_format.encode(prompts, chat)
         if beams is not None:
             found = beam_search(*self.decode_params, ids, decoding, beams=beams, sources=sources)
@@ -125,6 +126,7 @@ class Run:
         stop: Sequence[str] = (),
         chat: bool = False,
         cache_dtype: Precision | None = None,
+        slots: int | None = None,
         draft: Run | None = None,
     ) -> Iterator[str]:
         """Yield the completion that `sample` returns, in pieces as they are generated.
@@ -135,7 +137,7 @@ class Run:
         filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
         key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype)
+        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, slots)
         ids, sources = self.prompt_format.encode([prompt], chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
@@ -179,7 +181,12 @@ class Run:
         return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
-        self, max_new_tokens: int, filters: dict[str, Any], chat: bool, cache_dtype: Precision | None
+        self,
+        max_new_tokens: int,
+        filters: dict[str, Any],
+        chat: bool,
+        cache_dtype: Precision | None,
+        slots: int | None,
     ) -> Decoding:
         """Return the options of decoding. filters: the fields of `Sampling`."""
         if filters["temperature"] is None:
@@ -193,6 +200,7 @@ class Run:
             stop_tokens=self.prompt_format.stop_tokens(chat),
             vocab_size=self.tokenizer.vocab_size,
             cache_dtype=cache_dtype,
+            slots=slots,
         )
 
     def _speculate(

@@ -40,6 +40,7 @@ def sample(
     draft: str | None = None,
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
+    slots: Count | None = None,
     stream: bool = True,
     json: bool = False,
 ) -> None:
@@ -64,24 +65,26 @@ def sample(
         draft: run directory of a smaller model with the same tokenizer, for speculative decoding; None: without it
         weights: dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
         cache_dtype: dtype of keys and values; None: the model's
+        slots: samples to generate together; as many as a server has give its bits; None: all
         stream: on a terminal, show the text as it is generated
         json: print JSON instead of text
     """
     filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
     options = filters | {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "cache_dtype": cache_dtype}
-    options["chat"] = chat
+    options |= {"slots": slots, "chat": chat}
     model, options["draft"] = _load(run, draft, average, weights, filters)
     start = _start(model, prompt, chat)
     if stream and sys.stdout.isatty() and not (json or beams) and num_samples == 1:
         for piece in itertools.chain([start], model.stream(prompt, **options), ["\n"]):
             print(piece, end="", flush=True)
     else:
-        texts = model.sample([prompt] * num_samples, beams=beams, **options)
-        print(_render_json(prompt, texts) if json else f"\n{'-' * 40}\n".join(start + text for text in texts))
+        print(_render(model.sample([prompt] * num_samples, beams=beams, **options), prompt, start, as_json=json))
 
 
-def _render_json(prompt: str, texts: Iterable[str]) -> str:
+def _render(texts: Iterable[str], prompt: str, start: str, *, as_json: bool) -> str:
+    if not as_json:
+        return f"\n{'-' * 40}\n".join(start + text for text in texts)
     return render_json([{"prompt": prompt, "text": text} for text in texts], ensure_ascii=not stdout_is_unicode())
 
 

@@ -31,10 +31,11 @@ class Decoding:
     cache_dtype: Precision | None = None
     bucket: int = BUCKET
     logprobs: bool = False
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields; convert ids and counts to Python's."""
-        for name in ("max_new_tokens", "vocab_size", "bucket"):
+        for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, value))
         stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)

@@ -43,6 +43,7 @@ def generate(
     vocab_size: int | None = None,
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
+    slots: int | None = None,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
@@ -55,16 +56,15 @@ def generate(
         model: a GPT or an encoder-decoder. `for_decoding` gives a faster form of it and `params`.
         params: its parameters.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
-        key: of all draws. Each row derives its own from it, the prompt, and how many equal prompts come before it in
-            the batch, so that a completion does not depend on other prompts.
+        key: of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
         max_new_tokens: at least 1.
         sampling: filters of the logits. None means the model's own distribution.
         stop_tokens: a row ends before the first of these that it draws.
         logprobs: also return log-probabilities of generated and prompt tokens.
         vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
         cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
-        bucket: the cache has room for `bucket` tokens, or twice that, four times ..., so that other lengths rarely
-            recompile.
+        bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
+        slots: prompts that are decoded together; None means all. Another number may round a logit differently.
         sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
     """
     decoding = Decoding(
@@ -75,19 +75,20 @@ def generate(
         vocab_size=vocab_size,
         cache_dtype=cache_dtype,
         bucket=bucket,
+        slots=slots,
     )
     rows: list[list[Piece]] = [[] for _ in prompts]
     for pieces in _decode(model, params, prompts, decoding, key=key, every=None, sources=sources):
-        for piece in pieces:
-            rows[piece.slot].append(piece)
+        for row, piece in pieces:
+            rows[row].append(piece)
     tokens = [[token for piece in row for token in piece.tokens] for row in rows]
     if not logprobs:
         return Generated(tokens=tokens)
-    prompt_logprobs = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
+    read = [prompt[-model.config.block_size :] for prompt in prompts]
     return Generated(
         tokens=tokens,
         logprobs=[[logprob for piece in row for logprob in piece.logprobs] for row in rows],
-        prompt_logprobs=[row.tolist() for row in prompt_logprobs],
+        prompt_logprobs=[row.tolist() for row in score(model, params, read)],
     )
 
 
@@ -109,8 +110,8 @@ def stream(
     """
     new: list[list[int]] = [[] for _ in prompts]
     for pieces in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
-        for piece in pieces:
-            new[piece.slot] += piece.tokens
+        for row, piece in pieces:
+            new[row] += piece.tokens
         if every is not None:
             yield new
             new = [[] for _ in prompts]
@@ -127,8 +128,8 @@ def _decode(
     key: jax.Array,
     every: int | None,
     sources: Sequence[Sequence[int]] | None,
-) -> Iterator[list[Piece]]:
-    """Yield the new tokens of each burst, of at most `every` tokens. Slot i decodes prompt i."""
+) -> Iterator[list[tuple[int, Piece]]]:
+    """Yield the new tokens of each burst, of at most `every` tokens, with the number of their prompt."""
     every = BURST if every is None else check_count("every", every)
     ids = truncate_prompts(model, prompts)
     check_sources(model, sources, len(ids))
@@ -136,7 +137,7 @@ def _decode(
     engine = Engine(
         model,
         params,
-        slots=len(ids),
+        slots=len(ids) if decoding.slots is None else decoding.slots,
         vocab_size=decoding.vocab_size,
         cache_dtype=decoding.cache_dtype,
         columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
@@ -144,20 +145,25 @@ def _decode(
         max_stops=next_bucket(4, len(decoding.stop_tokens)),
         slides=True,
     )
-    sources_or_none = [None] * len(ids) if sources is None else sources
-    for prompt, row_key, source in zip(ids, prompt_keys(key, ids, sources), sources_or_none, strict=True):
-        request = Request(
-            prompt=prompt,
-            key=row_key,
-            max_new_tokens=decoding.max_new_tokens,
-            sampling=decoding.sampling,
-            stop_tokens=decoding.stop_tokens,
-            top_logprobs=0 if decoding.logprobs else None,
-            source=source,
-        )
-        engine.submit(request)
+    keys, waiting, running = prompt_keys(key, ids, sources), list(range(len(ids)))[::-1], {}
     burst = 1
-    while not engine.is_idle:
+    while waiting or running:
+        while waiting and engine.num_free:
+            row = waiting.pop()
+            request = Request(
+                prompt=ids[row],
+                key=keys[row],
+                max_new_tokens=decoding.max_new_tokens,
+                sampling=decoding.sampling,
+                stop_tokens=decoding.stop_tokens,
+                top_logprobs=0 if decoding.logprobs else None,
+                source=None if sources is None else sources[row],
+            )
+            running[engine.submit(request)] = row
         engine.finish_reading()
-        yield engine.decode(burst)
+        pieces = engine.decode(burst)
+        yield [(running[piece.slot], piece) for piece in pieces]
+        for piece in pieces:
+            if piece.finish is not None:
+                del running[piece.slot]
         burst = every

@@ -93,19 +93,25 @@ def test_64_requests_at_once_have_the_bits_of_each_alone():
         assert not request.sampling.greedy or request.sampling.repetition_penalty or alone.tokens == [tokens]
 
 
-def test_a_seed_writes_what_generate_writes():
+def test_as_many_slots_give_the_bits_of_generate():
+    """Though its cache has other columns, and its requests come in bursts."""
     prompts = [request.prompt for request in requests(8)]
-    written = generate(*lively(), prompts, key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2]).tokens
-    engine = Engine(*lively(), slots=3, slides=True)
-    keys = prompt_keys(jax.random.key(7), prompts)
+    how = dict(key=jax.random.key(7), max_new_tokens=20, sampling=SAMPLINGS[2], logprobs=True)
+    model, params = lively()
+    model = model.clone(config=dataclasses.replace(model.config, block_size=4 * C))
+    written = generate(model, params, prompts, slots=3, **how)
     served = serve(
-        engine,
+        Engine(model, params, slots=3),
         [
-            Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2])
-            for prompt, key in zip(prompts, keys, strict=True)
+            Request(prompt=prompt, key=key, max_new_tokens=20, sampling=SAMPLINGS[2], top_logprobs=0)
+            for prompt, key in zip(prompts, prompt_keys(jax.random.key(7), prompts), strict=True)
         ],
     )
-    assert [tokens for tokens, *_ in served] == written
+    assert [tokens for tokens, *_ in served] == written.tokens
+    assert [logprobs for _, logprobs, *_ in served] == written.logprobs
+    alone = [generate(model, params, [prompt], slots=3, **how) for prompt in prompts]
+    assert [each.logprobs[0] for each in alone] == written.logprobs
+    assert generate(model, params, prompts, **how).tokens == written.tokens
 
 
 def test_log_probabilities_and_alternatives_are_the_models():
