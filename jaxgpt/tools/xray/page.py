@@ -98,7 +98,7 @@ def spell(tokenizer: Tokenizer, token: int) -> str:
 def read_embedding(params: Params) -> np.ndarray:
     """Return the token embedding in float32, [V, D], dequantised if the run has quantised weights."""
     quantized = params["wte"].get(DECODE_MATRIX)
-    rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.values_FD)))
+    rows_VD = params["wte"]["embedding"] if quantized is None else quantized.take(np.arange(len(quantized.scale_F)))
     return np.asarray(rows_VD, np.float32)
 
 
