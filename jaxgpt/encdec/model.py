@@ -58,6 +58,14 @@ class CrossAttention(Attention):
         out_BTNH = encoder_kv.attend(self.project_queries(x_BTD), source, scale=self.scale, softcap=self.softcap)
         return self.merge_heads(out_BTNH)
 
+    def project_queries(self, x_BTD: jax.Array) -> jax.Array:
+        """Return q_BTNH."""
+        return self.split_heads(self.q(x_BTD), "q_norm")
+
+    def project_keys_values(self, states_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (k_BSKH, v_BSKH)."""
+        return self.split_heads(self.k(states_BSD), "k_norm"), self.split_heads(self.v(states_BSD))
+
 
 class CrossBlock(Block):
     """A block with cross-attention between attention and MLP."""

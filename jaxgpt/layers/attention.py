@@ -19,6 +19,7 @@ from jaxgpt.layers.position import Rope, rope
 if TYPE_CHECKING:
     from jaxgpt.layers.cache import CacheIndex, LayerCache
 
+QKV = "qkv"  # parameters of one projection in place of q, k and v: `sample.quantize` makes them for self-attention
 WEIGHTS = "attention_weights"  # a collection of its own: making it mutable requests the weights, at a cost
 
 
@@ -54,6 +55,7 @@ class Attention(nn.Module):
         project = functools.partial(Dense, use_bias=self.qkv_bias, kernel_init=self.kernel_init, dtype=self.dtype)
         self.q = project(self.n_head * self.size)
         self.k, self.v = project(n_kv_head * self.size), project(n_kv_head * self.size)
+        self.qkv = project((self.n_head + 2 * n_kv_head) * self.size)
         self.c_proj = Dense(self.n_embd, use_bias=self.out_bias, kernel_init=self.residual_init, dtype=self.dtype)
         if self.qk_norm:
             self.q_norm, self.k_norm = self.make_norm(), self.make_norm()
@@ -94,28 +96,22 @@ class Attention(nn.Module):
         """Return (q_BTNH, k_BTKH, v_BTKH), normed and rotated."""
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
-        q_BTNH = self.project_queries(x_BTD)
+        if self.has_variable("params", QKV):
+            n, k = self.q.features, self.k.features
+            q_BTF, k_BTF, v_BTF = jnp.split(self.qkv(x_BTD), [n, n + k], axis=-1)
+        else:
+            q_BTF, k_BTF, v_BTF = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        q_BTNH, k_BTKH = self.split_heads(q_BTF, "q_norm"), self.split_heads(k_BTF, "k_norm")
         if self.rope is not None:
-            q_BTNH = rope(q_BTNH, positions_BT, self.rope)
-        k_BTKH, v_BTKH = self.project_keys_values(x_BTD)
-        if self.rope is not None:
-            k_BTKH = rope(k_BTKH, positions_BT, self.rope)
-        return q_BTNH, k_BTKH, v_BTKH
+            q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, self.rope), rope(k_BTKH, positions_BT, self.rope)
+        return q_BTNH, k_BTKH, self.split_heads(v_BTF)
 
-    def project_queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Return q_BTNH, not rotated."""
-        return self.split_heads(self.q(x_BTD), self.q_norm if self.qk_norm else None)
-
-    def project_keys_values(self, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (k_BSKH, v_BSKH), not rotated."""
-        return self.split_heads(self.k(x_BSD), self.k_norm if self.qk_norm else None), self.split_heads(self.v(x_BSD))
-
-    def split_heads(self, x_BTF: jax.Array, norm: nn.Module | None = None) -> jax.Array:
-        """Split concatenated heads and norm them as `qk_norm` says: x_BTF -> x_BTNH."""
+    def split_heads(self, x_BTF: jax.Array, norm: str | None = None) -> jax.Array:
+        """Split concatenated heads, x_BTF -> x_BTNH. norm: "q_norm" or "k_norm", applied as `qk_norm` says."""
         if norm is not None and self.qk_norm == "heads":
-            x_BTF = norm(x_BTF)
+            x_BTF = getattr(self, norm)(x_BTF)
         x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.size)
-        return norm(x_BTNH) if norm is not None and self.qk_norm == "head" else x_BTNH
+        return getattr(self, norm)(x_BTNH) if norm is not None and self.qk_norm == "head" else x_BTNH
 
     def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
         """Merge the heads' outputs and project them to x_BTD, with dropout in training."""

@@ -83,13 +83,15 @@ def test_cached_equals_uncached(kind):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_packed_float32_weights_change_nothing(tied, scan_layers):
-    config = dataclasses.replace(TINY, block_size=10, tie_embeddings=tied, activation="swiglu", mlp_dim=12)
+    heads = {} if tied else {"n_kv_head": 1, "qk_norm": True, "qk_norm_over": "heads"}
+    config = dataclasses.replace(TINY, block_size=10, tie_embeddings=tied, activation="swiglu", mlp_dim=12, **heads)
     model, params = make_model(config)
     expected = uncached_logits(model, params)
     if scan_layers:
         params = stack_layers(params, config.n_layer)
         model = model.clone(config=dataclasses.replace(config, scan_layers=True))
     packed = for_decoding(model, params, "float32")
+    assert "q" not in packed[1]["h_0"]["attn"]  # one product for q, k and v
     for got, wanted in zip(cached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
