@@ -149,6 +149,8 @@ class Guard:
             else:
                 message = f"the request took longer than {self.timeout:g} s: ask for fewer tokens"
                 raise RequestError(message, status=504, code="timeout")
+        except asyncio.CancelledError:  # by uvicorn, where a request outlives the grace period
+            raise RequestError("the server is stopping", status=503, code="stopping") from None
         finally:
             for task in (work, gone):
                 task.cancel()

@@ -34,7 +34,7 @@ LONG = {"prompt": "of", "max_tokens": CONTEXT - 8, "stream": True}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     run = tiny_run(tmp_path_factory.mktemp("load"), block_size=CONTEXT)
-    with serve(run, "--slots", str(SLOTS)) as server:
+    with serve(run, "--slots", str(SLOTS), "--prefix-cache-mb", "8") as server:  # which a few hundred prompts fill
         yield server
 
 
