@@ -446,7 +446,7 @@ MUTATIONS = (
         "encdec/model.py",
         "cache.source_length_B[:, None] - 1, positions",
         "cache.source_length_B[:, None] + 1, positions",
-        "encdec/test_encoder.py::test_greedy_writes_the_likeliest[2017]",
+        "encdec/test_encoder.py::test_cached_equals_uncached[2017]",
     ),
     Mutation(
         "ring-one-slot-too-short",
@@ -603,7 +603,7 @@ MUTATIONS = (
         "sample/engine.py",
         "ids[ids < self.vocab_size]",
         "ids[:0]",
-        "sample/test_generate.py::test_the_repetition_penalty_knows_prompt_and_text",
+        "sample/test_engine.py::test_the_penalty_knows_the_prompt",
     ),
     Mutation(
         "filters-of-one-row-for-all",
@@ -615,8 +615,8 @@ MUTATIONS = (
     Mutation(
         "prefixes-of-equal-length-are-equal",
         "sample/prefill.py",
-        'digest + size.to_bytes(4, "little") + part_T.tobytes()',
-        'digest + size.to_bytes(4, "little")',
+        "digest + part_T.tobytes()",
+        "digest + part_T[1:].tobytes()",
         "sample/test_engine.py::test_a_common_beginning_is_read_once_and_changes_no_bit",
     ),
     Mutation(
@@ -852,6 +852,84 @@ MUTATIONS = (
         "not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT",
         "False",
         "config/test_config.py::test_every_number_and_products_of_two_are_float32s",
+    ),
+    # The server
+    Mutation(
+        "equal-prompts-with-equal-draws",
+        "serve/generation.py",
+        "            earlier[ids, source] += 1\n",
+        "",
+        "serve/test_real.py::test_n_choices_are_the_samples_of_equal_prompts",
+    ),
+    Mutation(
+        "stop-string-that-keeps-the-slot",
+        "serve/generation.py",
+        "                ticket.finish(update.row)  # a stop string, which the engine does not know\n",
+        "                pass\n",
+        "serve/test_app.py::test_a_stop_string_ends_text_tokens_and_slot",
+    ),
+    Mutation(
+        "tokens-after-a-stop-string",
+        "serve/choice.py",
+        "self._release(self._shown if self._detokenizer.stopped else self._read + 1)",
+        "self._release(self._read + 1)",
+        "serve/test_app.py::test_a_stop_string_ends_text_tokens_and_slot",
+    ),
+    Mutation(
+        "queue-without-end",
+        "serve/scheduler.py",
+        "if len(self._waiting) + rows > self._limit + max(free, 0):",
+        "if False:",
+        "serve/test_guard.py::test_a_full_queue_answers_at_once",
+    ),
+    Mutation(
+        "who-left-is-decoded",
+        "serve/scheduler.py",
+        "                self._engine.cancel(slot)\n                self._forget(slot)\n",
+        "                pass\n",
+        "serve/test_guard.py::test_who_leaves_frees_the_slot_within_one_burst[True]",
+    ),
+    Mutation(
+        "no-key-asked",
+        "serve/guard.py",
+        "            self.key is not None\n",
+        "            False\n",
+        "serve/test_guard.py::test_a_key_is_needed_where_there_is_one",
+    ),
+    Mutation(
+        "body-of-any-size",
+        "serve/guard.py",
+        "if len(body) > LARGEST_BODY:",
+        "if False:",
+        "serve/test_guard.py::test_large_bodies_are_refused_by_their_length_and_while_they_are_read",
+    ),
+    Mutation(
+        "origin-of-anybody",
+        "serve/guard.py",
+        "if is_post and origin is not None and",
+        "if False and origin is not None and",
+        "serve/test_guard.py::test_pages_of_others_may_not_post[null]",
+    ),
+    Mutation(
+        "key-derived-after-the-warm-up",
+        "serve/server.py",
+        "    make_request(Row(",
+        "    dict(row=Row(",
+        "serve/test_real.py::test_nothing_is_compiled_after_the_warm_up",
+    ),
+    Mutation(
+        "unknown-parameters-ignored",
+        "serve/parameters.py",
+        "        if name not in hints:\n",
+        "        if name not in hints:\n            continue\n",
+        "serve/test_parameters.py::test_bad_parameters_are_named[temprature-1]",
+    ),
+    Mutation(
+        "prompt-score-of-the-next-token",
+        "sample/score.py",
+        "row[:-1], row[1:], 1",
+        "row[:-1], row[:-1], 1",
+        "serve/test_real.py::test_prompt_logprobs_are_those_of_score",
     ),
     # Several devices; each runs the strategies of eight, a minute or two
     Mutation(

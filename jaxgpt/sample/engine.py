@@ -23,7 +23,7 @@ from jaxgpt.sample.prefill import (
     PrefixStore,
     allocate_cache,
     cache_columns,
-    chunk_sizes,
+    chunk_size,
     encode_source,
     split_chunks,
 )
@@ -155,13 +155,11 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all that a request can need."""
         assert self.is_idle, "requests are running"
-        sizes, ones = chunk_sizes(self.model), [0]
-        key = jax.random.key(0)
+        prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
         source = [0] if self.model.config.n_encoder_layer else None
-        # Lengths that need each size of chunk; twice, so that a stored chunk is restored.
-        for size in (*sizes, *sizes):
-            length = min(size + 1, self.model.config.block_size)
-            slot = self.submit(Request(prompt=ones * length, key=key, max_new_tokens=1, source=source))
+        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1, source=source)
+        for _ in range(2):  # the second restores the chunk of the first
+            slot = self.submit(request)
             self.step()
             self.finish_reading()
             self.cancel(slot)
@@ -252,17 +250,17 @@ class Engine:
                 self._scratch = encode_source(
                     self.model, self.params, self._scratch, found.request.source, self._source_columns
                 )
-            self._reading = split_chunks(unread, chunk_sizes(self.model))
+            self._reading = split_chunks(unread, chunk_size(self.model))
         for chunk in self._reading:
             restored = self._prefixes.restore(self._scratch, chunk) if chunk.is_full else None
             if restored is None:
-                self._scratch = prefill(self.model, self.params, self._scratch, chunk.padded_1T, np.int32(chunk.start))
+                self._scratch = prefill(self.model, self.params, self._scratch, chunk.tokens_1T, np.int32(chunk.start))
                 self._prefixes.keep(self._scratch, chunk)
-                if chunk.start + chunk.size < len(unread):
+                if chunk.start + chunk.tokens_1T.size < len(unread):
                     return
                 break
             self._scratch = restored
-            self._cached[slot] += chunk.size
+            self._cached[slot] += chunk.tokens_1T.size
         self._reading = None
         self._waiting.popleft()
         self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))

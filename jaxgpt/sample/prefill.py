@@ -1,4 +1,4 @@
-"""Read prompts into a cache of one row, in chunks of few sizes, and keep chunks that later prompts may share."""
+"""Read prompts into a cache of one row, in chunks of one size, and keep chunks that later prompts may share."""
 
 from __future__ import annotations
 
@@ -18,18 +18,27 @@ from jaxgpt.model import GPT
 from jaxgpt.sample.prompts import pad_source
 from jaxgpt.sample.state import prefill
 
-CHUNKS = (256, 64)  # tokens of a prompt that are read at a time: a larger chunk is faster, a smaller one wastes less
+CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
+BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
 
 
-def chunk_sizes(model: GPT) -> tuple[int, ...]:
-    """Return the sizes of chunks, largest first, of which none exceeds the context."""
-    return tuple(size for size in CHUNKS if size <= model.config.block_size) or (model.config.block_size,)
+def chunk_size(model: GPT) -> int:
+    """Return the number of tokens of a prompt that are read at a time."""
+    return min(CHUNK, model.config.block_size)
 
 
 def cache_columns(model: GPT, tokens: int | None = None) -> int:
-    """Return the columns of a cache for a sequence of so many tokens. None means the whole context."""
+    """Return the columns of a cache for a sequence of so many tokens, in whole blocks. None means the context."""
     tokens = model.config.block_size if tokens is None else min(tokens, model.config.block_size)
-    return -(-tokens // chunk_sizes(model)[-1]) * chunk_sizes(model)[-1]
+    return _round_up(tokens, _block(model))
+
+
+def _block(model: GPT) -> int:
+    return min(BLOCK, _round_up(model.config.block_size, chunk_size(model)))
+
+
+def _round_up(value: int, factor: int) -> int:
+    return -(-value // factor) * factor
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
@@ -41,7 +50,7 @@ def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype:
     c = model.config.explicit()
     assert c.n_kv_head and c.head_dim
     # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
-    block = chunk_sizes(model)[-1] if jax.default_backend() == "cpu" else None
+    block = _block(model) if jax.default_backend() == "cpu" else None
     return KVCache.empty(
         batch=batch,
         columns=columns,
@@ -57,34 +66,18 @@ class Chunk(NamedTuple):
     """Some consecutive tokens of a prompt."""
 
     start: int
-    size: int
-    tokens_T: np.ndarray  # at most `size`: a last chunk is padded
-    digest: bytes  # of its size and all tokens up to its end
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether it has no padding, so that another prompt may share it."""
-        return len(self.tokens_T) == self.size
-
-    @property
-    def padded_1T(self) -> np.ndarray:
-        """Return its tokens, padded with 0, int32."""
-        return np.pad(self.tokens_T, (0, self.size - len(self.tokens_T)))[None]
+    tokens_1T: np.ndarray  # int32, padded with 0
+    is_full: bool  # without padding, so that another prompt may share it
+    digest: bytes  # of all tokens up to its end
 
 
-def split_chunks(tokens: Sequence[int], sizes: Sequence[int]) -> Iterator[Chunk]:
-    """Yield the chunks of a prompt: each the largest that is full, or else the smallest.
-
-    Prompts with a common prefix have common chunks up to the last few: the start and size of a chunk follow from the
-    length of the prompt alone.
-    """
-    tokens_T, start, digest = np.asarray(tokens, np.int32), 0, b""
-    while start < len(tokens_T):
-        size = next((size for size in sizes if size <= len(tokens_T) - start), sizes[-1])
+def split_chunks(tokens: Sequence[int], size: int) -> Iterator[Chunk]:
+    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one."""
+    tokens_T, digest = np.asarray(tokens, np.int32), b""
+    for start in range(0, len(tokens_T), size):
         part_T = tokens_T[start : start + size]
-        digest = hashlib.sha256(digest + size.to_bytes(4, "little") + part_T.tobytes()).digest()
-        yield Chunk(start, size, part_T, digest)
-        start += size
+        digest = hashlib.sha256(digest + part_T.tobytes()).digest()
+        yield Chunk(start, np.pad(part_T, (0, size - len(part_T)))[None], len(part_T) == size, digest)
 
 
 class PrefixStore:
@@ -107,7 +100,7 @@ class PrefixStore:
         """Keep a chunk that was read into the cache of one row, and drop the oldest to make room."""
         if not self._capacity or not chunk.is_full or chunk.digest in self._chunks:
             return
-        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.size))
+        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
         self._chunks[chunk.digest] = layers
         self._size += _num_bytes(layers)
         while self._size > self._capacity:
@@ -133,8 +126,8 @@ def put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
 
 def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int]) -> KVCache:
     """Read all tokens into a cache of one row."""
-    for chunk in split_chunks(tokens, chunk_sizes(model)):
-        cache = prefill(model, params, cache, chunk.padded_1T, np.int32(chunk.start))
+    for chunk in split_chunks(tokens, chunk_size(model)):
+        cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
     return cache
 
 

@@ -21,7 +21,7 @@ from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import Decoding, next_bucket, pad_stop_tokens
 from jaxgpt.sample.filters import SamplingRows, draw
-from jaxgpt.sample.prefill import allocate_cache, cache_columns, chunk_sizes
+from jaxgpt.sample.prefill import allocate_cache, cache_columns, chunk_size
 from jaxgpt.sample.prompts import prompt_keys, truncate_prompts
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import has_unbounded_positions, read
@@ -107,7 +107,7 @@ def init_sequence(
     model: GPT, params: dict, prompt: Sequence[int], new: int, decoding: Decoding, G: int
 ) -> SequenceState:
     """Return the state before the prompt is read. new: most tokens to generate. G: tokens drafted in each round."""
-    C = chunk_sizes(model)[-1]
+    C = chunk_size(model)
     room = next_bucket(decoding.bucket, len(prompt) + new)
     tokens_X = np.zeros(room + C, np.int32)  # slices of a chunk may begin at the last token
     tokens_X[: len(prompt)] = prompt
@@ -148,7 +148,7 @@ class _Model(NamedTuple):
             start=jnp.where(is_full, state.length - half, state.start),
             unread=jnp.where(is_full, state.length - half, state.unread),
         )
-        C = chunk_sizes(self.model)[-1]
+        C = chunk_size(self.model)
         state = jax.lax.while_loop(lambda s: s.unread < s.length - 1, lambda s: self.read(s, C)[0], state)
         return state.replace(unread=state.length - 1)
 

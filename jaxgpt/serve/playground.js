@@ -10,6 +10,7 @@ let panes = [];
 
 const isChat = () => document.body.dataset.mode === "chat";
 const bitsOf = (logprob) => -logprob / Math.LN2;
+const inBits = (bits) => `${bits > 0 && bits < 0.01 ? "<0.01" : number(bits)} bits`;
 
 // Requests ----------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,8 @@ class Pane {
           this.add(branch, choice.logprobs);
           reason = choice.finish_reason ?? reason;
         }
-      this.say(reason === "stop" ? "Ended by a stop. " : "Ended by the limit of tokens. ", this.summary());
+      const full = this.ids(branch).length > facts.context; // the last token is not read
+      this.say(reason === "stop" ? "Ended by a stop. " : full ? "The context is full. " : "Ended at max tokens. ", this.summary());
     });
   }
 
@@ -209,14 +211,14 @@ class Pane {
     return h("span", {
       role: "button", class: token.chosen ? "tok chosen" : "tok", tabindex: t === this.picked ? 0 : -1, "data-t": t,
       "--much": `${Math.round(100 * Math.min(bits / DARKEST, 1))}%`,
-      "aria-label": `${visible(token.text)}, token ${t + 1}: ${number(bits, 2)} bits${token.chosen ? ", chosen by you" : ""}`,
+      "aria-label": `${visible(token.text)}, token ${t + 1}: ${inBits(bits)}${token.chosen ? ", chosen by you" : ""}`,
     }, ...spelled(token.text));
   }
 
   summary() {
     const tokens = this.shown?.tokens ?? [];
     const bits = tokens.reduce((sum, token) => sum + bitsOf(token.logprob), 0);
-    return tokens.length ? `${tokens.length} tokens, on average ${number(bits / tokens.length)} bits.` : "";
+    return tokens.length ? `${tokens.length} tokens, on average ${inBits(bits / tokens.length)}.` : "";
   }
 
   show(branch) {
@@ -253,7 +255,7 @@ class Pane {
         h("span", { class: "code" }, named(other.text)), h("span", { class: "share" }, percent(p)), bar(p)));
     });
     this.panel.hidden = false;
-    replace(this.panel, h("h3", {}, `Token ${t + 1}: `, h("span", { class: "code" }, named(token.text)), `, ${number(bitsOf(token.logprob))} bits`),
+    replace(this.panel, h("h3", {}, `Token ${t + 1}: `, h("span", { class: "code" }, named(token.text)), `, ${inBits(bitsOf(token.logprob))}`),
       h("p", { class: "quiet" }, "Probabilities before temperature and filters. ", facts.encoder ? "" : "Choose a token to continue from there in a new branch."),
       h("ol", { class: "choices", "aria-label": `alternatives to token ${t + 1}` }, ...choices));
   }
@@ -273,7 +275,8 @@ class Pane {
   xray() {
     return this.during(async (signal) => {
       this.say("Computing the X-ray…");
-      const html = await (await ask("/xray", { prompt: this.ids() }, signal)).text();
+      const prompt = facts.encoder ? this.ids() : this.ids().slice(-facts.context);
+      const html = await (await ask("/xray", { prompt }, signal)).text();
       const href = URL.createObjectURL(new Blob([html], { type: "text/html" }));
       window.open(href);
       this.say(this.summary(), " ", h("a", { href, target: "_blank" }, "Open the X-ray"));
@@ -293,6 +296,7 @@ function refresh() {
     pane.strip.classList.toggle("writing", Boolean(pane.control));
     pane.strip.setAttribute("aria-busy", Boolean(pane.control));
     pane.part(".actions").hidden = pane.control !== null || !some;
+    pane.part(".more").hidden = facts.encoder || (some && pane.ids().length > facts.context);
     pane.part(".plain").textContent = pane.control || !some ? "" : pane.shown.tokens.map((token) => token.text).join("");
     pane.element.hidden = !pane.shown && !pane.part(".wrong").textContent && !pane.control;
   }
@@ -314,7 +318,7 @@ function agreement() {
   const [a, b] = panes.map((pane) => pane.shown.tokens);
   const differs = a.findIndex((token, t) => token.id !== b[t]?.id);
   const same = differs < 0 ? a.length : differs;
-  return same === a.length && same === b.length ? "A and B wrote the same tokens." : `A and B agree in their first ${same} tokens.`;
+  return same === a.length && same === b.length ? "A and B wrote the same tokens." : `Tokens until A and B differ: ${same}.`;
 }
 
 async function start(event) {
@@ -342,7 +346,6 @@ async function connect() {
   model = first.id;
   Object.assign(facts, first.jaxgpt);
   $("title").textContent = document.title = `Playground: ${model}`;
-  document.body.classList.toggle("encoder", facts.encoder);
   $("facts").textContent = `Context: ${facts.context} tokens.`;
   const most = $("both").querySelector("[name=max_tokens]");
   [most.max, most.value] = [facts.context, Math.min(200, facts.context)];
@@ -360,6 +363,7 @@ $("modes").addEventListener("change", (event) => setMode(event.target.value));
 $("compare").addEventListener("change", (event) => {
   panes.slice(1).forEach((pane) => pane.forget());
   panes = event.target.checked ? [panes[0], new Pane("B", 0)] : panes.slice(0, 1);
+  if (event.target.checked) $("details").open = true;
   arrange();
 });
 $("prompt").addEventListener("keydown", (event) => {

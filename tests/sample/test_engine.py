@@ -160,10 +160,10 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
         cached.append(engine.cached_tokens(slot))
         engine.cancel(slot)
         assert serve(engine, [request]) == [expected]
-    assert cached == [0, 320, 0, 64, 256, 320]  # chunks of 256 and then of 64 tokens, or of 64 in a short prompt
+    assert cached == [0, 320, 64, 64, 256, 320]  # chunks of 64 tokens
     others = [dataclasses.replace(request, prompt=[5, *request.prompt[1:]]) for request in wanted]  # nothing in common
     assert serve(engine, others) == serve(Engine(model, params, slots=1), others)
-    small = Engine(model, params, slots=1, prefix_bytes=70_000)  # one chunk of 64 tokens takes 65,536 bytes
+    small = Engine(model, params, slots=1, prefix_bytes=20_000)  # one chunk of 64 tokens takes 16,384 bytes
     assert serve(small, wanted + wanted) == plain + plain
     assert len(small._prefixes._chunks) == 1
 
@@ -181,6 +181,13 @@ def test_a_cancelled_request_leaves_its_slot_and_the_others_alone():
         for piece in engine.step():
             done[piece.slot] += piece.tokens
     assert [done[other], done[slot]] == [tokens for tokens, *_ in expected]
+
+
+def test_the_penalty_knows_the_prompt():
+    engine, request = Engine(*lively(), slots=2), list(requests(5))[4]
+    slot = engine.submit(request)
+    engine.finish_reading()
+    assert set(np.flatnonzero(engine._state.rows.seen_BV[slot])) == set(request.prompt)
 
 
 def test_bad_requests_are_refused():

@@ -171,5 +171,6 @@ def running(app):
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         thread.join(10)
+        server.force_exit = True

@@ -51,7 +51,7 @@ def test_a_chat_is_that_of_sample(real, byte_run):
 
 def test_64_requests_at_once_give_the_same_bits_as_each_alone(real):
     alone = [answer(real, question(number)) for number in range(64)]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda number: answer(real, question(number)), range(64)))
     assert together == alone
 
@@ -111,6 +111,7 @@ def test_usage_tells_what_was_not_computed_again(real):
     assert details["cached_tokens"] > 0
 
 
+@pytest.mark.slow  # compiles another model
 def test_a_model_with_an_encoder_reads_the_prompt_as_the_source(tmp_path):
     (tmp_path / "pairs.tsv").write_text("one\tuno\ntwo\tdos\n" * 50)
     config = DataConfig(path=str(tmp_path / "pairs.tsv"), tokenizer="char")
