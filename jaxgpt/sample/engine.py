@@ -250,7 +250,7 @@ class Engine:
                 self._scratch = encode_source(
                     self.model, self.params, self._scratch, found.request.source, self._source_columns
                 )
-            self._reading = split_chunks(unread, chunk_size(self.model))
+            self._reading = split_chunks(unread, chunk_size(self.model), found.request.source)
         for chunk in self._reading:
             restored = self._prefixes.restore(self._scratch, chunk) if chunk.is_full else None
             if restored is None:

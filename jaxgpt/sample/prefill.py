@@ -68,12 +68,15 @@ class Chunk(NamedTuple):
     start: int
     tokens_1T: np.ndarray  # int32, padded with 0
     is_full: bool  # without padding, so that another prompt may share it
-    digest: bytes  # of all tokens up to its end
+    digest: bytes  # of the source, if any, and all tokens up to its end
 
 
-def split_chunks(tokens: Sequence[int], size: int) -> Iterator[Chunk]:
-    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one."""
-    tokens_T, digest = np.asarray(tokens, np.int32), b""
+def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
+    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one.
+
+    source: ids that the encoder reads, on which keys and values depend too.
+    """
+    tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
     for start in range(0, len(tokens_T), size):
         part_T = tokens_T[start : start + size]
         digest = hashlib.sha256(digest + part_T.tobytes()).digest()

@@ -168,6 +168,15 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
     assert len(small._prefixes._chunks) == 1
 
 
+def test_a_prompt_is_read_again_for_another_source():
+    model, params = make_model(dataclasses.replace(CONFIG, block_size=128, n_encoder_layer=1))
+    request = Request(prompt=[1] * 100, key=jax.random.key(0), max_new_tokens=4, top_logprobs=3)
+    wanted = [dataclasses.replace(request, source=source) for source in ([1, 2], [3], [1, 2])]
+    engine = Engine(model, params, slots=1, prefix_bytes=10**6)
+    assert serve(engine, wanted) == serve(Engine(model, params, slots=1), wanted)
+    assert engine.cached_tokens(0) == 64
+
+
 def test_a_cancelled_request_leaves_its_slot_and_the_others_alone():
     first, second, third = requests(3, seed=2)
     expected = serve(Engine(*lively(), slots=2), [second, third])
