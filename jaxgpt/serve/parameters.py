@@ -11,6 +11,7 @@ from jaxgpt.data.chat.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve.errors import RequestError
 
 # They change nothing here, and clients send them unasked.
@@ -29,7 +30,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = MAX_TOP
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
 MAX_STOP_TOKENS = 16
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
