@@ -20,6 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
+from tests.browser import chromium, open_page  # noqa: F401, fixtures: two browsers in one process stand in each other's way
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 REPOSITORY = Path(__file__).parent.parent

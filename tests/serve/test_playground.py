@@ -13,11 +13,11 @@ from playwright.sync_api import expect
 from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.server import make_server
 from jaxgpt.tools.html_page import hash_source, read_asset, read_program
+from tests.browser import TIMEOUT
 from tests.conftest import REPOSITORY
 from tests.serve import fake_server
 from tests.serve.conftest import OPTIONS
 from tests.serve.fake_server import ANSWER, END_OF_TURN, IMAGE, SCRIPT, Fake, distribution, make_app, reply, text_of
-from tests.tools.conftest import TIMEOUT, chromium  # noqa: F401, a fixture
 
 LINES = 400  # of JavaScript
 PROMPT = "Once <b>upon</b> 7"
@@ -39,7 +39,7 @@ def fake(address_of_fake):
 
 
 @pytest.fixture
-def visit(chromium, address_of_fake, fake):  # noqa: F811, the fixture
+def visit(chromium, address_of_fake, fake):
     """(width, color_scheme) -> the page, begun; what it complains of, or asks another origin for, is in `.complaints`."""
     _, own = address_of_fake
     context, pages = chromium.new_context(reduced_motion="reduce"), []
