@@ -1,4 +1,4 @@
-"""How fast are a few rows times a big matrix, as in decoding? By type, form and number of rows, on CPU.
+"""Time the product of a few rows and a large matrix, as in decoding, by dtype, form and number of rows, on CPU.
 
 Question:  bytes of weights per second in a chain of products 768 <-> 3072 (GPT-2's MLP) that do not fit in the cache.
 Command:   python experiments/benchmarks/products.py

@@ -43,7 +43,7 @@ SYSTEMS = {
 
 
 class Completion(NamedTuple):
-    """What a client saw of one request, in seconds since it was sent."""
+    """The response to one request; times in seconds since it was sent."""
 
     text: str
     arrivals: list[float]  # of each token
@@ -100,7 +100,7 @@ async def complete(port: int, model: str, prompt: str) -> Completion:
 async def measure_streams(
     port: int, model: str, streams: int, seed: int, each: int = EACH
 ) -> tuple[list[Completion], float]:
-    """Let so many clients send `each` requests, one after another. Return the completions and the seconds of all."""
+    """Send `each` requests from each client, one after another. Return the completions and the total seconds."""
 
     async def client(number: int) -> list[Completion]:
         rng = random.Random(f"{seed} {streams} {number}")

@@ -21,7 +21,7 @@ LOWEST = jnp.finfo(jnp.float32).min
 
 
 class CacheIndex(flax.struct.PyTreeNode):
-    """Where T new tokens of each row go, and which part of the cache their queries read."""
+    """Positions of T new tokens in each row, and the part of the cache that their queries read."""
 
     positions_BT: jax.Array  # int32, consecutive in each row
     num_blocks: jax.Array  # int32: blocks of columns that hold tokens, from column 0 on

@@ -54,7 +54,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
-    top_logprobs: int | None = None  # None: no log-probabilities. 0 to MAX_TOP: of each token and so many alternatives
+    top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None: no log-probabilities
     source: Sequence[int] | None = None  # for a model with an encoder, the ids that it reads
 
 
@@ -140,12 +140,12 @@ class Engine:
 
     @property
     def num_free(self) -> int:
-        """Number of slots without a request."""
+        """Return the number of free slots."""
         return self._slots.count(None)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no slot has a request."""
+        """Return whether all slots are free."""
         return self.num_free == self.slots
 
     def cached_tokens(self, slot: int) -> int:

@@ -28,7 +28,7 @@ def chunk_size(model: GPT) -> int:
 
 
 def cache_columns(model: GPT, tokens: int | None = None) -> int:
-    """Return the columns of a cache for a sequence of so many tokens, in whole blocks. None means the context."""
+    """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
     tokens = model.config.block_size if tokens is None else min(tokens, model.config.block_size)
     return _round_up(tokens, _block(model))
 

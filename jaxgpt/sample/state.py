@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.filters import Sampling, SamplingRows
 from jaxgpt.sample.quantize import unstack_layers
 
 MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
@@ -22,7 +22,7 @@ NO_STOP = -1  # pads stop tokens; never drawn
 
 
 class Rows(flax.struct.PyTreeNode):
-    """What each of B slots is decoding: everything but the cache."""
+    """The requests in B slots, without their caches."""
 
     token_B: jax.Array  # int32: the last token, which is not in the cache yet
     position_B: jax.Array  # int32: its position
@@ -63,15 +63,14 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
 
     stops: most stop tokens of a request. vocab_size: ids that may be drawn.
     """
-    zeros, ones = jnp.zeros(slots, jnp.int32), jnp.ones(slots)
-    sampling = SamplingRows(ones, zeros + 1, ones, zeros * 0.0, ones, jnp.ones(slots, bool))
+    zeros = jnp.zeros(slots, jnp.int32)
     return Rows(
         token_B=zeros,
         position_B=zeros,
         left_B=zeros,
         drawn_B=zeros,
         keys_B=jax.random.split(jax.random.key(0), slots),
-        sampling=sampling,
+        sampling=jax.tree.map(jnp.asarray, SamplingRows.stack([Sampling(greedy=True)] * slots)),
         stops_BE=jnp.full((slots, stops), NO_STOP, jnp.int32),
         top_B=zeros - 1,
         seen_BV=jnp.zeros((slots, vocab_size), bool),
@@ -208,15 +207,20 @@ def _log_probabilities(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (logprob_B, top_ids_BA, top_logprobs_BA), computed only if a row requests them."""
     B = len(token_B)
-    no_top = jnp.zeros((B, A)), jnp.zeros((B, A), jnp.int32)
+    no_top = jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A))
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
         logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
         logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-        best_BA, ids_BA = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)), lambda: no_top)
+
+        def find_top() -> tuple[jax.Array, jax.Array]:
+            best_BA, ids_BA = jax.lax.top_k(logprob_BV, A)
+            return ids_BA, best_BA
+
+        ids_BA, best_BA = jax.lax.cond((top_B > 0).any(), find_top, lambda: no_top)
         return logprob_B, ids_BA, best_BA
 
-    return jax.lax.cond((top_B >= 0).any(), compute, lambda: (jnp.zeros(B), *no_top[::-1]))
+    return jax.lax.cond((top_B >= 0).any(), compute, lambda: (jnp.zeros(B), *no_top))
 
 
 def has_unbounded_positions(model: GPT) -> bool:

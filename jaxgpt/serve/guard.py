@@ -94,7 +94,7 @@ class Guard:
     def _is_known(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            ipaddress.ip_address(name)  # nobody can make a name of an address
+            ipaddress.ip_address(name)  # an address cannot be pointed elsewhere, as a name can
         except ValueError:
             return host.rpartition(":")[0] in self._names or host in self._names
         return True

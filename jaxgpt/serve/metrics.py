@@ -17,7 +17,7 @@ class Histogram:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value `times` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
