@@ -64,7 +64,7 @@ def test_the_mean_of_the_last_checkpoints(run):
     mean = load(run.directory, average=2)
     assert mean.step == 6 and mean.val_loss is None
     earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, one)
-    chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6)
+    chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6, atol=1e-9)
     with pytest.raises(UserError, match=rf"average=9: .* has {len(steps)} checkpoints, the last up to step 6"):
         load(run.directory, average=9)
 

@@ -91,7 +91,7 @@ class Watchdog:
                 self._peers.exchange(self._heartbeat())
             self._looked = time.monotonic()
             if ended := self._peers.find_ended():
-                self._end(*ended)
+                self._end(*ended, stacks=str(self._me) in ended[0])  # another process may find this one stuck first
             elif held_up := find_stuck([self._heartbeat(), *self._peers.heartbeats()]):
                 self._end(self._say_stuck(held_up), 1, stacks=True)
 

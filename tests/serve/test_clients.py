@@ -152,9 +152,9 @@ def test_openai_retries_when_the_queue_is_full(server):
     """16 clients at once for one slot and four places in the queue: all are served in the end."""
     with serve(server.run, "--slots", "1") as small:
         found = run_client("openai", OPENAI + """
-import concurrent.futures, collections, httpx
+import concurrent.futures, collections
 seen = collections.Counter()
-http = httpx.Client(event_hooks={"response": [lambda response: seen.update([response.status_code])]})
+http = openai.DefaultHttpxClient(event_hooks={"response": [lambda response: seen.update([response.status_code])]})
 client = openai.OpenAI(base_url=URL + "/v1", max_retries=30, timeout=60, http_client=http)
 def complete(seed):
     return client.completions.create(model=MODEL, prompt="of", max_tokens=100, seed=seed).usage.completion_tokens
