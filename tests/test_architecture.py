@@ -24,6 +24,7 @@ ROWS = [
     ["runs"],
     ["parallel"],
     ["hf"],
+    ["interventions"],
     ["sample"],
     ["data"],
     ["cluster"],

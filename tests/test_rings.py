@@ -26,7 +26,7 @@ assert len(again) == 5 and again == run.sample("The ", max_new_tokens=5, seed=0)
 """
 
 
-@pytest.mark.parametrize("ring", ["tools", "cli"])
+@pytest.mark.parametrize("ring", ["tools", "cli", "interventions"])
 def test_the_rest_trains_and_samples_without_a_ring(ring, tmp_path, text_file):
     shutil.copytree(REPOSITORY / "jaxgpt", tmp_path / "jaxgpt", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "jaxgpt" / ring)

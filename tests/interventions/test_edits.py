@@ -1,0 +1,197 @@
+"""Interventions: each place, equal to the same arithmetic by hand; text generated under them; what is refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.errors import UserError
+from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
+from jaxgpt.interventions.edits import EMBEDDING, PLACES, place_name
+from jaxgpt.interventions.run import token_losses
+from jaxgpt.model import GPT
+from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.generate import generate
+from jaxgpt.sample.quantize import for_decoding
+
+SIZE = {"vocab_size": 23, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}
+CONFIGS = {
+    "gpt2": GPTConfig(**SIZE),
+    "gqa": GPTConfig(
+        **SIZE, n_kv_head=2, norm="rmsnorm", position="rope", activation="swiglu", qk_norm=True, bias=False
+    ),
+    "sandwich": GPTConfig(**SIZE, norm_position="sandwich", sliding_window=4, attention_softcap=9.0, scan_layers=True),
+    "parallel": GPTConfig(**SIZE, parallel_residual=True, tie_embeddings=False, remat="full"),
+}
+TOKENS = np.random.default_rng(0).integers(0, 23, (2, 11))
+
+
+def make(config):
+    """Return a model with random parameters that are large enough for all its parts to matter."""
+    model = GPT(config)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return model, jax.tree.unflatten(
+        tree, [x + 0.3 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    )
+
+
+@pytest.fixture(scope="module")
+def model_params():
+    return make(CONFIGS["gpt2"])
+
+
+def names(config):
+    return [
+        place_name(config, place, layer)
+        for place in PLACES
+        for layer in ([None] if place == EMBEDDING else range(config.n_layer))
+    ]
+
+
+def all_logits(logits_BTV):
+    return logits_BTV
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
+    """Replacing any activation by itself gives the logits of the model."""
+    model, params = make(CONFIGS[name])
+    logits_BTV = model.apply({"params": params}, TOKENS)
+    plain = run(model, params, TOKENS, read=names(model.config))
+    chex.assert_trees_all_close(plain.logits_BTV, logits_BTV, rtol=1e-4, atol=1e-4)
+    assert plain.activations.keys() == set(names(model.config))
+    places = [
+        (place, int(layer[2:]) if layer else None)
+        for layer, _, place in (name.rpartition("/") for name in names(model.config))
+    ]
+    same = [
+        [replace(place, layer, by=plain.activations[place_name(model.config, place, layer)][0])]
+        for place, layer in places
+    ]
+    gone = [[zero(place, layer)] for place, layer in places]
+    found = run_each(model, params, TOKENS[:1], same + gone, all_logits)
+    for name, each in zip(names(model.config), found, strict=False):
+        chex.assert_trees_all_close(each, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
+    for name, each in zip(names(model.config), found[len(places) :], strict=True):
+        assert np.abs(each - logits_BTV[:1]).max() > 1e-2, name
+
+
+def test_a_head_off_is_its_rows_of_the_projection_off(model_params):
+    model, params = model_params
+    by_hand = jax.tree.map(lambda x: x, params)
+    kernel_FD = np.array(by_hand["h_1"]["attn"]["c_proj"]["kernel"])
+    kernel_FD[8:12] = 0  # head 2 of size 4
+    by_hand["h_1"]["attn"]["c_proj"]["kernel"] = kernel_FD
+    expected = model.apply({"params": by_hand}, TOKENS)
+    chex.assert_trees_all_close(run(model, params, TOKENS, [zero("heads", 1, index=2)]).logits_BTV, expected, atol=1e-5)
+    no_pattern = run(model, params, TOKENS, [zero("pattern", 1, index=2)])
+    chex.assert_trees_all_close(no_pattern.logits_BTV, expected, atol=1e-5)
+    units = jax.tree.map(lambda x: x, params)
+    units["h_0"]["mlp"]["c_proj"]["kernel"] = units["h_0"]["mlp"]["c_proj"]["kernel"].at[jnp.array([3, 5])].set(0)
+    expected = model.apply({"params": units}, TOKENS)
+    chex.assert_trees_all_close(
+        run(model, params, TOKENS, [zero("units", 0, index=[3, 5])]).logits_BTV, expected, atol=1e-5
+    )
+
+
+def test_edits_apply_in_their_order_at_their_positions(model_params):
+    model, params = model_params
+    vector = np.arange(16, dtype=np.float32)
+    edits = [scale("stream", 0, by=2.0), add("stream", 0, vector=vector, positions=[3, 5]), scale("stream", 0, by=0.5)]
+    before = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"]
+    after = run(model, params, TOKENS, edits, read=["h_0/stream"]).activations["h_0/stream"]
+    expected = np.array(before)
+    expected[:, [3, 5]] += vector / 2
+    chex.assert_trees_all_close(after, expected, atol=1e-5)
+    early = run(model, params, TOKENS, [zero("embedding", positions=7)]).logits_BTV
+    chex.assert_trees_all_equal(early[:, :7], run(model, params, TOKENS).logits_BTV[:, :7])
+
+
+def test_patching_the_whole_stream_gives_the_other_text(model_params):
+    model, params = model_params
+    other = run(model, params, TOKENS[1:], read=["h_0/stream", "h_1/heads"])
+    patch = [replace("stream", 0, by=other.activations["h_0/stream"][0])]
+    chex.assert_trees_all_close(run(model, params, TOKENS[:1], patch).logits_BTV, other.logits_BTV, atol=1e-4)
+    one = replace("heads", 1, by=other.activations["h_1/heads"][0, 4:6, 2], index=2, positions=[4, 5])
+    patched = run(model, params, TOKENS[:1], [one], read=["h_1/heads"]).activations["h_1/heads"][0]
+    chex.assert_trees_all_close(patched[4:6, 2], other.activations["h_1/heads"][0, 4:6, 2])
+    clean = run(model, params, TOKENS[:1], read=["h_1/heads"]).activations["h_1/heads"][0]
+    chex.assert_trees_all_close(patched[:, :2], clean[:, :2])
+
+
+def generate_greedily(model, params, prompt):
+    made = generate(
+        model, params, [prompt], key=jax.random.key(0), max_new_tokens=5, sampling=Sampling(greedy=True), logprobs=True
+    )
+    return made.tokens[0], np.array(made.logprobs[0])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_text_is_generated_under_an_intervention(name):
+    """Cached decoding gives the tokens of whole forward passes under the same edits."""
+    model, params = make(CONFIGS[name])
+    edits = [
+        zero("heads", 0, index=1),
+        add("stream", 1, vector=np.full(16, 0.5)),
+        scale("mlp", 1, by=2.0, positions=[6]),
+    ]
+    prompt = TOKENS[0, :5].tolist()
+    new, logprobs = generate_greedily(*for_decoding(*edit(model, params, edits)), prompt)
+    tokens = [[*prompt, *new]]
+    logits_BTV = run(model, params, tokens, edits).logits_BTV
+    assert new == logits_BTV[0, 4:-1].argmax(axis=-1).tolist()
+    chex.assert_trees_all_close(logprobs, np.asarray(-token_losses(logits_BTV, tokens)[0, 4:]), atol=1e-4)
+    assert np.abs(logprobs - generate_greedily(model, params, prompt)[1]).max() > 0.01
+
+
+def test_each_of_many_sets_is_as_if_alone(model_params):
+    model, params = model_params
+    sets = [[zero("heads", layer, index=head)] for layer in range(2) for head in range(4)]
+    sets += [[zero("mlp", 1, positions=[2])], [add("embedding", vector=np.ones(16)), zero("heads", 0)]]
+
+    def mean_loss(logits_BTV):
+        return token_losses(logits_BTV, TOKENS).mean()
+
+    found = run_each(model, params, TOKENS, sets, mean_loss, at_once=4)
+    alone = [mean_loss(run(model, params, TOKENS, edits).logits_BTV) for edits in sets]
+    chex.assert_trees_all_close(found, np.array(alone), rtol=1e-5)
+    assert len(set(np.round(np.asarray(found), 6))) == len(sets)
+
+
+@pytest.mark.parametrize(
+    "make_edit, words",
+    [
+        (lambda: zero("head", 0), "place='head': needs one of embedding, queries"),
+        (lambda: zero("heads", 2), r"heads, layer=2: needs a layer from 0 to 1"),
+        (lambda: zero("heads"), r"heads, layer=None: needs a layer from 0 to 1"),
+        (lambda: zero("embedding", 0), "layer=0: the embedding has no layer"),
+        (lambda: zero("heads", 0, index=4), "h_0/heads, index=4: needs integers from 0 to 3"),
+        (lambda: zero("units", 0, index=[1.5]), r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
+        (lambda: zero("mlp", 0, positions=[16]), r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
+        (lambda: add("mlp", 0, vector=np.ones(15)), r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
+        (lambda: scale("mlp", 0, by=float("nan")), "h_0/mlp: needs finite numbers"),
+    ],
+)
+def test_a_wrong_edit_is_one_clear_line(model_params, make_edit, words):
+    with pytest.raises(UserError, match=words) as e:
+        run(*model_params, TOKENS, [make_edit()])
+    assert "\n" not in str(e.value)
+
+
+def test_what_cannot_be_edited_is_one_clear_line(model_params):
+    model, params = model_params
+    with pytest.raises(UserError, match="read='h_x/mlp': needs the form h_0/heads"):
+        run(model, params, TOKENS, read=["h_x/mlp"])
+    with pytest.raises(UserError, match=r"tokens from 0 to 23: needs 0 to 22"):
+        run(model, params, [[0, 23]])
+    with pytest.raises(UserError, match=r"edits=\[\]: needs at least one set of edits"):
+        run_each(model, params, TOKENS, [], jnp.mean)
+    edited, edited_params = edit(model, params, [zero("pattern", 1)])
+    with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
+        generate_greedily(edited, edited_params, [1, 2])
+    with pytest.raises(UserError, match="n_encoder_layer=1: only decoder-only models can be edited"):
+        edit(GPT(GPTConfig(**SIZE, n_encoder_layer=1)), {}, [])
