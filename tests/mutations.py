@@ -1023,6 +1023,63 @@ MUTATIONS = (
         "if not versions.values():",
         "tools/plan/test_gpu.py::test_the_plugin_that_is_not_there",
     ),
+    # Interventions
+    Mutation(
+        "edits-forget-the-term",
+        "interventions/model.py",
+        "keep * x.astype(jnp.float32) + added",
+        "keep * x.astype(jnp.float32)",
+        "interventions/test_edits.py::test_edits_apply_in_their_order_at_their_positions",
+    ),
+    Mutation(
+        "edits-stop-at-their-last-position",
+        "interventions/model.py",
+        "jnp.minimum(positions_BT, len(edits[part]) - 1)",
+        "jnp.minimum(positions_BT, 0)",
+        "interventions/test_edits.py::test_edits_apply_in_their_order_at_their_positions",
+    ),
+    Mutation(
+        "edits-merged-in-reverse",
+        "interventions/edits.py",
+        'new["keep"] * old["add"] + new["add"]',
+        'old["add"] + new["add"]',
+        "interventions/test_edits.py::test_edits_apply_in_their_order_at_their_positions",
+    ),
+    Mutation(
+        "an-edit-of-a-position-reaches-later-ones",
+        "interventions/edits.py",
+        "int(positions.max()) + 2",
+        "int(positions.max()) + 1",
+        "interventions/test_edits.py::test_edits_apply_in_their_order_at_their_positions",
+    ),
+    Mutation(
+        "pattern-without-its-group",
+        "interventions/model.py",
+        "q_BTNH.shape[2] // K, axis=2",
+        "1, axis=2",
+        "interventions/test_edits.py::test_nothing_changes_without_an_edit_or_with_what_was_there",
+    ),
+    Mutation(
+        "jacobian-lens-transposed",
+        "interventions/lens.py",
+        '"lbtd,led->lbte"',
+        '"lbtd,lde->lbte"',
+        "interventions/test_lens.py::test_the_lenses_end_in_the_models_logits",
+    ),
+    Mutation(
+        "jacobian-lens-counts-the-last-position",
+        "interventions/lens.py",
+        "(jnp.arange(T) < T - 1)",
+        "(jnp.arange(T) < T)",
+        "interventions/test_lens.py::test_the_jacobian_lens_is_the_mean_jacobian",
+    ),
+    Mutation(
+        "probe-scored-on-the-rows-it-was-fitted-to",
+        "interventions/probes.py",
+        "logits_UC = z_UD[fitted:] @",
+        "logits_UC = z_UD[: len(z_UD) - fitted] @",
+        "interventions/test_lens.py::test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows",
+    ),
 )
 
 

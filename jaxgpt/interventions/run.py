@@ -44,7 +44,7 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
         layer, _, place = name.rpartition("/")
         if name != place_name(model.config, place, _layer(layer, name)):
             raise UserError(f"read={name!r}: needs the form h_0/heads")
-    tokens_BT, arrays = _tokens(model, tokens_BT), edit_arrays(model.config, edits)
+    tokens_BT, arrays = check_tokens(model, tokens_BT), edit_arrays(model.config, edits)
     return _run(model.clone(read=tuple(read)), params, tokens_BT, arrays)
 
 
@@ -65,7 +65,7 @@ def run_each(
     if not edits:
         raise UserError("edits=[]: needs at least one set of edits")
     model, params = unroll(model, params)
-    tokens_BT = _tokens(model, tokens_BT)
+    tokens_BT = check_tokens(model, tokens_BT)
     stacked = stack_edits([edit_arrays(model.config, each) for each in edits])
     if not stacked:
         raise UserError("edits: all sets are empty")
@@ -86,7 +86,8 @@ def _layer(text: str, name: str) -> int | None:
     return int(text[2:])
 
 
-def _tokens(model: GPT, tokens_BT: Any) -> jax.Array:
+def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
+    """Return token ids as int32. Raises `UserError` for what the model cannot read."""
     tokens_BT = np.asarray(tokens_BT)
     if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.dtype.kind not in "iu":
         raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: needs integers, [B, T]")
