@@ -5,7 +5,7 @@ from jaxgpt.interventions.lens import fit_jacobian_lens, logit_lens
 from jaxgpt.interventions.model import edit
 from jaxgpt.interventions.plots import plot_heatmap
 from jaxgpt.interventions.probes import Probe, fit_probe
-from jaxgpt.interventions.run import Forward, run, run_each, token_losses
+from jaxgpt.interventions.forward import Forward, run, run_each, token_losses
 
 __all__ = [
     "Edit",

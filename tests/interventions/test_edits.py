@@ -10,7 +10,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
 from jaxgpt.interventions.edits import EMBEDDING, PLACES, place_name
-from jaxgpt.interventions.run import token_losses
+from jaxgpt.interventions.forward import token_losses
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
