@@ -41,7 +41,8 @@ def open_page(chromium):
             lambda request: request.url.startswith(("file:", "blob:", "data:")) or page.complaints.append(request.url),
         )
         page.goto(path.as_uri())
-        page.wait_for_function("document.documentElement.dataset.ready || document.documentElement.dataset.failed")
+        # Not wait_for_function, which evaluates a string whenever it looks again: the pages do not allow that.
+        page.wait_for_selector("html[data-ready], html[data-failed]", state="attached")
         assert page.evaluate("document.documentElement.dataset.ready") == "true", page.complaints
         return page
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "evaluate": Command(tools.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
     "report": Command(tools.report, "[RUN]", "jaxgpt report runs/mine"),
     "xray": Command(tools.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
+    "page": Command(tools.page, "[RUN]", "jaxgpt page --out page.html"),
     "plan": Command(tools.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True),
     "study": Command(tools.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
     "import-hf": Command(tools.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),

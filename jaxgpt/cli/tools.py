@@ -19,6 +19,7 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS, find_run
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
+PageWeights = Literal["int8", "float32"]
 
 
 def evaluate(
@@ -158,6 +159,38 @@ def xray(
     page = xray(load(run, average=average), prompt, data=data, corpus_tokens=corpus_tokens)
     write_whole(path, page)
     print(f"{path}: {len(page.encode()) / 1e3:,.0f} kB; open it in a browser")
+
+
+def page(
+    run: Positional[str | None] = None,
+    *,
+    average: Count | None = None,
+    weights: PageWeights = "int8",
+    prompt: str | None = None,
+    out: str = "page.html",
+    force: bool = False,
+) -> None:
+    """Write a model as an HTML page that runs it.
+
+    The page has the weights and needs no network: type, let it write, and switch heads and MLPs off.
+
+    Args:
+        run: run directory; None: the newest under runs/
+        average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
+        weights: dtype of the matrices on the page
+        prompt: the text to begin with; None: the run's train.sample_prompt
+        out: the page to write
+        force: overwrite files that exist
+    """
+    find_run(run)
+    path = new_file(out, force=force)
+    configure_jax()
+    from jaxgpt.run import load
+    from jaxgpt.tools.xray.live import make_page
+
+    html = make_page(load(run, average=average), prompt, weights=weights)
+    write_whole(path, html)
+    print(f"{path}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
 
 
 def report(

@@ -18,7 +18,7 @@ LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word 
 MOST_WORDS = 2**19  # words whose ids are kept: about 100 MB
 _PIECE = re.compile(r"\s*\S+(?:(?!\n\S)[^\S ]\s*\S*)*\n?|\s+")
 # Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
-_WORDS = (
+WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
@@ -99,7 +99,7 @@ class BPETokenizer:
                     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
                 ],
             }:
-                return words in _WORDS
+                return words in WORDS
         return False
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from importlib import resources
 
 from jaxgpt.tools.html_page import hash_source, read_asset, read_program
+from jaxgpt.tools.xray.page import PROGRAMS
 
 
 def playground_page() -> tuple[str, str]:
@@ -32,7 +33,7 @@ def playground_page() -> tuple[str, str]:
     for mark, text in (("/*page.css*/", style), ("/*playground.css*/", own), ("/*playground.js*/", program)):
         html = html.replace(mark, text)
     styles = " ".join(f"'{hash_source(text)}'" for text in (style, own))
-    programs = " ".join(f"'{hash_source(text)}'" for text in (program, read_program("xray/xray")))
+    programs = " ".join(f"'{hash_source(text)}'" for text in (program, read_program(PROGRAMS)))
     policy = (
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src {styles}; script-src {programs}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -21,10 +21,11 @@ function begin(draw) {
     });
 }
 
-const KINDS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array };
+const KINDS = { u1: Uint8Array, i1: Int8Array, i4: Int32Array, f4: Float32Array };
 
-// Return the array that Python's Arrays.put stored.
+// Return the array that Python's Arrays.put stored; of { values, shape } the values, which the page itself computed.
 function array(reference) {
+  if (reference.values) return reference.values;
   const size = reference.shape.reduce((a, b) => a * b, 1);
   return new KINDS[reference.type](bytes, reference.at, size);
 }

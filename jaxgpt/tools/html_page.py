@@ -7,12 +7,13 @@ import hashlib
 import html
 import json
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 import numpy as np
 
-DTYPES = {"u1": np.uint8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
+DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
 
 
 class Arrays:
@@ -24,7 +25,7 @@ class Arrays:
         self._size = 0
 
     def put(self, array: np.ndarray) -> dict[str, Any]:
-        """Add an array of uint8, int32 or float32; return its reference: offset in bytes, type and shape."""
+        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape."""
         array = np.ascontiguousarray(array)
         (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
         raw = array.astype(array.dtype.newbyteorder("<")).tobytes()
@@ -39,13 +40,13 @@ class Arrays:
         return base64.b64encode(zlib.compress(b"".join(self._parts), 9)).decode()
 
 
-def render_html(name: str, title: str, data: dict[str, Any], arrays: Arrays) -> str:
-    """Return the page on which `NAME.js` draws `data`.
+def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: Arrays) -> str:
+    """Return the page on which the programs `NAME.js` draw `data`; the last of them begins.
 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
     only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
     """
-    style, program = read_asset("page.css"), read_program(name)
+    style, program = read_asset("page.css"), read_program(names)
     policy = f"default-src 'none'; img-src data:; style-src '{hash_source(style)}'; script-src '{hash_source(program)}'"
     return f"""<!doctype html>
 <html lang="en">
@@ -82,9 +83,9 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
     return None if values is None or not np.isfinite(values) else float(f"{values:.{digits}g}")
 
 
-def read_program(name: str) -> str:
+def read_program(names: Sequence[str]) -> str:
     """Return the program of a page that carries its data."""
-    return read_asset("page.js") + read_asset("data.js") + read_asset(f"{name}.js")
+    return "".join(read_asset(f"{name}.js") for name in ("page", "data", *names))
 
 
 def read_asset(name: str) -> str:

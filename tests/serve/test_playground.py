@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.server import make_server
 from jaxgpt.tools.html_page import hash_source, read_asset, read_program
+from jaxgpt.tools.xray.page import PROGRAMS
 from tests.browser import TIMEOUT
 from tests.conftest import REPOSITORY
 from tests.serve import fake_server
@@ -111,7 +112,7 @@ def test_the_policy_names_what_is_in_the_page():
     assert directives["default-src"] == "'none'" and directives["connect-src"] == "'self'" and "unsafe" not in policy
     programs = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     assert len(programs) == 1 and html.count("<script") == 1
-    of_xray = hash_source(read_program("xray/xray")), hash_source(read_asset("page.css"))
+    of_xray = hash_source(read_program(PROGRAMS)), hash_source(read_asset("page.css"))
     assert directives["script-src"] == f"'{hash_source(programs[0])}' '{of_xray[0]}'"
     styles = [hash_source(style) for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL)]
     assert directives["style-src"] == " ".join(f"'{style}'" for style in styles) and of_xray[1] in styles

@@ -143,4 +143,4 @@ def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequenc
         "grad_norms": points("grad_norm"),
         "configuration": configuration,
     }
-    return render_html("report/report", data["title"], data, Arrays())
+    return render_html(["report/report"], data["title"], data, Arrays())

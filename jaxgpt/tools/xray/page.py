@@ -17,6 +17,7 @@ from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import Activations, Guess, Norm, TopExamples
 from jaxgpt.train import Params
 
+PROGRAMS = ("xray/sections", "xray/xray")  # of the page
 UNITS = 8  # most active units that are listed for each position
 ELEMENTS = 8  # of a token's vector that are shown before and after a norm
 LABELS = 400  # most tokens on the map of embeddings
@@ -44,7 +45,7 @@ def render_page(
     arrays = TokenArrays()
     data: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
-        "facts": _facts(run),
+        "facts": describe_run(run),
         "texts": {name: arrays.put_tokens(ids) for name, ids in texts.items()},
         "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
         "guess": _guess(activations.guess, arrays),
@@ -64,14 +65,15 @@ def render_page(
         if examples is None
         else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
         "why_no_corpus": why_no_corpus,
-        "embedding": _embedding(run, texts, examples, arrays),
+        "embedding": map_embedding(run, texts, examples, arrays),
         "sampling": _last(activations.logits_V, arrays) | {"temperature": run.experiment.train.sample_temperature},
     }
     data["words"] = [spell(run.tokenizer, token) for token in arrays.words]
-    return render_html("xray/xray", data["title"], data, arrays)
+    return render_html(PROGRAMS, data["title"], data, arrays)
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def describe_run(run: Run) -> list[tuple[str, str]]:
+    """Return the facts at the head of a page: (name, value)."""
     config = run.model.config
     layers = f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
     return [
@@ -217,9 +219,10 @@ def _units(
     }
 
 
-def _embedding(
+def map_embedding(
     run: Run, texts: dict[str, list[int]], examples: TopExamples | None, arrays: TokenArrays
 ) -> dict[str, Any]:
+    """Return the token vectors on a plane, and the nearest tokens of each."""
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = _most_used(texts, examples, len(vectors_VD))
     vectors_ND = vectors_VD[shown]
