@@ -5,6 +5,7 @@ from jaxgpt.interventions.edits import Edit, add, replace, scale, zero
 from jaxgpt.interventions.forward import Forward, run, run_each, token_losses
 from jaxgpt.interventions.lens import fit_jacobian_lens, logit_lens
 from jaxgpt.interventions.model import edit
+from jaxgpt.interventions.patching import patch
 from jaxgpt.interventions.plots import plot_heatmap
 from jaxgpt.interventions.probes import Probe, fit_probe
 from jaxgpt.interventions.scores import induction_scores, previous_token_scores, repeat_random_tokens
@@ -23,6 +24,7 @@ __all__ = [
     "induction_scores",
     "logit_lens",
     "mean_interval",
+    "patch",
     "plot_heatmap",
     "previous_token_scores",
     "repeat_random_tokens",
