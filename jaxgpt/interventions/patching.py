@@ -147,7 +147,7 @@ def _of_last(metric: Metric) -> Callable[[jax.Array], Any]:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _finish_block(
     block: Block, place: str, params: Params, entered_BTD: jax.Array, middle_BTD: jax.Array, here_BT: jax.Array
-) -> jax.Array:
+) -> Any:
     """Return the stream after a block at each patched position, x_NTD, by head; N is 1 for a place without heads."""
     entered_1TD, middle_1TD, into_1T, x = entered_BTD[:1], middle_BTD[:1], here_BT[:1], here_BT[1:]
 
@@ -184,7 +184,7 @@ def _continue(
     values_BTKH: jax.Array,
     rows: Rows,
     kept: np.ndarray,
-) -> jax.Array:
+) -> Any:
     """Return the stream after a later block, of the tokens `kept` among the U. Keys and values: of the unpatched text."""
 
     def spread(new_1UNH: jax.Array, old_TNH: jax.Array) -> jax.Array:
@@ -192,7 +192,7 @@ def _continue(
         return jnp.broadcast_to(old_TNH, shape).at[rows.row_U, rows.position_U].set(new_1UNH[0])
 
     def run_block(block: Block) -> jax.Array:
-        attn, positions_1U = block.attn, rows.position_U[None]
+        attn, positions_1U = block.attn, jnp.asarray(rows.position_U)[None]
         q_1UNH, k_1UKH, v_1UKH = attn.project(block.norm_input(x_1UD, "ln_1"), positions_1U)
         q_RTNH = spread(q_1UNH, jnp.zeros((keys_BTKH.shape[1], *q_1UNH.shape[2:]), q_1UNH.dtype))
         k_RTKH, v_RTKH = spread(k_1UKH, keys_BTKH[0]), spread(v_1UKH, values_BTKH[0])
@@ -210,4 +210,5 @@ def _measure(model: EditedGPT, params: Params, x_1RD: jax.Array, metric: Metric)
     def logits(model: EditedGPT) -> jax.Array:
         return model.unembed(model.norm_output(x_1RD))[0]
 
-    return jax.vmap(metric)(model.apply({"params": params}, method=logits))
+    logits_RV: Any = model.apply({"params": params}, method=logits)
+    return jax.vmap(metric)(logits_RV)
