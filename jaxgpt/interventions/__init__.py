@@ -1,6 +1,7 @@
 """Change activations while the model computes, and see what becomes of its output."""
 
 from jaxgpt.interventions.ablation import Ablations, Rise, ablate_all, mean_interval
+from jaxgpt.interventions.attribution import Attribution, logit_attribution
 from jaxgpt.interventions.edits import Edit, add, replace, scale, zero
 from jaxgpt.interventions.forward import Forward, run, run_each, token_losses
 from jaxgpt.interventions.lens import fit_jacobian_lens, logit_lens
@@ -12,6 +13,7 @@ from jaxgpt.interventions.scores import induction_scores, previous_token_scores,
 
 __all__ = [
     "Ablations",
+    "Attribution",
     "Edit",
     "Forward",
     "Probe",
@@ -22,6 +24,7 @@ __all__ = [
     "fit_jacobian_lens",
     "fit_probe",
     "induction_scores",
+    "logit_attribution",
     "logit_lens",
     "mean_interval",
     "patch",
