@@ -1,5 +1,7 @@
-// The model in JavaScript: it reads one token at a time and keeps what it computes at each position, as the sections draw it.
+// The model in JavaScript: it reads one token at a time and keeps what it computed at each position, as the sections draw it.
 // Matrices are row-major by output, in float32; sums are in float64.
+
+const [PREDICTIONS, LENS_PREDICTIONS, UNITS, ELEMENTS] = [5, 3, 8, 8]; // as in activations.py and page.py
 
 // A matrix of the page, { values, scale }, dequantised, with its bias and the array of its result: to allocate one for every
 // product would take longer than the product.
@@ -16,29 +18,19 @@ function dot(x, i, y, j, count) {
   return sum;
 }
 
-// Four rows at a time: 1.45 billion products per second instead of 0.95 with one row in four parts (node 20).
+// Four rows at a time: 1.45 billion products per second instead of 0.95 with four parts of one row (node 20, Xeon).
 function multiply({ values, rows, columns, bias, out }, x) {
   let r = 0;
   for (; r + 3 < rows; r += 4) {
-    const p = r * columns;
-    const q = p + columns;
-    const s = q + columns;
-    const t = s + columns;
-    let a = 0;
-    let b = 0;
-    let c = 0;
-    let d = 0;
+    const p = r * columns, q = p + columns, s = q + columns, t = s + columns;
+    let a = 0, b = 0, c = 0, d = 0;
     for (let i = 0; i < columns; i++) {
-      const y = x[i];
-      a += values[p + i] * y;
-      b += values[q + i] * y;
-      c += values[s + i] * y;
-      d += values[t + i] * y;
+      a += values[p + i] * x[i];
+      b += values[q + i] * x[i];
+      c += values[s + i] * x[i];
+      d += values[t + i] * x[i];
     }
-    out[r] = a;
-    out[r + 1] = b;
-    out[r + 2] = c;
-    out[r + 3] = d;
+    out.set([a, b, c, d], r);
   }
   for (; r < rows; r++) out[r] = dot(values, r * columns, x, 0, columns);
   if (bias) for (r = 0; r < rows; r++) out[r] += bias[r];
@@ -46,8 +38,7 @@ function multiply({ values, rows, columns, bias, out }, x) {
 }
 
 function moments(x) {
-  let sum = 0;
-  let squares = 0;
+  let sum = 0, squares = 0;
   for (let i = 0; i < x.length; i++) sum += x[i];
   const mean = sum / x.length;
   for (let i = 0; i < x.length; i++) squares += (x[i] - mean) ** 2;
@@ -56,9 +47,8 @@ function moments(x) {
 
 function normalise({ centred, eps, scale, bias }, x, out) {
   const { mean, variance } = moments(x);
-  const centre = centred ? mean : 0;
   const inverse = 1 / Math.sqrt((centred ? variance : variance + mean * mean) + eps);
-  for (let i = 0; i < x.length; i++) out[i] = (x[i] - centre) * inverse * scale[i] + (bias ? bias[i] : 0);
+  for (let i = 0; i < x.length; i++) out[i] = (x[i] - (centred ? mean : 0)) * inverse * scale[i] + (bias ? bias[i] : 0);
   return out;
 }
 
@@ -68,8 +58,7 @@ const cap = (x, most) => (most === null ? x : most * Math.tanh(x / most));
 // By a series of positive terms; from 4 on it is 1 to 2e-8.
 function erf(x) {
   if (Math.abs(x) >= 4) return Math.sign(x);
-  let term = x;
-  let sum = x;
+  let term = x, sum = x;
   for (let n = 1; Math.abs(term) > 1e-12 * Math.abs(sum); n++) sum += term *= (2 * x * x) / (2 * n + 1);
   return (2 / Math.sqrt(Math.PI)) * Math.exp(-x * x) * sum;
 }
@@ -80,8 +69,6 @@ const ACTIVATIONS = {
   relu: (x) => Math.max(x, 0), relu2: (x) => Math.max(x, 0) ** 2, gelu, gelu_tanh: geluTanh,
   swiglu: (x) => x / (1 + Math.exp(-x)), geglu: gelu, geglu_tanh: geluTanh,
 };
-
-const [PREDICTIONS, LENS_PREDICTIONS, UNITS, ELEMENTS] = [5, 3, 8, 8]; // as activations.py and page.py have them
 
 // The indices of the `count` largest values, the largest first; of equal ones the first.
 function largest(values, count) {
@@ -97,134 +84,111 @@ function largest(values, count) {
 }
 
 class Engine {
-  // model: config (GPTConfig.explicit()), context, vocab_size, windows and frequencies of each layer, params.
-  constructor({ config, context, vocab_size, windows, frequencies, params }) {
-    const c = Object.assign(this, { c: config, C: context, V: vocab_size }).c;
-    [this.N, this.K, this.H] = [c.n_head, c.n_kv_head, c.head_dim];
-    this.tokens = []; // those that were read
+  // config: GPTConfig.explicit(); context: tokens; windows, frequencies: of each layer; params: as linen names them.
+  constructor({ config: c, context, vocab_size, windows, frequencies, params }) {
+    const { n_head: N, n_kv_head: K, head_dim: H, n_embd: D } = c;
+    Object.assign(this, { c, N, K, H, D, C: context, V: vocab_size });
+    this.tokens = []; // those that were read; without them, what was computed is forgotten
     this.off = new Set(); // heads, "layer,head", and MLPs, "layer,mlp", that are switched off
     const floats = (n = 1) => new Float32Array(n * context);
-    const norm = (node, centred) => node && {
-      eps: c.norm_eps, centred, bias: node.bias ? array(node.bias) : null, scale: array(node.scale).map((x) => x + c.norm_offset),
+    const norm = (p, centred) => p && {
+      eps: c.norm_eps, centred, scale: array(p.scale).map((x) => x + c.norm_offset), bias: p.bias ? array(p.bias) : null,
     };
-    const watched = (node, name) => node && {
-      ...norm(node, c.norm === "layernorm"), name, x: [], out: new Float32Array(c.n_embd),
-      before: { mean: floats(), variance: floats() }, after: { mean: floats(), variance: floats() },
-    };
-    const branch = (name) => ({ name, added: floats(), stream: floats(), sum: new Float32Array(c.n_embd) });
+    const sides = () => ({ before: floats(D), after: floats(D), out: new Float32Array(D) });
+    const shown = (p, name) => p && { ...norm(p, c.norm === "layernorm"), name, ...sides() };
+    const branch = (name) => ({ name, added: floats(), stream: floats(), sum: new Float32Array(D) });
     this.layers = windows.map((window, l) => {
-      const p = params[`h_${l}`];
-      const of = (part, name) => p[part][name] && linear(p[part][name].kernel, p[part][name].bias);
-      const names = ["ln_1", "ln_1_out", "ln_2", "ln_2_out"];
+      const { attn, mlp, ...norms } = params[`h_${l}`];
+      const dense = (p) => p && linear(p.kernel, p.bias);
       return {
-        window, frequencies: frequencies[l], q: of("attn", "q"), k: of("attn", "k"), v: of("attn", "v"), merge: of("attn", "c_proj"),
-        q_norm: norm(p.attn.q_norm, false), k_norm: norm(p.attn.k_norm, false),
-        fc: of("mlp", "c_fc"), gate: of("mlp", "c_gate"), proj: of("mlp", "c_proj"),
-        ...Object.fromEntries(names.map((name) => [name, watched(p[name], `h_${l}/${name}`)])),
-        attn: branch(`h_${l}/attn`), mlp: branch(`h_${l}/mlp`),
-        keys: floats(this.K * this.H), values: floats(this.K * this.H), weights: floats(this.N * context), hidden: floats(c.mlp_dim),
-        heads: new Float32Array(this.N * this.H),
+        window, frequencies: frequencies[l] ?? [], q: dense(attn.q), k: dense(attn.k), v: dense(attn.v), merge: dense(attn.c_proj),
+        q_norm: norm(attn.q_norm, false), k_norm: norm(attn.k_norm, false),
+        up: dense(mlp.c_fc), gate: dense(mlp.c_gate), down: dense(mlp.c_proj), attn: branch(`h_${l}/attn`), mlp: branch(`h_${l}/mlp`),
+        norms: Object.fromEntries(Object.keys(norms).sort().map((name) => [name, shown(norms[name], `h_${l}/${name}`)])),
+        keys: floats(K * H), values: floats(K * H), weights: floats(N * context), heads: new Float32Array(N * H), hidden: floats(c.mlp_dim),
       };
     });
     this.wte = linear(params.wte.embedding);
-    this.head = { ...linear(params.lm_head ?? params.wte.embedding), rows: vocab_size, out: new Float32Array(vocab_size) };
+    this.head = { ...(params.lm_head ? linear(params.lm_head) : this.wte), rows: vocab_size, out: new Float32Array(vocab_size) };
     this.wpe = params.wpe && array(params.wpe.embedding);
-    this.last = watched(params.ln_f, "ln_f");
+    this.last = shown(params.ln_f, "ln_f");
     this.start = floats();
-    this.lens = [null, ...this.layers].map(() => ({ read: floats(c.n_embd), sum: floats(), ids: [], p: [] })); // sum: log of it
+    this.lens = [null, ...this.layers].map(() => ({ read: floats(D), sum: floats(), ids: [], p: [] })); // sum: its logarithm
   }
 
-  // Forget all but the tokens at the beginning that are also those of `tokens`, or every token; return how many are kept.
+  // Forget all but the tokens at the beginning that are those of `tokens`, too; return how many are kept.
   keep(tokens) {
     const different = this.tokens.findIndex((token, t) => token !== tokens[t]);
     if (different >= 0) this.tokens.length = different;
     return this.tokens.length;
   }
 
-  // Switch a head or an MLP on or off.
-  toggle(part) {
-    if (!this.off.delete(part)) this.off.add(part);
-    this.tokens.length = 0;
-  }
-
-  // Switch everything on.
-  restore() {
-    this.off.clear();
-    this.tokens.length = 0;
-  }
-
   // Read the next token.
   step(token) {
-    const [t, { c }] = [this.tokens.length, this];
-    const D = c.n_embd;
+    const { c, D, wte, wpe, tokens: { length: t } } = this;
     const scale = c.scale_embeddings ? Math.sqrt(D) : 1;
-    let x = Float32Array.from({ length: D }, (_, i) => Math.fround(this.wte.values[token * D + i] * scale) + (this.wpe ? this.wpe[t * D + i] : 0));
+    let x = new Float32Array(D).map((_, i) => Math.fround(wte.values[token * D + i] * scale) + (wpe ? wpe[t * D + i] : 0));
     this.start[t] = size(x);
-    this.look(0, x, t);
+    this.predict(0, x, t);
     this.layers.forEach((layer, l) => {
       const entered = x;
-      x = this.join(layer.attn, x, this.attend(layer, l, this.enter(layer.ln_1, x, t), t), layer.ln_1, layer.ln_1_out, t);
-      const read = this.enter(layer.ln_2, c.parallel_residual ? entered : x, t);
-      x = this.join(layer.mlp, x, this.feed(layer, l, read, t), layer.ln_2, layer.ln_2_out, t);
-      this.look(l + 1, x, t);
+      const { ln_1, ln_1_out, ln_2, ln_2_out } = layer.norms;
+      x = this.join(layer.attn, x, this.attend(layer, l, this.enter(ln_1, x, t), t), ln_1, ln_1_out, t);
+      const read = this.enter(ln_2, c.parallel_residual ? entered : x, t);
+      x = this.join(layer.mlp, x, this.feed(layer, l, read, t), ln_2, ln_2_out, t);
+      this.predict(l + 1, x, t);
     });
     this.tokens.push(token);
   }
 
   // Apply a norm that the page shows.
-  watch(norm, x, t) {
-    const y = normalise(norm, x, norm.out);
-    for (const [side, vector] of [["before", x], ["after", y]]) {
-      const { mean, variance } = moments(vector);
-      norm[side].mean[t] = mean;
-      norm[side].variance[t] = variance;
-    }
-    norm.x[t] = [...x.subarray(0, ELEMENTS)];
-    return y;
+  show(norm, x, t) {
+    norm.before.set(x, t * this.D);
+    norm.after.set(normalise(norm, x, norm.out), t * this.D);
+    return norm.out;
   }
 
   // The input of a branch, and the stream after it: see Block.
   enter(norm, x, t) {
-    return ["pre", "sandwich"].includes(this.c.norm_position) ? this.watch(norm, x, t) : x;
+    return ["pre", "sandwich"].includes(this.c.norm_position) ? this.show(norm, x, t) : x;
   }
 
   join(branch, x, out, norm, norm_out, t) {
-    const position = this.c.norm_position;
-    const added = position === "output" ? this.watch(norm, out, t) : position === "sandwich" ? this.watch(norm_out, out, t) : out;
-    const { sum } = branch;
-    for (let i = 0; i < x.length; i++) sum[i] = x[i] + added[i];
-    const stream = position === "post" ? this.watch(norm, sum, t) : sum;
-    branch.added[t] = size(added);
+    const after = { output: norm, sandwich: norm_out }[this.c.norm_position];
+    if (after) out = this.show(after, out, t);
+    for (let i = 0; i < x.length; i++) branch.sum[i] = x[i] + out[i];
+    const stream = this.c.norm_position === "post" ? this.show(norm, branch.sum, t) : branch.sum;
+    branch.added[t] = size(out);
     branch.stream[t] = size(stream);
     return stream;
   }
 
-  attend(layer, l, x, t) {
+  // Norm and rotate the heads of queries or keys.
+  rotate(heads, norm, frequencies, t) {
+    if (norm && this.c.qk_norm_over === "heads") normalise(norm, heads, heads);
+    for (let from = 0; from < heads.length; from += this.H) {
+      const x = heads.subarray(from, from + this.H);
+      if (norm && this.c.qk_norm_over === "head") normalise(norm, x, x);
+      frequencies.forEach((frequency, i) => {
+        const angle = Math.fround(t * frequency);
+        const j = i + frequencies.length;
+        const [a, b, cos, sin] = [x[i], x[j], Math.cos(angle), Math.sin(angle)];
+        x[i] = a * cos - b * sin;
+        x[j] = b * cos + a * sin;
+      });
+    }
+    return heads;
+  }
+
+  attend({ window, frequencies, keys, values, weights, heads, ...layer }, l, x, t) {
     const { c, N, K, H, C } = this;
-    const rotate = (heads, norm) => {
-      if (norm && c.qk_norm_over === "heads") normalise(norm, heads, heads);
-      for (let from = 0; from < heads.length; from += H) {
-        const one = heads.subarray(from, from + H);
-        if (norm && c.qk_norm_over === "head") normalise(norm, one, one);
-        const half = layer.frequencies?.length ?? 0;
-        for (let i = 0; i < half; i++) {
-          const angle = Math.fround(t * layer.frequencies[i]);
-          const [a, b, cos, sin] = [one[i], one[i + half], Math.cos(angle), Math.sin(angle)];
-          one[i] = a * cos - b * sin;
-          one[i + half] = b * cos + a * sin;
-        }
-      }
-      return heads;
-    };
-    const q = rotate(multiply(layer.q, x), layer.q_norm);
-    layer.keys.set(rotate(multiply(layer.k, x), layer.k_norm), t * K * H);
-    layer.values.set(multiply(layer.v, x), t * K * H);
-    const { keys, values, weights, heads } = layer;
-    const first = layer.window === null ? 0 : Math.max(0, t + 1 - layer.window);
+    const q = this.rotate(multiply(layer.q, x), layer.q_norm, frequencies, t);
+    keys.set(this.rotate(multiply(layer.k, x), layer.k_norm, frequencies, t), t * K * H);
+    values.set(multiply(layer.v, x), t * K * H);
+    const first = window === null ? 0 : Math.max(0, t + 1 - window);
     for (let n = 0; n < N; n++) {
-      const shared = Math.floor(n / (N / K)) * H;
-      const row = (n * C + t) * C;
-      let [most, total] = [-Infinity, 0];
+      const [shared, row] = [Math.floor((n * K) / N) * H, (n * C + t) * C];
+      let most = -Infinity, total = 0;
       for (let s = first; s <= t; s++) {
         weights[row + s] = cap(dot(keys, s * K * H + shared, q, n * H, H) / Math.sqrt(c.query_scale), c.attention_softcap);
         most = Math.max(most, weights[row + s]);
@@ -234,46 +198,41 @@ class Engine {
       const off = this.off.has(`${l},${n}`);
       for (let i = 0; i < H; i++) {
         let sum = 0;
-        for (let s = off ? t + 1 : first; s <= t; s++) sum += weights[row + s] * values[s * K * H + shared + i];
-        heads[n * H + i] = sum;
+        for (let s = first; s <= t; s++) sum += weights[row + s] * values[s * K * H + shared + i];
+        heads[n * H + i] = off ? 0 : sum;
       }
     }
     return multiply(layer.merge, heads);
   }
 
   feed(layer, l, x, t) {
-    const act = ACTIVATIONS[this.c.activation];
-    const [F, up, gate] = [this.c.mlp_dim, multiply(layer.fc, x), layer.gate && multiply(layer.gate, x)];
-    const hidden = layer.hidden.subarray(t * F, (t + 1) * F);
+    const [F, act] = [this.c.mlp_dim, ACTIVATIONS[this.c.activation]];
+    const [up, gate, hidden] = [multiply(layer.up, x), layer.gate && multiply(layer.gate, x), layer.hidden.subarray(t * F, (t + 1) * F)];
     for (let i = 0; i < F; i++) hidden[i] = gate ? act(gate[i]) * up[i] : act(up[i]);
-    const out = multiply(layer.proj, hidden);
+    const out = multiply(layer.down, hidden);
     return this.off.has(`${l},mlp`) ? out.fill(0) : out;
   }
 
   // Predict the next token from the stream x after l layers.
-  look(l, x, t) {
+  predict(l, x, t) {
     const lens = this.lens[l];
-    const read = !this.last ? x : l === this.layers.length ? this.watch(this.last, x, t) : normalise(this.last, x, this.last.out);
-    lens.read.set(read, t * read.length);
+    if (this.last) x = l === this.layers.length ? this.show(this.last, x, t) : normalise(this.last, x, this.last.out);
+    lens.read.set(x, t * this.D);
     const logits = this.logits(l, t);
-    const best = largest(logits, PREDICTIONS);
-    const most = logits[best[0]];
+    lens.ids[t] = largest(logits, PREDICTIONS);
+    const most = logits[lens.ids[t][0]];
     lens.sum[t] = most + Math.log(logits.reduce((sum, logit) => sum + Math.exp(logit - most), 0));
-    lens.ids[t] = best;
-    lens.p[t] = best.map((token) => Math.exp(logits[token] - lens.sum[t]));
+    lens.p[t] = lens.ids[t].map((token) => Math.exp(logits[token] - lens.sum[t]));
   }
 
   logits(l = this.layers.length, t = this.tokens.length - 1) {
-    const D = this.c.n_embd;
-    const logits = multiply(this.head, this.lens[l].read.subarray(t * D, (t + 1) * D));
-    for (let i = 0; i < logits.length; i++) logits[i] = cap(logits[i], this.c.logit_softcap);
-    return logits;
+    const logits = multiply(this.head, this.lens[l].read.subarray(t * this.D, (t + 1) * this.D));
+    return this.c.logit_softcap === null ? logits : logits.map((logit) => cap(logit, this.c.logit_softcap));
   }
 
   // The log-probability in nats of the token after position t, predicted after l layers.
   logprob(t, l = this.layers.length) {
-    const D = this.c.n_embd;
-    const logit = dot(this.head.values, this.tokens[t + 1] * D, this.lens[l].read, t * D, D);
+    const logit = dot(this.head.values, this.tokens[t + 1] * this.D, this.lens[l].read, t * this.D, this.D);
     return cap(logit, this.c.logit_softcap) - this.lens[l].sum[t];
   }
 
@@ -284,68 +243,71 @@ class Engine {
     return { ids, logits: Float32Array.from(ids, (id) => logits[id]) };
   }
 
-  // All activations, in the form of the X-ray's data.
+  // All activations, as page.py gives those of the X-ray to the sections.
   activations() {
-    const { c, N, C, tokens: { length: T } } = this;
-    const held = (values, ...shape) => ({ values, shape });
-    const guess = (l, K) => {
-      const [kept, { ids, p }] = [Math.min(K, this.V), this.lens[l]];
-      const flat = (rows) => rows.slice(0, T).flatMap((row) => row.slice(0, kept));
-      const actual = Array.from({ length: T }, (_, t) => (t + 1 < T ? Math.exp(this.logprob(t, l)) : null));
-      return { ids: held(flat(ids), T, kept), p: held(flat(p), T, kept), actual };
-    };
-    const map = ({ weights }, l) => {
-      const roots = new Uint8Array(N * T * T);
-      for (let n = 0; n < N; n++) {
-        for (let t = 0; t < T; t++) {
-          for (let s = 0; s <= t; s++) roots[(n * T + t) * T + s] = Math.round(255 * Math.sqrt(weights[(n * C + t) * C + s]));
-        }
-      }
-      const share = (n, to) => {
-        let sum = 0;
-        for (let t = 2; t < T; t++) sum += weights[(n * C + t) * C + to(t)];
-        return sum / (T - 2);
-      };
-      const shares = T < 3 ? null : [...Array(N).keys()].map((n) => [(t) => t - 1, () => 0, (t) => t].map((to) => share(n, to)));
-      return { name: `layer ${l + 1}`, queries: "text", keys: "text", roots: held(roots, N, T, T), shares };
-    };
-    const units = ({ hidden: all }) => {
-      const F = c.mlp_dim;
-      const hidden = all.subarray(0, T * F);
-      const [peaks, levels, zeros] = [new Float32Array(F), new Uint8Array(F * T), new Float32Array(T)];
-      const silent = new Uint8Array(F).fill(1);
-      hidden.forEach((value, i) => {
-        peaks[i % F] = Math.max(peaks[i % F], value);
-        if (value === 0) zeros[Math.floor(i / F)] += 1 / F;
-        else silent[i % F] = 0;
-      });
-      hidden.forEach((value, i) => (levels[(i % F) * T + Math.floor(i / F)] = Math.round((15 * Math.max(value, 0)) / (peaks[i % F] || 1))));
-      const top = Array.from({ length: T }, (_, t) => largest(hidden.subarray(t * F, (t + 1) * F), Math.min(UNITS, F)));
-      const values = top.flatMap((row, t) => row.map((f) => hidden[t * F + f]));
-      const [most, count] = [top[0].length, silent.reduce((a, b) => a + b, 0)];
-      return {
-        units: F, top: held(top.flat(), T, most), values: held(values, T, most), levels: held(levels, F, T), peaks: held(peaks, F),
-        zeros: c.activation.startsWith("relu") ? zeros : null, silent: count,
-      };
-    };
-    const norm = (n) => {
-      const spread = (x) => x && [x.reduce((a, b) => a + b, 0) / x.length, Math.min(...x), Math.max(...x)];
-      const cut = ({ mean, variance }) => ({ mean: mean.subarray(0, T), variance: variance.subarray(0, T) });
-      return { ...n, before: cut(n.before), after: cut(n.after), x: n.x.slice(0, T), scales: spread(n.scale), biases: spread(n.bias) };
-    };
-    const norms = this.layers.flatMap((layer) => [layer.ln_1, layer.ln_1_out, layer.ln_2, layer.ln_2_out]);
     const { ids, logits } = this.ranked();
+    const T = this.tokens.length;
+    const branches = this.layers.flatMap(({ attn, mlp }) => [attn, mlp]);
     return {
       bits: this.tokens.map((_, t) => (t ? -this.logprob(t - 1) / Math.LN2 : null)),
-      guess: guess(this.layers.length, PREDICTIONS),
-      lens: this.lens.map((_, l) => guess(l, LENS_PREDICTIONS)),
-      attention: this.layers.map(map),
+      guess: this.guess(this.layers.length, PREDICTIONS),
+      lens: this.lens.map((_, l) => this.guess(l, LENS_PREDICTIONS)),
+      attention: this.layers.map(({ weights }, l) => this.maps(weights, `layer ${l + 1}`)),
       start: this.start.subarray(0, T),
-      branches: this.layers.flatMap((layer) => [layer.attn, layer.mlp])
-        .map((b) => ({ name: b.name, added: b.added.subarray(0, T), stream: b.stream.subarray(0, T) })),
-      norms: [...norms, this.last].filter(Boolean).map(norm),
-      mlp: this.layers.map(units),
-      sampling: { ids: held(ids, this.V), logits: held(logits, this.V) },
+      branches: branches.map(({ name, added, stream }) => ({ name, added: added.subarray(0, T), stream: stream.subarray(0, T) })),
+      norms: [...this.layers.flatMap(({ norms }) => Object.values(norms)), this.last].filter(Boolean).map((norm) => this.norm(norm)),
+      mlp: this.layers.map(({ hidden }) => this.units(hidden.subarray(0, T * this.c.mlp_dim))),
+      sampling: { ids: { values: ids, shape: [this.V] }, logits: { values: logits, shape: [this.V] } },
+    };
+  }
+
+  guess(l, most) {
+    const [T, K] = [this.tokens.length, Math.min(most, this.V)];
+    const flat = (rows) => ({ values: rows.slice(0, T).flatMap((row) => row.slice(0, K)), shape: [T, K] });
+    const actual = this.tokens.map((_, t) => (t + 1 < T ? Math.exp(this.logprob(t, l)) : null));
+    return { ids: flat(this.lens[l].ids), p: flat(this.lens[l].p), actual };
+  }
+
+  maps(weights, name) {
+    const { N, C, tokens: { length: T } } = this;
+    const roots = new Uint8Array(N * T * T);
+    const shares = Array.from({ length: N }, () => [0, 0, 0]); // as attention_shares in page.py
+    for (let n = 0; n < N; n++) {
+      for (let t = 0; t < T; t++) {
+        const row = weights.subarray((n * C + t) * C, (n * C + t) * C + t + 1);
+        row.forEach((weight, s) => (roots[(n * T + t) * T + s] = Math.round(255 * Math.sqrt(weight))));
+        if (t > 1) [t - 1, 0, t].forEach((s, i) => (shares[n][i] += row[s] / (T - 2)));
+      }
+    }
+    return { name, queries: "text", keys: "text", roots: { values: roots, shape: [N, T, T] }, shares: T > 2 ? shares : null };
+  }
+
+  norm(norm) {
+    const { D, tokens } = this;
+    const spread = (x) => x && [moments(x).mean, Math.min(...x), Math.max(...x)];
+    const side = (x) => {
+      const each = tokens.map((_, t) => moments(x.subarray(t * D, (t + 1) * D)));
+      return { mean: each.map(({ mean }) => mean), variance: each.map(({ variance }) => variance) };
+    };
+    const x = tokens.map((_, t) => norm.before.subarray(t * D, t * D + Math.min(ELEMENTS, D)));
+    return { ...norm, before: side(norm.before), after: side(norm.after), x, scales: spread(norm.scale), biases: spread(norm.bias) };
+  }
+
+  units(hidden) {
+    const [F, T] = [this.c.mlp_dim, this.tokens.length];
+    const [peaks, levels, active, zeros] = [new Float32Array(F), new Uint8Array(F * T), new Uint8Array(F), new Float32Array(T)];
+    hidden.forEach((value, i) => {
+      peaks[i % F] = Math.max(peaks[i % F], value);
+      if (value === 0) zeros[Math.floor(i / F)] += 1 / F;
+      else active[i % F] = 1;
+    });
+    hidden.forEach((value, i) => (levels[(i % F) * T + Math.floor(i / F)] = Math.round((15 * Math.max(value, 0)) / (peaks[i % F] || 1))));
+    const top = this.tokens.map((_, t) => largest(hidden.subarray(t * F, (t + 1) * F), Math.min(UNITS, F)));
+    const shape = [T, top[0].length];
+    return {
+      units: F, top: { values: top.flat(), shape }, values: { values: top.flatMap((row, t) => row.map((f) => hidden[t * F + f])), shape },
+      levels: { values: levels, shape: [F, T] }, peaks: { values: peaks, shape: [F] },
+      zeros: this.c.activation.startsWith("relu") ? zeros : null, silent: F - active.reduce((a, b) => a + b, 0),
     };
   }
 }

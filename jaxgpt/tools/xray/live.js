@@ -4,133 +4,129 @@ const SLICE = 12; // ms of computing per frame; the rest is the browser's
 const REDRAW = 250; // ms between drawings while it writes
 const PAUSE = 50; // ms after the last key before the text is read
 
-let engine, tokenizer;
-const state = { ids: [], writing: false, working: false, stale: false, drawnAt: 0, pieces: null, fresh: "", since: 0, until: 0, written: 0 };
-const box = h("textarea", { id: "text", rows: 4, spellcheck: false, autocomplete: "off", autocapitalize: "off" });
-const [said, noticed] = [h("p", { id: "said", class: "quiet", "aria-live": "polite" }), h("p", { id: "unknown", role: "status" })];
-const writeButton = h("button", { type: "button", id: "write", onclick: () => write(!state.writing) });
-
-// A full context moves on by half, so that what was read of the rest is read again only then.
-function firstRead() {
-  const [C, n] = [engine.C, state.ids.length];
-  const hop = Math.max(C >> 1, 1);
-  return n <= C ? 0 : Math.ceil((n - C) / hop) * hop;
-}
+let engine, tokenizer, timer;
+const state = { ids: [], writing: false, running: false, stale: true, drawnAt: 0, fresh: "", written: 0, since: 0, until: 0 };
+const box = h("textarea", { id: "text", rows: 4, spellcheck: "false", autocomplete: "off", autocapitalize: "off" });
+const [said, skipped] = [h("p", { id: "said", class: "quiet", role: "status" }), h("p", { id: "skipped", role: "status" })];
+const button = h("button", { type: "button", id: "write", onclick: () => write(!state.writing) }, "write");
 
 function readText() {
+  clearTimeout(timer);
   const { ids, unknown } = tokenizer.encode(box.value);
-  state.ids = [...data.prefix, ...ids];
-  if (!state.ids.length) state.ids = [data.empty];
-  state.pieces = new TextDecoder("utf-8", { ignoreBOM: true });
-  noticed.textContent = unknown.length ? `Skipped, because the model knows no such character: ${unknown.map(named).join(" ")}` : "";
+  state.ids = data.prefix.length + ids.length ? [...data.prefix, ...ids] : [data.empty];
+  state.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // the bytes of a character may come in several tokens
+  skipped.textContent = unknown.length ? `Skipped, since the model does not know them: ${unknown.map(named).join(" ")}` : "";
+  start();
+}
+
+function write(on) {
+  state.writing = on;
+  button.textContent = on ? "stop" : "write";
+  if (on) Object.assign(state, { written: 0, since: performance.now() });
+  if (on) readText(); // which may have changed less than PAUSE ago
+  else start();
+}
+
+// Switch parts on or off: all that was computed changes.
+function change(parts) {
+  parts.forEach((part) => engine.off.delete(part) || engine.off.add(part));
+  engine.tokens.length = 0;
   start();
 }
 
 function start() {
   state.stale = true;
-  if (!state.working) requestAnimationFrame(work);
-  state.working = true;
+  if (!state.running) requestAnimationFrame(work);
+  state.running = true;
 }
 
-// Read what has not been read, or write the next token; return whether there was something to do.
+// Read or write one token; return whether there was something to do. Of a text longer than the context, the first half
+// contexts are left out, so that what follows is seldom read again.
 function advance() {
-  const tokens = state.ids.slice(firstRead());
+  const [C, n] = [engine.C, state.ids.length];
+  const half = Math.max(C >> 1, 1);
+  const tokens = state.ids.slice(n > C ? Math.ceil((n - C) / half) * half : 0);
   const read = engine.keep(tokens);
   if (read < tokens.length) engine.step(tokens[read]);
-  else if (state.writing) {
-    const { ids, logits } = engine.ranked();
-    const p = distribution(logits, chosen);
-    let [left, at] = [Math.random(), 0];
-    while (at + 1 < p.length && (left -= p[at]) >= 0) at++;
-    if (data.stop.includes(ids[at])) return write(false);
-    state.ids.push(ids[at]);
-    state.written++;
-    state.until = performance.now();
-    state.fresh += state.pieces.decode(tokenizer.bytes[ids[at]], { stream: true });
-  } else return false;
-  state.stale = true;
-  return true;
+  else if (state.writing) writeToken();
+  else return false;
+  return (state.stale = true);
+}
+
+function writeToken() {
+  const { ids, logits } = engine.ranked();
+  const p = distribution(logits, chosen);
+  let [left, at] = [Math.random(), 0];
+  while (at + 1 < p.length && (left -= p[at]) >= 0) at++;
+  if (data.stop.includes(ids[at])) return write(false);
+  state.ids.push(ids[at]);
+  state.fresh += state.decoder.decode(tokenizer.bytes[ids[at]], { stream: true });
+  Object.assign(state, { written: state.written + 1, until: performance.now() });
 }
 
 function work() {
   const begun = performance.now();
-  let more = true;
-  while (more && performance.now() - begun < SLICE) more = advance();
+  while ((state.running = advance()) && performance.now() - begun < SLICE);
   if (state.fresh) {
     box.value += state.fresh;
     box.scrollTop = box.scrollHeight;
     state.fresh = "";
   }
-  if (state.stale && (!more || begun - state.drawnAt > REDRAW)) show();
-  state.working = more;
-  if (more) requestAnimationFrame(work);
-}
-
-function show() {
-  const last = selection.fixed >= texts.text.length - 1;
-  update();
-  selection.hovered = null;
-  selection.fixed = last ? texts.text.length - 1 : Math.min(selection.fixed, texts.text.length - 1);
-  drawings.forEach((draw) => draw());
-  select(selection.fixed, true);
-  const [all, read] = [state.ids.length, texts.text.length];
-  said.textContent = [`${all} tokens; ${read < all ? `the model reads the last ${read}, at most ${engine.C}` : `at most ${engine.C} are read`}.`,
-    state.written ? `Written: ${state.written} tokens, ${number((1000 * state.written) / (state.until - state.since))} per second.` : "",
-    engine.off.size ? `Switched off: ${engine.off.size}.` : ""].join(" ");
-  state.drawnAt = performance.now();
-  state.stale = false;
+  if (state.stale && (!state.running || begun - state.drawnAt > REDRAW)) redraw();
+  if (state.running) requestAnimationFrame(work);
 }
 
 function update() {
   const { sampling, ...rest } = engine.activations();
-  Object.assign(data, rest);
-  Object.assign(data.sampling, sampling);
+  Object.assign(data, rest, { sampling: { ...data.sampling, ...sampling } });
   texts.text = engine.tokens.slice();
 }
 
-function write(on) {
-  state.writing = on;
-  replace(writeButton, on ? "stop" : "write");
-  if (on) Object.assign(state, { since: performance.now(), written: 0 });
-  start();
-  return false;
+function redraw() {
+  const isLast = selection.fixed === texts.text.length - 1; // and stays so
+  update();
+  const [n, read, rate] = [state.ids.length, texts.text.length, (1000 * state.written) / (state.until - state.since)];
+  Object.assign(selection, { hovered: null, fixed: isLast ? read - 1 : Math.min(selection.fixed, read - 1) });
+  drawings.forEach((draw) => draw());
+  select(selection.fixed, true);
+  said.textContent = `${n} tokens; the model reads at most ${engine.C}${read < n ? `, here the last ${read}` : ""}.`
+    + (state.written ? ` Written: ${state.written} tokens, ${number(rate)} per second.` : "")
+    + (engine.off.size ? ` Switched off: ${engine.off.size}.` : "");
+  Object.assign(state, { stale: false, drawnAt: performance.now() });
 }
 
-// One row of switches per layer: its heads, then its MLP.
+// A row for each layer: its heads, then its MLP.
 function switches() {
-  const toggle = (part, name) => {
-    const set = () => {
-      const off = engine.off.has(part);
-      button.setAttribute("aria-pressed", !off);
-      document.querySelector(`[data-head="${part}"]`)?.classList.toggle("off", off);
-    };
-    const button = h("button", { type: "button", class: "switch", "aria-pressed": true, "data-part": part, "aria-label": name,
-      onclick: () => [engine.toggle(part), start()] }, name.replace(/.*, /, ""));
-    drawings.push(set);
-    return button;
+  const one = (part, layer, name) => {
+    const onclick = () => change([part]);
+    const label = `layer ${layer}, ${name}`;
+    const element = h("button", { type: "button", class: "switch", "data-part": part, "aria-label": label, onclick }, name);
+    drawings.push(() => {
+      element.setAttribute("aria-pressed", !engine.off.has(part));
+      document.querySelector(`[data-head="${part}"]`)?.classList.toggle("off", engine.off.has(part));
+    });
+    return element;
   };
-  const row = (_, l) => [h("span", {}, `layer ${l + 1}`), h("div", { class: "switches" },
-    ...[...Array(engine.N).keys()].map((n) => toggle(`${l},${n}`, `layer ${l + 1}, head ${n + 1}`)), toggle(`${l},mlp`, `layer ${l + 1}, MLP`))];
-  const all = h("button", { type: "button", id: "all-on", onclick: () => [engine.restore(), start()] }, "all on");
-  return h("div", {}, h("p", {}, "Click a head or an MLP to switch it off: its output becomes zero. ", all), h("div", { class: "layers" }, ...engine.layers.flatMap(row)));
+  const heads = [...Array(engine.N).keys()];
+  const rows = engine.layers.flatMap((_, l) => [h("span", {}, `layer ${l + 1}`), h("div", { class: "switches" },
+    ...heads.map((n) => one(`${l},${n}`, l + 1, `head ${n + 1}`)), one(`${l},mlp`, l + 1, "MLP"))]);
+  const all = h("button", { type: "button", id: "all-on", onclick: () => change([...engine.off]) }, "all on");
+  return [h("p", {}, "Click a head or an MLP to switch it off: its output becomes zero. ", all), h("div", { class: "layers" }, ...rows)];
 }
 
 begin(() => {
-  tokenizer = new Tokenizer(data.tokenizer);
-  engine = new Engine(data.model);
+  [tokenizer, engine] = [new Tokenizer(data.tokenizer), new Engine(data.model)];
   engine.step(data.empty);
   update();
-  const part = section("live", "Text",
-    h("p", {}, "Type, or let the model write. All of it runs on this page: the model, its tokenizer and the sections below."),
-    h("label", { class: "sr", for: "text" }, "text"), box, h("div", { class: "row" }, writeButton), noticed, said, switches());
-  drawPage(part);
-  writeButton.after(document.getElementById("temperature").closest(".slider"));
+  drawPage(section("live", "Text",
+    h("p", {}, "Type, or let the model write. Everything runs on this page: the model, its tokenizer, and the sections below."),
+    h("label", { class: "sr", for: "text" }, "text"), box, h("div", { class: "row" }, button), skipped, said, ...switches()));
+  button.after(document.getElementById("temperature").closest(".slider"));
   box.addEventListener("input", () => {
-    clearTimeout(state.timer);
-    state.timer = setTimeout(readText, PAUSE);
+    clearTimeout(timer);
+    timer = setTimeout(readText, PAUSE);
   });
   box.value = data.prompt;
-  write(false);
   readText();
   return new Promise((done) => drawings.push(done));
 });
