@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 nbformat = pytest.importorskip("nbformat")
 
 LESSONS = REPOSITORY / "experiments" / "lessons"
-NAMES = ["1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation"]
+NAMES = ["1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation", "8_induction"]
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
 
@@ -41,7 +41,7 @@ def without_words(cell) -> str:
     return ast.dump(tree)
 
 
-def test_both_languages_have_the_seven():
+def test_both_languages_have_all():
     found = {language: sorted(p.name for p in (LESSONS / language).iterdir()) for language in LANGUAGES}
     assert found == {language: [f"{name}.ipynb" for name in NAMES] for language in LANGUAGES}
 
