@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.edits import EMBEDDING
-from jaxgpt.interventions.model import ACTIVATIONS, EDITS, EditedGPT, unroll
 from jaxgpt.interventions.forward import check_tokens, run
+from jaxgpt.interventions.model import ACTIVATIONS, EDITS, EditedGPT, unroll
 from jaxgpt.model import GPT
 from jaxgpt.train import Params
 
