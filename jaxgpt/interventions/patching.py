@@ -42,8 +42,8 @@ class Rows(NamedTuple):
 def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
     """Return the metric of a text with one activation replaced by that of another: [L, T, N] by head, else [L, T].
 
-    Layers up to the patch, and tokens before it, are computed once for all patches, unless attention comes after the
-    patch in its own layer (queries, keys, values, pattern).
+    Layers before the patch, and tokens before it, are computed once for all patches. Not so for queries, keys, values,
+    patterns and units, whose patches are whole forward passes.
 
     Args:
         model: decoder-only.
@@ -70,7 +70,8 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     if place not in ALONE:
         results = [_patch_by_edits(model, params, tokens_BT, layer, place, metric) for layer in layers]
     else:
-        names = [f"h_{layer}/{name}" for layer in layers for name in {"keys", "values", "middle", "stream", place}]
+        needed = dict.fromkeys(["keys", "values", "middle", "stream", place])
+        names = [f"h_{layer}/{name}" for layer in layers for name in needed]
         read = run(model, params, tokens_BT, read=[EMBEDDING, *names]).activations
         results = [_patch_layer(model, params, read, layer, place, metric) for layer in layers]
     result = jnp.stack(results)
@@ -124,7 +125,7 @@ def _batches(T: int, N: int) -> list[Rows]:
     """
     positions_T = np.stack([np.arange(T), np.arange(T)[::-1]], axis=1).ravel()[:T]
     patches = (positions_T[:, None] * N + np.arange(N)).ravel()
-    number = -(-len(patches) * T // AT_ONCE)
+    number = min(len(patches), -(-len(patches) * T // AT_ONCE))
     split = [np.resize(each, -(-len(patches) // number)) for each in np.array_split(patches, number)]
     U = max((T - each // N).sum() for each in split)
     batches = []
