@@ -1,11 +1,12 @@
 // The page that is the model: one types or lets it write, and switches heads and MLPs off.
 
 const SLICE = 12; // ms of computing per frame; the rest is the browser's
-const REDRAW = 250; // ms between drawings while it writes
+const REDRAW = 250; // ms between drawings while it reads or writes, or three times what one takes if that is more
 const PAUSE = 50; // ms after the last key before the text is read
 
 let engine, tokenizer, timer;
-const state = { ids: [], writing: false, running: false, stale: true, drawnAt: 0, fresh: "", written: 0, since: 0, until: 0 };
+const state = { ids: [], window: 1, writing: false, running: false, written: 0, since: 0, until: 0, fresh: "" };
+Object.assign(state, { stale: true, drawing: 0, drawnAt: 0, cost: 0 }); // of the sections
 const box = h("textarea", { id: "text", rows: 4, spellcheck: "false", autocomplete: "off", autocapitalize: "off" });
 const [said, skipped] = [h("p", { id: "said", class: "quiet", role: "status" }), h("p", { id: "skipped", role: "status" })];
 const button = h("button", { type: "button", id: "write", onclick: () => write(!state.writing) }, "write");
@@ -46,6 +47,7 @@ function advance() {
   const [C, n] = [engine.C, state.ids.length];
   const half = Math.max(C >> 1, 1);
   const tokens = state.ids.slice(n > C ? Math.ceil((n - C) / half) * half : 0);
+  state.window = tokens.length;
   const read = engine.keep(tokens);
   if (read < tokens.length) engine.step(tokens[read]);
   else if (state.writing) writeToken();
@@ -66,13 +68,14 @@ function writeToken() {
 
 function work() {
   const begun = performance.now();
+  if (state.drawing) Object.assign(state, { drawing: 0, drawnAt: begun, cost: begun - state.drawing }); // with the layout
   while ((state.running = advance()) && performance.now() - begun < SLICE);
   if (state.fresh) {
     box.value += state.fresh;
     box.scrollTop = box.scrollHeight;
     state.fresh = "";
   }
-  if (state.stale && (!state.running || begun - state.drawnAt > REDRAW)) redraw();
+  if (state.stale && (!state.running || begun - state.drawnAt > Math.max(REDRAW, 3 * state.cost))) redraw();
   if (state.running) requestAnimationFrame(work);
 }
 
@@ -83,16 +86,18 @@ function update() {
 }
 
 function redraw() {
+  state.drawing = performance.now();
   const isLast = selection.fixed === texts.text.length - 1; // and stays so
   update();
   const [n, read, rate] = [state.ids.length, texts.text.length, (1000 * state.written) / (state.until - state.since)];
   Object.assign(selection, { hovered: null, fixed: isLast ? read - 1 : Math.min(selection.fixed, read - 1) });
   drawings.forEach((draw) => draw());
   select(selection.fixed, true);
-  said.textContent = `${n} tokens; the model reads at most ${engine.C}${read < n ? `, here the last ${read}` : ""}.`
+  said.textContent = `${n} tokens; the model reads at most ${engine.C}${state.window < n ? `, here the last ${state.window}` : ""}.`
+    + (read < state.window ? ` Reading: ${percent(read / state.window)}.` : "")
     + (state.written ? ` Written: ${state.written} tokens, ${number(rate)} per second.` : "")
     + (engine.off.size ? ` Switched off: ${engine.off.size}.` : "");
-  Object.assign(state, { stale: false, drawnAt: performance.now() });
+  state.stale = false;
 }
 
 // A row for each layer: its heads, then its MLP.
@@ -128,5 +133,5 @@ begin(() => {
   });
   box.value = data.prompt;
   readText();
-  return new Promise((done) => drawings.push(done));
+  return new Promise((done) => drawings.push(() => state.running || done())); // until the text has been read
 });

@@ -12,6 +12,7 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError
+from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.block import make_rope
 from jaxgpt.layers.linear import DECODE_MATRIX
 from jaxgpt.layers.position import sinusoidal
@@ -52,6 +53,8 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
         raise UserError(f"weights={weights!r}: needs int8 or float32")
     if model.config.n_encoder_layer:
         raise UserError(f"{run.directory} has an encoder, which the page cannot run: jaxgpt xray shows such models")
+    if EDITS in params:
+        raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:
         raise UserError("the parameters were converted by for_decoding: give the run as jaxgpt.load returns it")
     if (count := sum(x.size for x in jax.tree.leaves(params))) > MOST_PARAMETERS:

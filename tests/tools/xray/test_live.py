@@ -247,6 +247,8 @@ def test_what_it_refuses(base, monkeypatch):
         ({}, dataclasses.replace(run, tokenizer=IdTokenizer(30)), "bare ids"),
         ({}, dataclasses.replace(run, params=jax.tree.map(lambda x: x * jnp.nan, run.params)), "is not finite"),
     ]
+    model, params = edit(run.model, run.params, [zero("mlp", 0)])
+    refused.append(({}, dataclasses.replace(run, model=model, params=params), "the model is edited"))
     for options, bad, message in refused:
         with pytest.raises(UserError, match=message):
             make_page(bad, **options)
@@ -356,6 +358,24 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     read = page.locator("#surprise .tok").count()
     assert 20 < read <= 40 and (len(text) - read) % 20 == 0
     np.testing.assert_allclose(bits_said(page), bits_of(run, text[-read:]), **ROUNDED)
+
+
+def test_characters_of_several_bytes_are_written_whole(base, visit):
+    """By a model that writes ñ forever, of a byte and then the other."""
+    config = dataclasses.replace(NARROW, vocab_size=256, position="none", tie_embeddings=False, n_embd=16)
+    run = with_model(base, config, ByteTokenizer())
+    first, second = "ñ".encode()
+    embedding_VD, head_DV = np.zeros((256, 16), np.float32), np.zeros((16, 256), np.float32)
+    embedding_VD[first, 0] = embedding_VD[second, 1] = 1e6  # far larger than what the blocks add
+    head_DV[0, second] = head_DV[1, first] = 1
+    params = run.params | {"wte": {"embedding": embedding_VD}, "lm_head": head_DV}
+    page = visit(dataclasses.replace(run, params=params), "ñ", weights="float32")
+    page.locator("#temperature").fill("0")
+    page.click("#write")
+    page.wait_for_selector("#said:has-text('here the last')")
+    page.click("#write")
+    text = page.input_value("#text")
+    assert set(text) == {"ñ"} and len(text) > 10
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
