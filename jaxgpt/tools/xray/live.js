@@ -91,6 +91,7 @@ function redraw() {
   update();
   const [n, read, rate] = [state.ids.length, texts.text.length, (1000 * state.written) / (state.until - state.since)];
   Object.assign(selection, { hovered: null, fixed: isLast ? read - 1 : Math.min(selection.fixed, read - 1) });
+  document.body.setAttribute("aria-busy", state.running); // a screen reader waits for the end
   drawings.forEach((draw) => draw());
   select(selection.fixed, true);
   said.textContent = `${n} tokens; the model reads at most ${engine.C}${state.window < n ? `, here the last ${state.window}` : ""}.`
