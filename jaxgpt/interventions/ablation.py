@@ -15,6 +15,7 @@ from jaxgpt.model import GPT
 from jaxgpt.train import Params
 
 CONFIDENCE = 0.95
+AT_ONCE = 4096  # tokens in one batch, but at least one set of edits
 
 
 class Rise(NamedTuple):
@@ -49,8 +50,8 @@ def ablate_all(
         model: decoder-only.
         params: its parameters.
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
-        by: replace the part's output by zero, or by its mean over all rows and positions.
-        mask_BT: bool, targets that count, for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
+        by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
+        mask_BT: bool, targets that count (not padding), for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
     """
     tokens_BT, L, N = np.asarray(tokens_BT), model.config.n_layer, model.config.n_head
     if by not in ("zero", "mean"):
@@ -67,7 +68,7 @@ def ablate_all(
     if by == "mean":
         names = [f"h_{layer}/{place}" for layer in range(L) for place in ("heads", "mlp")]
         read = run(model, params, tokens_BT, read=names).activations
-        means = {name: np.asarray(x, np.float32).mean((0, 1)) for name, x in read.items()}
+        means = {name: np.asarray(x, np.float32)[:, :-1][mask].mean(axis=0) for name, x in read.items()}
 
     def ablate(place: str, layer: int, head: int | None) -> Edit:
         if by == "zero":
@@ -78,7 +79,9 @@ def ablate_all(
     def row_losses(logits_BTV: jax.Array) -> jax.Array:
         return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask)
 
-    losses = np.asarray(run_each(model, params, tokens_BT, [[], *([ablate(*part)] for part in parts)], row_losses))
+    edits = [[], *([ablate(*part)] for part in parts)]
+    at_once = max(1, AT_ONCE // tokens_BT.size)
+    losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
     rises = mean_interval(losses[1:] - losses[0])
     heads = Rise(*(x[: L * N].reshape(L, N) for x in rises))
     return Ablations(float(losses[0].mean()), heads, mlps=Rise(*(x[L * N :] for x in rises)))

@@ -24,7 +24,7 @@ def test_each_part_is_as_if_ablated_by_hand(by):
     found = ablate_all(model, params, TOKENS, by=by, mask_BT=MASK)
     plain = row_losses(model, params, [])
     read = run(model, params, TOKENS, read=["h_0/heads", "h_1/mlp"]).activations
-    means = {name: np.mean(x, axis=(0, 1)) for name, x in read.items()}
+    means = {name: np.asarray(x)[:, :-1][MASK].mean(axis=0) for name, x in read.items()}
     head = zero("heads", 0, index=2) if by == "zero" else replace("heads", 0, by=means["h_0/heads"][2], index=2)
     mlp = zero("mlp", 1) if by == "zero" else replace("mlp", 1, by=means["h_1/mlp"])
     chex.assert_trees_all_close(found.loss, plain.mean(), rtol=1e-5)
