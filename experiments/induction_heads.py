@@ -8,7 +8,7 @@ Models      four heads of width 16, Muon, 800 steps of 32 x 48 tokens of a rando
             repeats itself after 8 to 24 tokens, in the test text after 24. "Attention only" means that the MLPs are zero.
             Heads are grouped by their scores on uniformly random tokens and replaced by their mean output.
 Command     python experiments/induction_heads.py [--seeds 5] [--steps 800]
-Hardware    two cores: about 10 minutes beside other work.
+Hardware    two cores of an Intel Xeon (family 6, model 167): 8.6 minutes beside other work, 5.1 of CPU time.
 Expected    one layer: no induction heads. Two layers: without them, repeated tokens cost as much as new ones, and new
             tokens as much as before.
 Result      five seeds, nats per token, 95% intervals over seeds (2026-11-23). One layer: no induction head, 4.295 ± 0.048

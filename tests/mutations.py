@@ -1080,6 +1080,27 @@ MUTATIONS = (
         "logits_UC = z_UD[: len(z_UD) - fitted] @",
         "interventions/test_lens.py::test_a_probe_finds_what_is_linear_and_scores_it_on_other_rows",
     ),
+    Mutation(
+        "induction-score-from-one-token-early",
+        "interventions/scores.py",
+        "tokens_BT, period - 1, start=period)",
+        "tokens_BT, period - 1, start=period - 1)",
+        "interventions/test_scores.py::test_scores_are_means_of_patterns",
+    ),
+    Mutation(
+        "mean-of-an-ablation-with-padding",
+        "interventions/ablation.py",
+        "[:, :-1][mask].mean(axis=0)",
+        "[:, :-1].mean(axis=(0, 1))",
+        "interventions/test_ablation.py::test_each_part_is_as_if_ablated_by_hand",
+    ),
+    Mutation(
+        "one-sided-interval",
+        "interventions/ablation.py",
+        "(1 + CONFIDENCE) / 2",
+        "CONFIDENCE",
+        "interventions/test_ablation.py::test_the_interval_holds_the_mean_in_95_of_100",
+    ),
 )
 
 
