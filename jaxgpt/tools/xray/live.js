@@ -13,6 +13,7 @@ const button = h("button", { type: "button", id: "write", onclick: () => write(!
 
 function readText() {
   clearTimeout(timer);
+  if (!state.writing) state.written = 0;
   const { ids, unknown } = tokenizer.encode(box.value);
   state.ids = data.prefix.length + ids.length ? [...data.prefix, ...ids] : [data.empty];
   state.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // the bytes of a character may come in several tokens

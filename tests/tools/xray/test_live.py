@@ -360,6 +360,18 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     np.testing.assert_allclose(bits_said(page), bits_of(run, text[-read:]), **ROUNDED)
 
 
+def test_it_stops_at_a_stop_token(typed):
+    _, page = typed
+    page.locator("#temperature").fill("0")
+    page.fill("#text", "ab")
+    expect(page.locator("#surprise .tok")).to_have_count(2)
+    page.evaluate("data.stop.push(engine.ranked().ids[0])")
+    page.click("#write")
+    expect(page.locator("#write")).to_have_text("write")
+    expect(page.locator("#said")).not_to_contain_text("Written")
+    assert page.input_value("#text") == "ab"
+
+
 def test_characters_of_several_bytes_are_written_whole(base, visit):
     """By a model that writes ñ forever, of a byte and then the other."""
     config = dataclasses.replace(NARROW, vocab_size=256, position="none", tie_embeddings=False, n_embd=16)
