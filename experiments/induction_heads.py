@@ -18,7 +18,8 @@ Result      five seeds, nats per token, 95% intervals over seeds (2026-11-23). O
             previous-token heads of the first layer, repeated ones rise by 4.243 ± 0.194 (full: 4.118 ± 0.221), new ones
             by 0.246 ± 0.134 (full: 0.280 ± 0.270).
 Verdict     as expected: only repeated tokens need induction heads; in a full model new ones are even predicted slightly
-            better without them. The first layer has no free heads: those with neither score serve both kinds of tokens.
+            better without them. The first layer has no free heads: those with neither score serve both kinds of tokens,
+            also in a model of three layers, where they are as many as the induction heads (LOG.md).
 """
 
 import argparse
