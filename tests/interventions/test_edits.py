@@ -130,7 +130,7 @@ def generate_greedily(model, params, prompt):
     return made.tokens[0], np.array(made.logprobs[0])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gqa", "sandwich"])
 def test_text_is_generated_under_an_intervention(name):
     """Cached decoding gives the tokens of whole forward passes under the same edits."""
     model, params = make(CONFIGS[name])
