@@ -18,7 +18,8 @@ def old_run(request, tmp_path, monkeypatch):
     """(the directory of a run in a copy, what it said when it was made). Its text is where experiment.json says: here."""
     shutil.copy(FOLDER / "text.txt", tmp_path)
     with tarfile.open(FOLDER / f"{request.param}.tar.xz") as packed:
-        packed.extractall(tmp_path, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        packed.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path / request.param, json.loads((FOLDER / "expected.json").read_text())[request.param]
 
