@@ -32,14 +32,7 @@ def open_page(chromium):
         page = chromium.new_page(
             color_scheme=color_scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
         )
-        page.set_default_timeout(TIMEOUT)
-        page.complaints = []
-        page.on("console", lambda message: page.complaints.append(message.text))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on(
-            "request",
-            lambda request: request.url.startswith(("file:", "blob:", "data:")) or page.complaints.append(request.url),
-        )
+        watch(page, "file:")
         page.goto(path.as_uri())
         # Not wait_for_function, which evaluates a string whenever it looks again: the pages do not allow that.
         page.wait_for_selector("html[data-ready], html[data-failed]", state="attached")
@@ -47,3 +40,15 @@ def open_page(chromium):
         return page
 
     return open_page
+
+
+def watch(page, own):
+    """Keep what the page complains of, and what it asks of any other address than `own`, in `page.complaints`."""
+    page.set_default_timeout(TIMEOUT)
+    page.complaints = []
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on(
+        "request",
+        lambda request: request.url.startswith((own, "data:", "blob:")) or page.complaints.append(request.url),
+    )

@@ -17,6 +17,8 @@ from jaxgpt.errors import UserError
 LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word by word
 MOST_WORDS = 2**19  # words whose ids are kept: about 100 MB
 _PIECE = re.compile(r"\s*\S+(?:(?!\n\S)[^\S ]\s*\S*)*\n?|\s+")
+# What a ByteLevel pre-tokenizer splits by, GPT-2's.
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -89,18 +91,7 @@ class BPETokenizer:
         saved = json.loads(self._json)
         if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
             return False
-        match saved.get("pre_tokenizer"):
-            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-                return True
-            case {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ],
-            }:
-                return words in WORDS
-        return False
+        return find_word_pattern(saved.get("pre_tokenizer")) is not None
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, [start, end) of each in characters): see `Tokenizer.locate`."""
@@ -179,3 +170,22 @@ def _tokenizers():
     except ImportError:
         raise UserError("BPE needs the tokenizers package: python -m pip install 'jaxgpt[bpe]'") from None
     return tokenizers
+
+
+def find_word_pattern(pre_tokenizer: Any) -> str | None:
+    """Return the pattern by which a byte-level pre-tokenizer splits text, if it is one of WORDS; else None.
+
+    pre_tokenizer: as tokenizer.json has it.
+    """
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return GPT2_WORDS
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if words in WORDS:
+            return words
+    return None

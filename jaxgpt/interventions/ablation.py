@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 from numpy.typing import ArrayLike
 
 from jaxgpt.errors import UserError
@@ -76,15 +77,17 @@ def ablate_all(
         mean = means[f"h_{layer}/{place}"]
         return replace(place, layer, by=mean if head is None else mean[head], index=head)
 
-    def row_losses(logits_BTV: jax.Array) -> jax.Array:
-        return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask)
-
     edits = [[], *([ablate(*part)] for part in parts)]
     at_once = max(1, AT_ONCE // tokens_BT.size)
+    row_losses = Partial(_row_losses, tokens_BT, mask)
     losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
     rises = mean_interval(losses[1:] - losses[0])
     heads = Rise(*(x[: L * N].reshape(L, N) for x in rises))
     return Ablations(float(losses[0].mean()), heads, mlps=Rise(*(x[L * N :] for x in rises)))
+
+
+def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
+    return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask_BT)
 
 
 def mean_interval(differences: ArrayLike) -> Rise:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.edits import PLACES, Edit, EditArrays, edit_arrays, place_name, stack_edits
@@ -60,7 +61,7 @@ def run_each(
     """Return `summarize(logits_BTV)` for each set of edits, stacked: one program, `at_once` sets in a batch.
 
     Activations that come before all edits are computed once. Give the same function `summarize` again to use the
-    compiled program again.
+    compiled program again; a `jax.tree_util.Partial` may have other arrays.
     """
     if not edits:
         raise UserError("edits=[]: needs at least one set of edits")
@@ -69,7 +70,8 @@ def run_each(
     stacked = stack_edits([edit_arrays(model.config, each) for each in edits])
     if not stacked:
         raise UserError("edits: all sets are empty")
-    return _run_each(model, params, tokens_BT, stacked, summarize, min(at_once, len(edits)))
+    summary = summarize if isinstance(summarize, Partial) else Partial(summarize)
+    return _run_each(model, params, tokens_BT, stacked, summary, min(at_once, len(edits)))
 
 
 def token_losses(logits_BTV: jax.Array, tokens_BT: Any) -> jax.Array:
@@ -103,9 +105,9 @@ def _run(model: EditedGPT, params: Params, tokens_BT: jax.Array, arrays: EditArr
     return Forward(result[0], dict(result[1].get(ACTIVATIONS, {})))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def _run_each(
-    model: EditedGPT, params: Params, tokens_BT: jax.Array, stacked: EditArrays, summarize: Callable, at_once: int
+    model: EditedGPT, params: Params, tokens_BT: jax.Array, stacked: EditArrays, summarize: Partial, at_once: int
 ) -> Any:
     def one(arrays: EditArrays) -> Any:
         return summarize(model.apply({"params": params | {EDITS: arrays}}, tokens_BT))

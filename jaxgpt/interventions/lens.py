@@ -1,4 +1,4 @@
-"""What each layer would predict: the logit lens and the Jacobian lens."""
+"""Read predictions off each layer: the logit lens and the Jacobian lens."""
 
 from __future__ import annotations
 

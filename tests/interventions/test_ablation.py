@@ -7,6 +7,7 @@ from scipy import stats
 
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import ablate_all, mean_interval, replace, run, token_losses, zero
+from jaxgpt.interventions.forward import _run_each
 from tests.interventions.test_edits import CONFIGS, make
 
 TOKENS = np.random.default_rng(1).integers(0, 23, (3, 9))
@@ -69,3 +70,11 @@ def test_a_wrong_argument_is_one_clear_line(how, words):
 def test_one_row_has_no_interval():
     with pytest.raises(UserError, match="1 row: needs at least 2 for an interval"):
         ablate_all(*make(CONFIGS["gpt2"]), TOKENS[:1])
+
+
+def test_other_texts_use_the_compiled_program():
+    model, params = make(CONFIGS["gpt2"])
+    ablate_all(model, params, TOKENS, by="zero")
+    compiled = _run_each._cache_size()
+    ablate_all(model, params, TOKENS[:, ::-1], by="zero")
+    assert _run_each._cache_size() == compiled

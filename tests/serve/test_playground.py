@@ -14,7 +14,7 @@ from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.server import make_server
 from jaxgpt.tools.html_page import hash_source, read_asset, read_program
 from jaxgpt.tools.xray.page import PROGRAMS
-from tests.browser import TIMEOUT
+from tests.browser import watch
 from tests.conftest import REPOSITORY
 from tests.serve import fake_server
 from tests.serve.conftest import OPTIONS
@@ -49,14 +49,7 @@ def visit(chromium, address_of_fake, fake):
         page = context.new_page()
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=color_scheme)
-        page.set_default_timeout(TIMEOUT)
-        page.complaints = []
-        page.on("console", lambda message: page.complaints.append(message.text))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on(
-            "request",
-            lambda request: request.url.startswith((address, "data:", "blob:")) or page.complaints.append(request.url),
-        )
+        watch(page, address)
         page.goto(address)
         if ready:
             page.locator("html[data-ready]").wait_for()

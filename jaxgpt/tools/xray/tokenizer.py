@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data.bpe import WORDS, BPETokenizer
+from jaxgpt.data.bpe import BPETokenizer, find_word_pattern
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.tools.html_page import Arrays
 
-GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PLAIN_BPE = {"dropout": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "byte_fallback": False}
 
 
@@ -48,7 +47,7 @@ def _read_bpe(tokenizer: BPETokenizer) -> tuple[list[bytes], list[int], str, lis
     """Return (bytes of each token, token of each byte, pattern of words, merges, whether words are looked up whole)."""
     saved = parse_json(tokenizer.to_json(), "the tokenizer")
     model, added = saved["model"], saved.get("added_tokens", [])
-    pattern = _find_pattern(saved.get("pre_tokenizer"))
+    pattern = find_word_pattern(saved.get("pre_tokenizer"))
     unusual = [
         *(["a normalizer"] if saved.get("normalizer") is not None else []),
         *(["another pattern of words"] if pattern is None else []),
@@ -71,21 +70,6 @@ def _read_bpe(tokenizer: BPETokenizer) -> tuple[list[bytes], list[int], str, lis
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
     return tokens, [vocab[letter] for letter in letters], pattern, triples, bool(model.get("ignore_merges"))
-
-
-def _find_pattern(pre_tokenizer: Any) -> str | None:
-    match pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return GPT2_WORDS
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        } if words in WORDS:
-            return words
-    return None
 
 
 def _byte_letters() -> list[str]:

@@ -139,7 +139,7 @@ def unpack(reference):
 
 
 def check_activations(seen, found):
-    """What the page's engine hands to the sections is what the X-ray captures in Python."""
+    """Compare the engine's activations with those that the X-ray captures in Python."""
     near = dict(rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(np.array(seen["bits"][1:]) * -np.log(2), found.guess.logprob_T[:-1], **near)
     for guess, expected in zip([seen["guess"], *seen["lens"]], [found.guess, *found.lens], strict=True):
@@ -260,7 +260,7 @@ def test_what_it_refuses(base, monkeypatch):
 
 @pytest.mark.slow
 def test_a_thousand_prompts(base, visit):
-    """Of the quickstart's architecture, at its size."""
+    """The model has the architecture and the size of the quickstart's."""
     run = with_model(
         base, dataclasses.replace(quickstart().model, vocab_size=96), CharTokenizer(map(chr, range(32, 128)))
     )
