@@ -33,6 +33,7 @@ import numpy as np
 from jaxgpt import GPT, GPTConfig, OptimConfig, interventions
 from jaxgpt.batch import Batch
 from jaxgpt.optim import learning_rate, make_optimizer
+from jaxgpt.statistics import mean_interval
 from jaxgpt.train import Params, init_state, train_step
 
 V, T, BATCH = 64, 48, 32
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> dict[str, np.ndarray]:
         runs = [measure(*train(*kind, steps=options.steps, seed=seed)) for seed in range(options.seeds)]
         sizes, scores, losses = (np.array(x) for x in zip(*runs, strict=True))
         rises = np.concatenate([losses[:, :1], losses[:, 1:] - losses[:, :1]], axis=1)  # paired by seed
-        mean, margin = interventions.mean_interval(np.moveaxis(rises, 0, -1))
+        mean, margin = mean_interval(np.moveaxis(rises, 0, -1))
         for row, group in enumerate(("none", *GROUPS)):
             size = "" if row == 0 else ", ".join(map(str, sizes[:, row - 1]))
             score = f"{np.nanmean(scores[:, row - 1]):.2f}" if row in (1, 2) and sizes[:, row - 1].any() else ""

@@ -1096,10 +1096,10 @@ MUTATIONS = (
     ),
     Mutation(
         "one-sided-interval",
-        "interventions/ablation.py",
-        "(1 + CONFIDENCE) / 2",
-        "CONFIDENCE",
-        "interventions/test_ablation.py::test_the_interval_holds_the_mean_in_95_of_100",
+        "statistics.py",
+        "(1 + confidence) / 2",
+        "confidence",
+        "test_statistics.py::test_the_interval_holds_the_truth_as_often_as_it_says",
     ),
 )
 

@@ -38,7 +38,7 @@ ROWS = [
     ["layers"],
     ["batch"],
     ["config"],
-    ["files"],
+    ["files", "statistics"],
     ["errors"],
 ]
 
@@ -64,7 +64,7 @@ HOMES = {
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.source"],
-    "tyro": ["cli.options", "cli.sample", "cli.serve", "cli.tools", "cli.train"],
+    "tyro": ["cli.convert", "cli.on_experiments", "cli.on_runs", "cli.options", "cli.sample", "cli.serve", "cli.train"],
     "rich": ["runs.log"],
     "starlette": ["serve.app", "serve.guard"],
     "uvicorn": ["serve.server"],
@@ -180,9 +180,11 @@ def test_only_the_command_line_prints():
     }
     assert calls == {
         "cli.console",
+        "cli.convert",
         "cli.main",
+        "cli.on_experiments",
+        "cli.on_runs",
         "cli.sample",
-        "cli.tools",
         "cli.train",
     }  # and runs.log, through rich
 

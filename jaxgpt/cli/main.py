@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxgpt.cli import tools
+from jaxgpt.cli import convert, on_experiments, on_runs
 from jaxgpt.cli.console import told_in_words
 from jaxgpt.cli.experiment_file import close, load_experiment
 from jaxgpt.cli.options import parse
@@ -37,15 +37,17 @@ COMMANDS = {
     ),
     "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
     "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
-    "evaluate": Command(tools.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
-    "report": Command(tools.report, "[RUN]", "jaxgpt report runs/mine"),
-    "xray": Command(tools.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
-    "page": Command(tools.page, "[RUN]", "jaxgpt page --out page.html"),
-    "plan": Command(tools.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True),
-    "study": Command(tools.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
-    "import-hf": Command(tools.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
-    "export-hf": Command(tools.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
-    "replay": Command(tools.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
+    "evaluate": Command(on_runs.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
+    "report": Command(on_runs.report, "[RUN]", "jaxgpt report runs/mine"),
+    "xray": Command(on_runs.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
+    "page": Command(on_runs.page, "[RUN]", "jaxgpt page --out page.html"),
+    "plan": Command(
+        on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
+    ),
+    "study": Command(on_experiments.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
+    "import-hf": Command(convert.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
+    "export-hf": Command(convert.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
+    "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
 }
 
 

@@ -1,6 +1,6 @@
 """Change activations while the model computes, and see what becomes of its output."""
 
-from jaxgpt.interventions.ablation import Ablations, Rise, ablate_all, mean_interval
+from jaxgpt.interventions.ablation import Ablations, ablate_all
 from jaxgpt.interventions.attribution import Attribution, logit_attribution
 from jaxgpt.interventions.edits import Edit, add, replace, scale, zero
 from jaxgpt.interventions.forward import Forward, run, run_each, token_losses
@@ -17,7 +17,6 @@ __all__ = [
     "Edit",
     "Forward",
     "Probe",
-    "Rise",
     "ablate_all",
     "add",
     "edit",
@@ -26,7 +25,6 @@ __all__ = [
     "induction_scores",
     "logit_attribution",
     "logit_lens",
-    "mean_interval",
     "patch",
     "plot_heatmap",
     "previous_token_scores",

@@ -13,25 +13,18 @@ from jaxgpt.errors import UserError
 from jaxgpt.interventions.edits import Edit, replace, zero
 from jaxgpt.interventions.forward import run, run_each, token_losses
 from jaxgpt.model import GPT
+from jaxgpt.statistics import MeanInterval, mean_interval
 from jaxgpt.train import Params
 
-CONFIDENCE = 0.95
 AT_ONCE = 4096  # tokens in one batch, but at least one set of edits
-
-
-class Rise(NamedTuple):
-    """The rise of the loss in nats per token: its mean over rows, and the half-width of its 95% interval."""
-
-    mean: np.ndarray
-    margin: np.ndarray
 
 
 class Ablations(NamedTuple):
     """The rise of the loss without each part."""
 
     loss: float  # of the whole model, nats per token
-    heads: Rise  # arrays [L, N]
-    mlps: Rise  # arrays [L]
+    heads: MeanInterval  # over rows, in nats per token; arrays [L, N]
+    mlps: MeanInterval  # arrays [L]
 
 
 def ablate_all(
@@ -82,17 +75,9 @@ def ablate_all(
     row_losses = Partial(_row_losses, tokens_BT, mask)
     losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
     rises = mean_interval(losses[1:] - losses[0])
-    heads = Rise(*(x[: L * N].reshape(L, N) for x in rises))
-    return Ablations(float(losses[0].mean()), heads, mlps=Rise(*(x[L * N :] for x in rises)))
+    heads = MeanInterval(*(x[: L * N].reshape(L, N) for x in rises))
+    return Ablations(float(losses[0].mean()), heads, mlps=MeanInterval(*(x[L * N :] for x in rises)))
 
 
 def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
     return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask_BT)
-
-
-def mean_interval(differences: ArrayLike) -> Rise:
-    """Return mean and half-width of the 95% interval (Student's t) over the last axis: rows, documents or seeds."""
-    from scipy.stats import sem, t  # a dependency of jax; takes 2 s to import
-
-    x = np.asarray(differences, np.float64)
-    return Rise(x.mean(-1), t.ppf((1 + CONFIDENCE) / 2, x.shape[-1] - 1) * sem(x, axis=-1))

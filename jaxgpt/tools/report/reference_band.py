@@ -15,9 +15,9 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.runs.metadata import RunMetadata
 from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
+from jaxgpt.statistics import t_quantile
 
 BANDS = resources.files("jaxgpt.tools.report").joinpath("bands")
-CONFIDENCE = 0.95
 # Prefixes of the fields that do not affect the loss curve, or that the fingerprint of the data covers.
 FREE = (*CHANGEABLE, "train.seed")
 
@@ -53,11 +53,9 @@ def fit_band(curves: Sequence[Sequence[tuple[int, float]]]) -> ReferenceBand:
         raise UserError("the runs of a band need validations at the same steps")
     if len(curves) < 2:
         raise UserError(f"a band needs at least two runs, got {len(curves)}")
-    from scipy.stats import t  # jax depends on scipy; 2 s to import
-
     losses_NS = np.array([[loss for _, loss in curve] for curve in curves])
     n, logs_NS = len(curves), np.log(losses_NS)
-    margin_S = t.ppf((1 + CONFIDENCE) / 2, n - 1) * logs_NS.std(axis=0, ddof=1) * math.sqrt(1 + 1 / n)
+    margin_S = t_quantile(n - 1) * logs_NS.std(axis=0, ddof=1) * math.sqrt(1 + 1 / n)
     center_S = logs_NS.mean(axis=0)
     return ReferenceBand(
         steps=steps,

@@ -16,29 +16,17 @@ from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
-from jaxgpt.files import write_whole
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
-from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
-from jaxgpt.session import Diverged, fit
+from jaxgpt.session import fit
+from jaxgpt.statistics import mean_interval
+from jaxgpt.tools.curves import Curve, train_or_resume
 
 STUDY = "study.json"  # the result, next to the directories of the variants
-DIVERGED = "diverged.txt"  # the reason, in the directory of the run
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
-CONFIDENCE = 0.95
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Validation losses of one run in nats per token, and when they were measured. Empty if the run diverged."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    # Time of the steps, without compilation and validation, which take longer in the first run of a variant.
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +78,7 @@ def run_study(
         for name, experiment in variants.items():
             train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
             seeded = dataclasses.replace(experiment, train=train)
-            curve = _train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one)
+            curve = train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one)
             curves[name].append(curve)
             result = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
             say(f"seed {seed}, {name}: {result}")
@@ -152,39 +140,6 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
-def _train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
-    """Train a run to its end if needed, and return its curve."""
-    diverged = directory / DIVERGED
-    if diverged.exists():
-        return Curve()
-    validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss") if is_run(directory) else []
-    if not validated or validated[-1][0] < experiment.train.steps:
-        try:
-            fit_one(experiment, directory, progress=False)
-        except Diverged as e:
-            write_whole(diverged, f"{e}\n")
-            return Curve()
-    return read_curve(directory, read_metadata(directory).experiment)
-
-
-def read_curve(directory: Path, experiment: Experiment) -> Curve:
-    """Return the curve of a run, with seconds computed from the logged tokens per second, which exclude compilation.
-
-    experiment: as trained; its context may be shorter than the requested one.
-    """
-    lines = read_metrics(directory / "metrics.jsonl")
-    validated = finite_values(lines, "val_loss")
-    rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
-    if not rated or not validated:
-        return Curve()
-    tokens, rates = (np.array(x, float) for x in zip(*rated, strict=True))
-    elapsed = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
-    per_step = experiment.train.batch_size * experiment.model.block_size
-    at = [step * per_step for step, _ in validated]
-    seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
-    return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
-
-
 def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
     """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation."""
     found: dict[str, Any] = {}
@@ -231,9 +186,8 @@ def confidence_interval(differences: Sequence[float]) -> tuple[float | None, flo
     n = len(differences)
     if n < 2:
         return (differences[0] if n else None), None
-    from scipy.stats import sem, t  # a dependency of jax; takes 2 s to import
-
-    return float(np.mean(differences)), float(t.ppf((1 + CONFIDENCE) / 2, n - 1) * sem(differences))
+    mean, margin = mean_interval(differences)
+    return float(mean), float(margin)
 
 
 def _verdict(is_first: bool, diverged: int, difference: float | None, margin: float | None) -> str:

@@ -3,22 +3,18 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
+from jaxgpt.tools.curves import Curve, read_curve
 from jaxgpt.tools.study.study import (
-    Curve,
     check_comparable,
     compare,
     compare_losses,
-    confidence_interval,
     format_study,
-    read_curve,
     run_study,
     slug,
 )
@@ -27,24 +23,6 @@ from tests.helpers import run_command, tiny_experiment
 
 def curve(tokens, seconds, losses):
     return Curve(tokens=tokens, seconds=seconds, losses=losses)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 30])
-def test_the_interval_is_that_of_the_paired_t_test(n):
-    rng = np.random.default_rng(n)
-    ours, theirs = rng.normal(size=(2, n))
-    mean, margin = confidence_interval((ours - theirs).tolist())
-    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
-    assert (mean - margin, mean + margin) == pytest.approx((expected.low, expected.high))
-
-
-def test_the_interval_holds_the_truth_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    held = [
-        abs(mean - 0.3) <= margin
-        for mean, margin in (confidence_interval(x.tolist()) for x in rng.normal(0.3, 1, (4000, 5)))
-    ]
-    assert np.mean(held) == pytest.approx(0.95, abs=0.01)
 
 
 def test_verdicts():
@@ -281,14 +259,14 @@ def test_the_command(tmp_path, text_file):
 
 
 def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
-    from jaxgpt.cli import tools
+    from jaxgpt.cli import on_experiments
 
     def stopped(*args, **how):
         raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
     monkeypatch.setattr("jaxgpt.session.fit_as_command", stopped)
-    monkeypatch.setattr(tools, "load_variants", lambda named: variants)
+    monkeypatch.setattr(on_experiments, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
-        tools.study("s.py", run_dir=str(tmp_path))
+        on_experiments.study("s.py", run_dir=str(tmp_path))
     assert left.value.code == 1
     assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. The same command goes on from there.\n"

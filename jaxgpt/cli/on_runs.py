@@ -1,22 +1,19 @@
-"""Commands on runs and experiments: each calls a tool of `jaxgpt.tools`, imported when the command runs."""
+"""Commands on a run: each calls a tool of `jaxgpt.tools`, imported when the command runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from jaxgpt.cli.console import say, stdout_is_unicode
-from jaxgpt.cli.experiment_file import load_variants
-from jaxgpt.config import Experiment, Precision
+from jaxgpt.config import Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, Size
-from jaxgpt.errors import shell_line
 from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import RUNS, find_run
+from jaxgpt.runs.find import find_run
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 PageWeights = Literal["int8", "float32"]
@@ -57,60 +54,6 @@ def evaluate(
     model = model if weights is None else model.for_decoding(weights)
     found = evaluate_run(model, data, stride=stride, batch_size=batch_size, beams=beams)
     print(render_json(found) if json else format_evaluation(found))
-
-
-def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None = None, json: bool = False) -> None:
-    """Train variants with several seeds; report which differ.
-
-    Variants differ if the difference of their losses is larger than the noise of the seeds.
-
-    Args:
-        experiment: a Python file with `variants = {name: Experiment(...), ...}` in it
-        seeds: runs of each variant; seeds are 0, 1, ...
-        run_dir: directory of the runs; those that exist are resumed; None: runs/studies/FILE
-        json: print JSON instead of text
-    """
-    variants = load_variants(experiment)
-    configure_jax()
-    from jaxgpt.errors import Preempted
-    from jaxgpt.session import fit_as_command
-    from jaxgpt.tools.study.study import STUDY, format_study, run_study
-
-    place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
-    try:
-        found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
-    except Preempted as e:
-        say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
-        raise SystemExit(1) from None
-    write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
-    print(render_json(found) if json else format_study(found))
-
-
-def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:
-    """Compile a training step; estimate its memory and speed.
-
-    The step is not run. EXPERIMENT is as for `jaxgpt train`.
-
-    Args:
-        topology: TPUs such as v5e:4x4, v6e:16x16, v5p:8x8x8, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
-            hosts as h200:4x8; None: this machine
-        json: print JSON instead of text
-        experiment: its fields are options too
-    """
-    if topology is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
-    configure_jax()
-    from jaxgpt.data.dataset import prepare_for
-    from jaxgpt.runs.pretrained import resolve_init_from
-    from jaxgpt.tools.plan.estimate import format_plan
-    from jaxgpt.tools.plan.plan import make_plan
-
-    full, _ = resolve_init_from(experiment)
-    vocab_size = full.model.vocab_size or prepare_for(full.model, full.data).tokenizer.vocab_size
-    found = make_plan(full, vocab_size, topology=topology, say=say)
-    print(render_json(found.to_json()) if json else format_plan(found))
 
 
 def replay(run: Positional[str | None] = None, *, step: int, json: bool = False) -> None:
@@ -230,54 +173,3 @@ def report(
         return
     print(f"{summary['experiment']}: {summary['verdict']}")
     print(f"{page}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
-
-
-def import_hf(
-    model: Positional[str],
-    *,
-    run_dir: str,
-    dtype: WeightsDtype | None = None,
-    tokenizer: str | None = None,
-    json: bool = False,
-) -> None:
-    """Make a run of a model in Hugging Face's format.
-
-    Args:
-        model: a directory, or an id on the Hub such as openai-community/gpt2
-        run_dir: directory of the new run
-        dtype: dtype of the parameters; None: as stored
-        tokenizer: path of another tokenizer.json, or ids for none; None: the model's
-        json: print JSON instead of text
-    """
-    configure_jax(computes=False)
-    from jaxgpt.tools.convert.import_hf import import_hf
-
-    source = import_hf(model, run_dir, dtype=dtype, tokenizer=tokenizer)
-    family, count = source.family.model_type, len(source.tensors)
-    if json:
-        print(render_json({"run": run_dir, "model_type": family, "tensors": count}))
-        return
-    print(f"{family}: {count} tensors of {source.directory} are in {run_dir}")
-    print(f'next: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."')
-
-
-def export_hf(
-    run: Positional[str | None] = None, *, out: str, dtype: WeightsDtype | None = None, json: bool = False
-) -> None:
-    """Write a run in Hugging Face's format.
-
-    transformers, vLLM and the converters of llama.cpp open the directory.
-
-    Args:
-        run: run directory; None: the newest under runs/
-        out: the directory to write
-        dtype: dtype of the tensors; None: as in the run
-        json: print JSON instead of text
-    """
-    find_run(run)
-    configure_jax(computes=False)
-    from jaxgpt.tools.convert.export_hf import export_hf
-
-    place = export_hf(run, out, dtype=dtype)
-    files = sorted(path.name for path in place.iterdir())
-    print(render_json({"out": str(place), "files": files}) if json else f"{place}: {', '.join(files)}")

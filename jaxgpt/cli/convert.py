@@ -1,0 +1,66 @@
+"""Commands from and to Hugging Face's format, by `jaxgpt.tools.convert`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tyro.conf import Positional
+
+from jaxgpt.errors import shell_line
+from jaxgpt.files import render_json
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.find import find_run
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+PageWeights = Literal["int8", "float32"]
+
+
+def import_hf(
+    model: Positional[str],
+    *,
+    run_dir: str,
+    dtype: WeightsDtype | None = None,
+    tokenizer: str | None = None,
+    json: bool = False,
+) -> None:
+    """Make a run of a model in Hugging Face's format.
+
+    Args:
+        model: a directory, or an id on the Hub such as openai-community/gpt2
+        run_dir: directory of the new run
+        dtype: dtype of the parameters; None: as stored
+        tokenizer: path of another tokenizer.json, or ids for none; None: the model's
+        json: print JSON instead of text
+    """
+    configure_jax(computes=False)
+    from jaxgpt.tools.convert.import_hf import import_hf
+
+    source = import_hf(model, run_dir, dtype=dtype, tokenizer=tokenizer)
+    family, count = source.family.model_type, len(source.tensors)
+    if json:
+        print(render_json({"run": run_dir, "model_type": family, "tensors": count}))
+        return
+    print(f"{family}: {count} tensors of {source.directory} are in {run_dir}")
+    print(f'next: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."')
+
+
+def export_hf(
+    run: Positional[str | None] = None, *, out: str, dtype: WeightsDtype | None = None, json: bool = False
+) -> None:
+    """Write a run in Hugging Face's format.
+
+    transformers, vLLM and the converters of llama.cpp open the directory.
+
+    Args:
+        run: run directory; None: the newest under runs/
+        out: the directory to write
+        dtype: dtype of the tensors; None: as in the run
+        json: print JSON instead of text
+    """
+    find_run(run)
+    configure_jax(computes=False)
+    from jaxgpt.tools.convert.export_hf import export_hf
+
+    place = export_hf(run, out, dtype=dtype)
+    files = sorted(path.name for path in place.iterdir())
+    print(render_json({"out": str(place), "files": files}) if json else f"{place}: {', '.join(files)}")

@@ -1,0 +1,74 @@
+"""Commands on an experiment: each calls a tool of `jaxgpt.tools`, imported when the command runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from jaxgpt.cli.console import say
+from jaxgpt.cli.experiment_file import load_variants
+from jaxgpt.config import Experiment
+from jaxgpt.config.validate import Count
+from jaxgpt.files import render_json, write_whole
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.find import RUNS
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+PageWeights = Literal["int8", "float32"]
+
+
+def study(experiment: Positional[str], *, seeds: Count = 5, run_dir: str | None = None, json: bool = False) -> None:
+    """Train variants with several seeds; report which differ.
+
+    Variants differ if the difference of their losses is larger than the noise of the seeds.
+
+    Args:
+        experiment: a Python file with `variants = {name: Experiment(...), ...}` in it
+        seeds: runs of each variant; seeds are 0, 1, ...
+        run_dir: directory of the runs; those that exist are resumed; None: runs/studies/FILE
+        json: print JSON instead of text
+    """
+    variants = load_variants(experiment)
+    configure_jax()
+    from jaxgpt.errors import Preempted
+    from jaxgpt.session import fit_as_command
+    from jaxgpt.tools.study.study import STUDY, format_study, run_study
+
+    place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
+    try:
+        found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
+    except Preempted as e:
+        say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
+        raise SystemExit(1) from None
+    write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
+    print(render_json(found) if json else format_study(found))
+
+
+def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:
+    """Compile a training step; estimate its memory and speed.
+
+    The step is not run. EXPERIMENT is as for `jaxgpt train`.
+
+    Args:
+        topology: TPUs such as v5e:4x4, v6e:16x16, v5p:8x8x8, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
+            hosts as h200:4x8; None: this machine
+        json: print JSON instead of text
+        experiment: its fields are options too
+    """
+    if topology is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
+    configure_jax()
+    from jaxgpt.data.dataset import prepare_for
+    from jaxgpt.runs.pretrained import resolve_init_from
+    from jaxgpt.tools.plan.estimate import format_plan
+    from jaxgpt.tools.plan.plan import make_plan
+
+    full, _ = resolve_init_from(experiment)
+    vocab_size = full.model.vocab_size or prepare_for(full.model, full.data).tokenizer.vocab_size
+    found = make_plan(full, vocab_size, topology=topology, say=say)
+    print(render_json(found.to_json()) if json else format_plan(found))

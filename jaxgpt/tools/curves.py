@@ -1,0 +1,62 @@
+"""Train a run to its end, or take it as it is, and read the curve of its validation losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config import Experiment
+from jaxgpt.errors import Diverged
+from jaxgpt.files import write_whole
+from jaxgpt.runs.find import is_run
+from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.metrics import finite_values, read_metrics
+
+DIVERGED = "diverged.txt"  # the reason, in the directory of the run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Validation losses of one run in nats per token, and when they were measured. Empty if the run diverged."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    # Time of the steps, without compilation and validation, which take longer in the first run of a variant.
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+
+def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
+    """Train a run to its end if needed, and return its curve. fit_one: trains a run as `jaxgpt.fit` does."""
+    diverged = directory / DIVERGED
+    if diverged.exists():
+        return Curve()
+    validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss") if is_run(directory) else []
+    if not validated or validated[-1][0] < experiment.train.steps:
+        try:
+            fit_one(experiment, directory, progress=False)
+        except Diverged as e:
+            write_whole(diverged, f"{e}\n")
+            return Curve()
+    return read_curve(directory, read_metadata(directory).experiment)
+
+
+def read_curve(directory: Path, experiment: Experiment) -> Curve:
+    """Return the curve of a run, with seconds computed from the logged tokens per second, which exclude compilation.
+
+    experiment: as trained; its context may be shorter than the requested one.
+    """
+    lines = read_metrics(directory / "metrics.jsonl")
+    validated = finite_values(lines, "val_loss")
+    rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
+    if not rated or not validated:
+        return Curve()
+    tokens, rates = (np.array(x, float) for x in zip(*rated, strict=True))
+    elapsed = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
+    per_step = experiment.train.batch_size * experiment.model.block_size
+    at = [step * per_step for step, _ in validated]
+    seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
+    return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
