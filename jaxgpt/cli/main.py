@@ -41,6 +41,7 @@ COMMANDS = {
     "report": Command(on_runs.report, "[RUN]", "jaxgpt report runs/mine"),
     "xray": Command(on_runs.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
     "page": Command(on_runs.page, "[RUN]", "jaxgpt page --out page.html"),
+    "runs": Command(on_runs.runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
     "plan": Command(
         on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from jaxgpt.cli.console import say, stdout_is_unicode
 from jaxgpt.config import Precision
@@ -17,6 +19,36 @@ from jaxgpt.runs.find import find_run
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 PageWeights = Literal["int8", "float32"]
+Sort = Literal["date", "loss", "name", "size", "speed", "tokens"]
+
+
+def runs(
+    directory: Positional[str] = "runs",
+    *,
+    sort: Sort = "name",
+    filter: UseAppendAction[tuple[str, ...]] = (),
+    json: bool = False,
+) -> None:
+    """List all runs below a directory.
+
+    Args:
+        directory: is searched at any depth, but for links
+        sort: the column to sort by: best loss, largest number or newest date first
+        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, speed, step or steps; also <= > >= =
+            != and, with a pattern, name~*relu*; may be given several times
+        json: print JSON instead of text
+    """
+    from jaxgpt.tools.overview.rows import read_rows
+    from jaxgpt.tools.overview.table import format_rows, rows_to_json, select_rows
+
+    found = read_rows(Path(directory))
+    rows = select_rows(found, filter, sort)
+    if json:
+        print(render_json(rows_to_json(rows)))
+        return
+    print(format_rows(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    if len(rows) < len(found) or not found:
+        say(f"{len(rows)} of {len(found)} runs below {directory}")
 
 
 def evaluate(

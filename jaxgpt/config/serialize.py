@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
+from jaxgpt.config.validate import field_hints
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -20,15 +20,16 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
     """
     if not isinstance(values, dict):
         raise UserError(f"{where or cls.__name__}: got {type(values).__name__}, needs an object")
-    hints = get_type_hints(cls)
+    hints = field_hints(cls)
     for key in values:
         if key not in hints:
             close = difflib.get_close_matches(str(key)[:80], hints, n=1)
             raise UserError(
                 f"unknown field {where}{str(key)[:80]}" + (f": did you mean {where}{close[0]}?" if close else "")
             )
-    parameters = inspect.signature(cls).parameters
-    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in values]
+    fields: Any = dataclasses.fields(cls)  # type: ignore[bad-argument-type]
+    unset = dataclasses.MISSING
+    missing = [f.name for f in fields if f.default is unset is f.default_factory and f.name not in values]
     if missing:
         raise UserError(f"{where or cls.__name__}: missing {', '.join(missing)}")
     arguments = dict(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -10,7 +11,13 @@ import filelock
 
 from jaxgpt.errors import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 LOCK = ".lock"
+PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 
 
 def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
@@ -32,10 +39,28 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
         raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
 
 
+def is_training(directory: Path) -> bool:
+    """Return whether a process trains in a directory, which may be read-only. Always False on Windows."""
+    if fcntl is None:
+        return False
+    try:
+        handle = os.open(directory / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # never trained here
+        return False
+    with contextlib.closing(os.fdopen(handle, "rb")):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
+    return False  # closing has released it
+
+
 def _lock(directory: Path) -> filelock.BaseFileLock:
     _check_links(directory)  # before anything is written there
     path = directory / LOCK
-    lock = filelock.FileLock(path, timeout=0)
+    lock = filelock.FileLock(path, timeout=PATIENCE)
     try:
         lock.acquire()
     except filelock.Timeout:

@@ -17,7 +17,6 @@ from jaxgpt.data.chat.template import write_template
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import json_sha256, read_json, write_whole
-from jaxgpt.parallel.device import device_kind
 
 FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
 OLDER = {1: "its checkpoints have no manifests, so corruption could not be detected"}  # versions not read, and why
@@ -89,6 +88,8 @@ def write_metadata(
         imported: source of an imported model.
         origin: the weights that the run starts from.
     """
+    from jaxgpt.parallel.device import device_kind  # imports jax, which reading a run does without
+
     # The addresses of the other processes do not belong to the experiment: one process may resume the run.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
     experiment = dataclasses.replace(experiment, parallel=here)

@@ -55,7 +55,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines, damaged = [], 0
     with open_file(path) as f:
         for raw in f:
-            if (line := _line(raw)) is not None:
+            if (line := parse_line(raw)) is not None:
                 lines.append(line)
             else:
                 damaged += raw.endswith(b"\n")
@@ -76,7 +76,8 @@ def _sealed(values: dict[str, Any]) -> bytes:
     return f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(text.encode())}}}\n'.encode()
 
 
-def _line(raw: bytes) -> dict[str, Any] | None:
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line without its checksum; None if it is damaged."""
     try:
         line = parse_json(raw, "the line")
     except UserError:

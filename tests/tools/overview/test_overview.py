@@ -1,0 +1,224 @@
+"""`jaxgpt runs`: what is read of each run, filters, the table, and what it costs."""
+
+import dataclasses
+import json
+import shutil
+import statistics
+
+import pytest
+
+from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
+from jaxgpt.encdec import build_model
+from jaxgpt.errors import UserError
+from jaxgpt.parallel import flops
+from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.runs.metrics import MetricsFile
+from jaxgpt.tools.overview.parameters import count_parameters
+from jaxgpt.tools.overview.rows import read_rows
+from jaxgpt.tools.overview.table import format_rows, select_rows
+from tests.helpers import run_command
+
+TOKENIZER = CharTokenizer("abcd")
+STEPS, SKIPS = 10, 3
+MODELS = [
+    {},
+    {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_head": 2, "n_embd": 16},
+    {"norm_position": "sandwich", "qk_norm": True, "tie_embeddings": False, "head_dim": 6, "mlp_dim": 7},
+    {"norm_position": "post", "n_encoder_layer": 3, "qkv_bias": False, "out_bias": False},
+    {"norm_position": "sandwich", "n_encoder_layer": 1, "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1},
+    {"norm_position": "output", "scan_layers": True, "position": "none", "bias": False, "qkv_bias": True},
+    {
+        "parallel_residual": True,
+        "activation": "geglu",
+        "position": "sinusoidal",
+        "norm_offset": True,
+        "norm": "rmsnorm",
+    },
+]
+
+
+@pytest.mark.parametrize("fields", MODELS, ids=str)
+def test_parameters_are_counted_as_jax_does(fields):
+    config = GPTConfig(**{"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 4, "n_embd": 8} | fields)
+    assert count_parameters(config) == flops.count_parameters(build_model(config).shapes())
+
+
+def write_run(directory, *, trained=STEPS, done=None, last=(), imported=None):
+    """Write a run as training would. trained: steps taken. done: step of its checkpoint. last: its last lines."""
+    directory.mkdir(parents=True)
+    experiment = Experiment(
+        name="one",
+        model=GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4),
+        data=DataConfig(path="t.txt"),
+        optim=OptimConfig(max_skipped=SKIPS),
+        train=TrainConfig(steps=STEPS, batch_size=2),
+    )
+    data = {"tokenizer_sha256": fingerprint(TOKENIZER)}
+    write_metadata(directory, experiment, TOKENIZER, data=data, vocab_size=4, imported=imported)
+    if imported is None:
+        log = MetricsFile(directory / "metrics.jsonl")
+        for step in range(1, trained + 1):
+            log.write(step=step, tokens=16 * step, loss=3.0, tokens_per_second=None if step == 1 else 100.0 * step)
+            if step % 2 == 0:
+                log.write(step=step, val_loss=abs(step - 4) + 1.25)
+        for line in last:
+            log.write(**line)
+        log.close()
+    if done is not None:
+        (directory / "checkpoints" / str(done)).mkdir(parents=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Runs of all kinds."""
+    place = tmp_path_factory.mktemp("overview") / "runs"
+    write_run(place / "complete", done=STEPS)
+    write_run(place / "study/gelu/seed-0", trained=6, done=6)
+    write_run(place / "study/gelu/seed-1", trained=0)
+    write_run(place / "skipped", trained=4, last=[{"step": step, "skipped": "loss"} for step in (5, 7, 8, 9)])
+    write_run(place / "some skipped", trained=4, last=[{"step": step, "skipped": "loss"} for step in (5, 7, 8)])
+    write_run(place / "nan", trained=9, done=8, last=[{"step": 10, "loss": 3.0}, {"step": 10, "val_loss": None}])
+    write_run(place / "imported", imported={"model_type": "gpt2"})
+    write_run(place / "damaged")
+    (place / "damaged/experiment.json").write_text("{")
+    write_run(place / "pipe")
+    (place / "pipe/metrics.jsonl").unlink()
+    (place / "pipe/metrics.jsonl").mkdir()
+    (place / "link").symlink_to(place / "complete")
+    (place / "study/loop").symlink_to(place)
+    return place
+
+
+def named(rows, place):
+    return {row.name.removeprefix(f"{place}/"): row for row in rows}
+
+
+def test_every_run_has_a_row_with_its_status(place):
+    rows = named(read_rows(place), place)
+    assert {name: (row.status, row.step) for name, row in rows.items()} == {
+        "complete": ("complete", STEPS),
+        "damaged": ("damaged", None),
+        "imported": ("imported", None),
+        "nan": ("diverged", STEPS),
+        "pipe": ("damaged", None),
+        "skipped": ("diverged", 9),
+        "some skipped": ("interrupted", 8),
+        "study/gelu/seed-0": ("interrupted", 6),
+        "study/gelu/seed-1": ("interrupted", 0),
+    }
+    assert "experiment.json is damaged" in rows["damaged"].problem
+    assert "metrics.jsonl is a directory" in rows["pipe"].problem
+
+
+def test_numbers_are_those_of_the_log(place):
+    rows = named(read_rows(place), place)
+    row = rows["complete"]
+    assert (row.tokens, row.loss, row.steps) == (STEPS * 2 * 8, 1.25, STEPS)
+    assert row.speed == statistics.median(100.0 * step for step in range(2, STEPS + 1))
+    assert row.size == 4 * 4 + 8 * 4 + 3 * 8 + 4 * (16 + 4) + (4 * 16 + 16) + (16 * 4 + 4)  # wte, wpe, norms, ...
+    assert (rows["imported"].tokens, rows["imported"].speed, rows["imported"].size) == (None, None, row.size)
+    assert rows["study/gelu/seed-1"].loss is None
+
+
+def test_a_damaged_line_is_not_the_best_loss(place, tmp_path):
+    shutil.copytree(place / "complete", tmp_path / "run")
+    log = tmp_path / "run/metrics.jsonl"
+    log.write_bytes(
+        log.read_bytes().replace(b'"val_loss": 3.25', b'"val_loss": 0.25', 1) + b'{"step": 99, "val_loss": 0.1'
+    )
+    (row,) = read_rows(tmp_path)
+    assert (row.loss, row.step) == (1.25, STEPS)
+
+
+def test_a_run_is_in_training_while_its_lock_is_held(place, tmp_path):
+    shutil.copytree(place / "complete", tmp_path / "run")
+    lock = lock_run(tmp_path / "run", fresh=False)
+    assert read_rows(tmp_path)[0].status == "training"
+    lock.release()
+    assert read_rows(tmp_path)[0].status == "complete"
+    lock_run(tmp_path / "run", fresh=False).release()  # which reading has not left locked
+
+
+def test_a_verdict_of_an_earlier_step_says_so(place, tmp_path):
+    shutil.copytree(place / "complete", tmp_path / "run")
+    for step, said in ((STEPS, "learning"), (8, "learning (at step 8)")):
+        (tmp_path / "run/summary.json").write_text(json.dumps({"verdict": "learning", "steps": {"logged": step}}))
+        assert read_rows(tmp_path)[0].verdict == said
+    (tmp_path / "run/summary.json").write_text("[]")
+    assert read_rows(tmp_path)[0].verdict == "summary.json is damaged"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "sort", "kept"),
+    [
+        (["status=complete"], "name", ["complete"]),
+        (["name~*gelu*"], "name", ["study/gelu/seed-0", "study/gelu/seed-1"]),
+        (["loss<=1.25", "tokens>100"], "name", ["complete", "nan", "skipped", "some skipped"]),
+        (["tokens>0.1k", "status!=diverged"], "speed", ["complete", "some skipped"]),
+        (["name~*/study/*"], "tokens", ["study/gelu/seed-0", "study/gelu/seed-1"]),
+        (["step = 6"], "date", ["study/gelu/seed-0"]),
+        (["status=damaged"], "loss", ["damaged", "pipe"]),
+        (["date<2000"], "size", []),
+    ],
+)
+def test_rows_are_filtered_and_sorted(place, conditions, sort, kept):
+    conditions = [condition.replace("*/study", f"{place}/study") for condition in conditions]
+    assert list(named(select_rows(read_rows(place), conditions, sort), place)) == kept
+
+
+def test_rows_without_the_field_come_last(place):
+    losses = [row.loss for row in select_rows(read_rows(place), [], "loss")]
+    known = [loss for loss in losses if loss is not None]
+    assert losses == sorted(known) + [None] * (len(losses) - len(known)) and None in losses
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("los<1", "no field los (did you mean loss?). There are name, status"),
+        ("loss", "needs FIELD, one of"),
+        ("loss<many", "got 'many', needs a number"),
+        ("loss<", "got '', needs a number"),
+        ("loss~1*", "~ compares name, status"),
+    ],
+)
+def test_a_condition_that_cannot_be_read_is_refused(condition, said):
+    with pytest.raises(UserError) as e:
+        select_rows([], [condition], "name")
+    assert said in str(e.value)
+
+
+def test_the_table_fits_on_a_terminal_and_elsewhere_nothing_is_cut(place):
+    long = "x" * 90
+    rows = [
+        dataclasses.replace(row, name=f"{row.name}/{long}", verdict=row.verdict and long) for row in read_rows(place)
+    ]
+    assert max(map(len, format_rows(rows, 100).splitlines())) <= 100
+    full = format_rows(rows, None)
+    assert all(row.name in full and (row.problem or "") in full for row in rows)
+
+    assert len(format_rows([dataclasses.replace(rows[0], name="a\x1b[2J\nb")], 100).splitlines()) == 2
+
+
+SECONDS = 3.0  # of CPU for 200 runs: 0.5 measured, and a busy machine may take longer
+
+
+def test_two_hundred_runs_are_listed_without_jax(place, tmp_path):
+    shutil.copytree(place / "complete", tmp_path / "runs/0")
+    log = tmp_path / "runs/0/metrics.jsonl"
+    log.write_bytes(log.read_bytes() * 67)  # 1,005 lines
+    for number in range(1, 200):
+        shutil.copytree(tmp_path / "runs/0", tmp_path / f"runs/{number}")
+    code = """
+import json, sys, time
+from jaxgpt.__main__ import main
+main(["runs", "--json"])
+assert "jax" not in sys.modules and "flax" not in sys.modules
+print(time.process_time(), file=sys.stderr)
+"""
+    done = run_command("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {row["status"] for row in json.loads(done.stdout)} == {"complete"} and len(json.loads(done.stdout)) == 200
+    assert float(done.stderr) < SECONDS
