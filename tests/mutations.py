@@ -1101,6 +1101,34 @@ MUTATIONS = (
         "confidence",
         "test_statistics.py::test_the_interval_holds_the_truth_as_often_as_it_says",
     ),
+    Mutation(
+        "each-hypothesis-at-the-whole-level",
+        "statistics.py",
+        "steps = level / np.arange(p.shape[-1], 0, -1)",
+        "steps = np.full(p.shape[-1], level)",
+        "tools/study/test_study.py::test_nothing_is_found_where_nothing_differs_and_two_standard_deviations_are[normal]",
+    ),
+    Mutation(
+        "steps-after-the-first-that-is-not-rejected",
+        "statistics.py",
+        "np.minimum(steps, last)",
+        "steps",
+        "test_statistics.py::test_holm_rejects_in_steps",
+    ),
+    Mutation(
+        "interval-of-another-level-than-the-verdict",
+        "tools/study/study.py",
+        "mean_interval(x, 1 - level)",
+        "mean_interval(x)",
+        "tools/study/test_study.py::test_an_interval_excludes_zero_exactly_if_the_verdict_is_better_or_worse",
+    ),
+    Mutation(
+        "a-run-far-off-is-averaged",
+        "tools/study/study.py",
+        "FAR = 20 ",
+        "FAR = 1e9 ",
+        "tools/study/test_study.py::test_verdicts",
+    ),
 )
 
 

@@ -1,10 +1,10 @@
-"""Intervals against scipy's, and against how often they hold the truth."""
+"""Intervals, tests and sample sizes against scipy's, and against how often they hold the truth."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from jaxgpt.statistics import mean_interval
+from jaxgpt.statistics import count_pairs_needed, holm_levels, mean_interval, paired_p_values
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 30])
@@ -19,3 +19,42 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     x = np.random.default_rng(0).normal(0.3, 2.0, (4000, 5))
     mean, margin = mean_interval(x)
     assert np.mean(np.abs(mean - 0.3) <= margin) == pytest.approx(0.95, abs=0.01)
+
+
+@pytest.mark.parametrize("n", [2, 5, 30])
+def test_p_values_are_those_of_the_paired_t_test(n):
+    ours, theirs = np.random.default_rng(n).normal(size=(2, 3, n))
+    expected = stats.ttest_rel(ours, theirs, axis=1).pvalue
+    assert paired_p_values(ours - theirs) == pytest.approx(expected)
+
+
+def test_equal_differences_are_certain_unless_they_are_zero():
+    assert paired_p_values([[0.5, 0.5], [0.0, 0.0]]).tolist() == [0.0, 1.0]
+
+
+def holm_by_definition(p_values, level):
+    """Reject the hypotheses in the order of their p-values until the first that is not rejected."""
+    rejected = [False] * len(p_values)
+    for i in sorted(range(len(p_values)), key=lambda i: p_values[i]):
+        if p_values[i] > level / (len(p_values) - sum(rejected)):
+            break
+        rejected[i] = True
+    return rejected
+
+
+def test_holm_rejects_in_steps():
+    """Holm's levels of four; those after the first that is not rejected share its level."""
+    assert holm_levels([0.011, 0.02, 0.005, 0.04], 0.04) == pytest.approx([0.04 / 3, 0.02, 0.01, 0.04])
+    assert holm_levels([0.011, 0.03, 0.005, 0.04], 0.04) == pytest.approx([0.04 / 3, 0.02, 0.01, 0.02])
+    p_values = np.random.default_rng(0).uniform(0, 0.06, (1000, 4))
+    expected = [holm_by_definition(p, 0.05) for p in p_values]
+    assert (p_values <= holm_levels(p_values, 0.05)).tolist() == expected
+    assert {sum(x) for x in expected} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01, 0.005])
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 1.0, 2.0, 5.0])
+def test_pairs_needed_are_those_of_the_noncentral_t_distribution(level, ratio):
+    n = np.arange(2, 1000)
+    power = stats.nct.sf(stats.t.ppf(1 - level / 2, n - 1), n - 1, np.sqrt(n) / ratio)
+    assert count_pairs_needed(0.1 * ratio, 0.1, level=level) == pytest.approx(n[np.argmax(power >= 0.8)], abs=1)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import fit
-from jaxgpt.statistics import mean_interval
+from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.curves import Curve, train_or_resume
 
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
+FAR = 20  # a run is far off at this many times the median distance of a run from the median of its variant
+DETECT = 0.01  # nats per token, the difference of `seeds_needed`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +38,13 @@ class Comparison:
 
     variant: str
     losses: list[float | None]  # by seed; None: diverged
-    mean: float | None  # over seeds that did not diverge
-    deviation: float | None  # standard deviation over these seeds; None: fewer than two
-    difference: float | None  # mean over seeds of (loss - loss of the first variant with the same seed)
-    margin: float | None  # half-width of the 95% confidence interval of the difference (Student's t)
+    mean: float | None = None  # None, here and below: a run diverged or is far off
+    deviation: float | None = None  # standard deviation over the seeds; None: fewer than two
+    difference: float | None = None  # mean over seeds of (loss - loss of the first variant with the same seed)
+    margin: float | None = None  # half-width of the difference's interval with confidence 1 - level (Student's t)
+    p_value: float | None = None  # of the paired t-test
+    level: float | None = None  # at which Holm's procedure tests the difference
+    seeds_needed: int | None = None  # to find a difference of `DETECT` with this spread in 80% of studies
     verdict: str
 
 
@@ -46,7 +52,7 @@ def run_study(
     variants: Mapping[str, Experiment],
     directory: Path,
     *,
-    seeds: int = 5,
+    seeds: int,
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
 ) -> dict[str, Any]:
@@ -142,66 +148,86 @@ def slug(name: str) -> str:
 
 def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
     """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation."""
-    found: dict[str, Any] = {}
+    points, tables = {}, {}
     complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
     for axis in ("tokens", "seconds"):
-        at = min((getattr(curve, axis)[-1] for curve in complete), default=0)
+        at = points[axis] = min((getattr(curve, axis)[-1] for curve in complete), default=0)
         # A run has no loss before its first validation.
         is_known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
         losses = {name: [_loss_at(curve, axis, at) for curve in seeds] for name, seeds in curves.items()}
-        rows = [dataclasses.asdict(row) for row in compare_losses(losses)] if is_known else []
-        found[axis] = {"at": at, "rows": rows}
-    return found
+        tables[axis] = losses if is_known else {}
+    rows = compare_losses(tables)
+    return {axis: {"at": at, "rows": [dataclasses.asdict(row) for row in rows[axis]]} for axis, at in points.items()}
 
 
 def _loss_at(curve: Curve, axis: str, at: float) -> float | None:
     return float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
 
 
-def compare_losses(losses: Mapping[str, Sequence[float | None]]) -> list[Comparison]:
-    """Compare each variant with the first, paired by seed."""
-    first, *_ = losses
-    rows = []
-    for name, by_seed in losses.items():
-        finite = [x for x in by_seed if x is not None]
-        pairs = zip(by_seed, losses[first], strict=True)
-        paired = [x - y for x, y in pairs if x is not None and y is not None]
-        difference, margin = (None, None) if name == first else confidence_interval(paired)
-        rows.append(
-            Comparison(
+def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, list[Comparison]]:
+    """Compare each variant with the first, paired by seed. All comparisons of all tables are one family of tests.
+
+    tables: losses by seed of each variant, for each table. None: diverged.
+    """
+    rows: dict[tuple[str, str], Comparison] = {}
+    differences: dict[tuple[str, str], np.ndarray] = {}
+    for table, losses in tables.items():
+        notes = _find_irregular(losses)
+        first = next(iter(losses), "")
+        for name, by_seed in losses.items():
+            regular, x = not notes[name], np.array(by_seed, np.float64)
+            rows[table, name] = Comparison(
                 variant=name,
                 losses=list(by_seed),
-                mean=float(np.mean(finite)) if finite else None,
-                deviation=float(np.std(finite, ddof=1)) if len(finite) > 1 else None,
-                difference=difference,
-                margin=margin,
-                verdict=_verdict(name == first, len(by_seed) - len(finite), difference, margin),
+                mean=float(x.mean()) if regular else None,
+                deviation=float(x.std(ddof=1)) if regular and len(x) > 1 else None,
+                verdict=notes[name] or ("the first" if name == first else f"the first: {notes[first]}"),
             )
-        )
-    return rows
+            if name != first and regular and not notes[first]:
+                differences[table, name] = x - np.array(losses[first], np.float64)
+    for key, fields in _test(differences).items():
+        rows[key] = dataclasses.replace(rows[key], **fields)
+    return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 
-def confidence_interval(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return (mean, half-width of its 95% confidence interval) of paired differences, None if there are too few."""
-    n = len(differences)
-    if n < 2:
-        return (differences[0] if n else None), None
-    mean, margin = mean_interval(differences)
-    return float(mean), float(margin)
+def _find_irregular(losses: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
+    """Return for each variant why its losses have no meaningful average, or an empty text.
+
+    A run diverged, or is farther from the median of its variant than `FAR` times the median of this distance over all
+    runs of all variants.
+    """
+    finite = {name: [x for x in by_seed if x is not None] for name, by_seed in losses.items()}
+    distances = {name: [abs(x - median(xs)) for x in xs] for name, xs in finite.items()}
+    pooled = [distance for runs in distances.values() for distance in runs]
+    far = FAR * median(pooled or [0.0])
+    notes = dict.fromkeys(losses, "")
+    for name, by_seed in losses.items():
+        if diverged := len(by_seed) - len(finite[name]):
+            notes[name] = f"{diverged} of {len(by_seed)} diverged"
+        elif max(distances[name]) > far:
+            notes[name] = f"seeds disagree: {min(finite[name]):.4f} to {max(finite[name]):.4f}"
+    return notes
 
 
-def _verdict(is_first: bool, diverged: int, difference: float | None, margin: float | None) -> str:
-    if diverged:
-        return f"{diverged} of its runs diverged"
-    if is_first:
-        return "the first"
-    if difference is None:
-        return "the first diverged"
-    if margin is None:
-        return "one seed: no interval"
-    if abs(difference) <= margin:
-        return "no more than noise"
-    return "better" if difference < 0 else "worse"
+def _test(differences: Mapping[Any, np.ndarray]) -> dict[Any, dict[str, Any]]:
+    """Test a family of paired differences by Holm's procedure, and return fields of a `Comparison` for each."""
+    family = list(differences.values())
+    if not family or len(family[0]) < 2:
+        return {k: {"difference": float(x[0]), "verdict": "one seed: no interval"} for k, x in differences.items()}
+    p_values = paired_p_values(family)
+    found = {}
+    for (key, x), p, level in zip(differences.items(), p_values, holm_levels(p_values), strict=True):
+        mean, margin = mean_interval(x, 1 - level)
+        needed = count_pairs_needed(float(x.std(ddof=1)), DETECT, level=(1 - CONFIDENCE) / len(family))
+        found[key] = {
+            "difference": float(mean),
+            "margin": float(margin),
+            "p_value": float(p),
+            "level": float(level),
+            "seeds_needed": needed,
+            "verdict": "no more than noise" if p > level else "better" if mean < 0 else "worse",
+        }
+    return found
 
 
 def _count(x: float) -> str:
@@ -210,7 +236,7 @@ def _count(x: float) -> str:
 
 def format_study(found: Mapping[str, Any]) -> str:
     """Return the result of `run_study` as tables in Markdown."""
-    tables = []
+    tables, tests = [], 0
     for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
         at, rows = found[axis]["at"], found[axis]["rows"]
         if not rows:
@@ -221,13 +247,20 @@ def format_study(found: Mapping[str, Any]) -> str:
         lines = [
             f"validation loss at equal {axis}, {_count(at)} {unit}, over {found['seeds']} seeds",
             "",
-            "| variant | mean | standard deviation | difference from the first (95%) | verdict |",
-            "|---|---|---|---|---|",
+            f"| variant | mean | standard deviation | difference from the first | verdict | seeds to see {DETECT} |",
+            "|---|---|---|---|---|---|",
         ]
         for row in rows:
             difference = "" if row["difference"] is None else f"{row['difference']:+.4f}"
             difference += "" if row["margin"] is None else f" ± {row['margin']:.4f}"
             mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row["mean"], row["deviation"]))
-            lines.append(f"| {row['variant']} | {mean} | {deviation} | {difference} | {row['verdict']} |")
+            needed = "" if row["seeds_needed"] is None else _count(row["seeds_needed"])
+            lines.append(f"| {row['variant']} | {mean} | {deviation} | {difference} | {row['verdict']} | {needed} |")
+            tests += row["p_value"] is not None
         tables.append("\n".join(lines))
+    if tests:
+        tables.append(
+            f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of studies "
+            "find a difference."
+        )
     return "\n\n".join(tables)

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
+from jaxgpt.statistics import holm_levels
 from jaxgpt.tools.curves import Curve, read_curve
 from jaxgpt.tools.study.study import (
     check_comparable,
@@ -32,23 +34,72 @@ def test_verdicts():
         "better": [0.9, 1.0, 1.1],
         "worse": [1.2, 1.31, 1.4],
         "lost": [1.0, None, 1.0],
+        "half lost": [1.0, 1.1, 9.0],
     }
-    rows = {row.variant: row for row in compare_losses(losses)}
+    rows = {row.variant: row for row in compare_losses({"tokens": losses})["tokens"]}
     assert [rows[name].verdict for name in losses] == [
         "the first",
         "no more than noise",
         "better",
         "worse",
-        "1 of its runs diverged",
+        "1 of 3 diverged",
+        "seeds disagree: 1.0000 to 9.0000",
     ]
     assert rows["first"].difference is None and rows["first"].mean == pytest.approx(1.1)
     assert rows["first"].deviation == pytest.approx(0.1)
     assert rows["better"].difference == pytest.approx(-0.1) and rows["better"].margin == pytest.approx(0, abs=1e-9)
-    assert rows["lost"].mean == 1.0 and rows["lost"].losses[1] is None
-    one = compare_losses({"a": [1.0], "b": [0.5]})
+    assert rows["lost"].mean is None and rows["lost"].losses[1] is None and rows["half lost"].mean is None
+    one = compare_losses({"tokens": {"a": [1.0], "b": [0.5]}})["tokens"]
     assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
-    none = compare_losses({"a": [None, None], "b": [1.0, 2.0]})
-    assert none[0].mean is None and none[1].verdict == "the first diverged"
+    none = compare_losses({"tokens": {"a": [None, 1.0], "b": [1.0, 2.0]}})["tokens"]
+    assert none[0].mean is None and none[1].verdict == "the first: 1 of 2 diverged" and none[1].difference is None
+
+
+def make_losses(rng, variants, seeds, *, noise, gap=0.0, shared=0.5):
+    """Return losses of a study with a standard deviation of 0.01 over the seeds.
+
+    noise: distribution with a variance of 1.
+    gap: difference of the last variant, in standard deviations.
+    shared: fraction of the variance that runs with the same seed share.
+    """
+    names = [str(i) for i in range(variants + 1)]
+    x = np.sqrt(shared) * rng.normal(size=seeds) + np.sqrt(1 - shared) * noise((variants + 1, seeds))
+    x[-1] += gap
+    tables = {"tokens": 2 + 0.01 * x, "seconds": 2 + 0.01 * x + 0.002 * noise(x.shape)}
+    return {axis: dict(zip(names, losses.tolist(), strict=True)) for axis, losses in tables.items()}
+
+
+def test_an_interval_excludes_zero_exactly_if_the_verdict_is_better_or_worse():
+    rng = np.random.default_rng(0)
+    kinds = set()
+    for _ in range(50):
+        found = compare_losses(make_losses(rng, 3, 5, noise=rng.standard_normal, gap=3))
+        tested = [row for rows in found.values() for row in rows if row.margin is not None]
+        p_values = np.array([row.p_value for row in tested])
+        assert [row.level for row in tested] == holm_levels(p_values).tolist()  # one family: both tables
+        for row in tested:
+            excludes = abs(row.difference) > row.margin
+            assert excludes == (row.verdict in ("better", "worse")) == (row.p_value <= row.level)
+            kinds.add((row.verdict, row.level > 0.051 / len(tested)))
+    assert {("worse", True), ("worse", False), ("no more than noise", True), ("no more than noise", False)} <= kinds
+
+
+def find_any(rng, variants, seeds, studies=500, **made):
+    """Return the fraction of studies with a verdict in any table."""
+    found = [compare_losses(make_losses(rng, variants, seeds, **made)) for _ in range(studies)]
+    return np.mean([any(row.verdict in ("better", "worse") for row in x["tokens"] + x["seconds"]) for x in found])
+
+
+@pytest.mark.parametrize("tails", ["normal", "heavy"])
+def test_nothing_is_found_where_nothing_differs_and_two_standard_deviations_are(tails):
+    """Five variants that do nothing, and one with a gap, which no seed effect makes easier to see, with eight seeds."""
+    rng = np.random.default_rng(0)
+
+    def noise(shape):
+        return rng.standard_normal(shape) if tails == "normal" else rng.standard_t(3, shape) / np.sqrt(3)
+
+    assert find_any(rng, 5, 5, noise=noise) <= 0.06
+    assert find_any(rng, 1, 8, noise=noise, gap=2.0, shared=0.0) >= 0.8
 
 
 def test_all_are_compared_where_the_shortest_ends():
@@ -136,7 +187,10 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path):
         "deviation": None,
         "difference": None,
         "margin": None,
-        "verdict": "1 of its runs diverged",
+        "p_value": None,
+        "level": None,
+        "seeds_needed": None,
+        "verdict": "1 of 1 diverged",
     }
     assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
     assert run_study(variants, tmp_path, seeds=1, fit_one=lost) == found
