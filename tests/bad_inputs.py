@@ -273,6 +273,7 @@ VERBS = [
     ("../train", "unknown command '../train'"),
 ]
 
+OVER = ["--over", "optim.learning-rate=1e-4..1e-1"]
 # Of every command: options that do not exist, want a value, or have two.
 OPTIONS = [
     (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
@@ -353,6 +354,29 @@ OPTIONS = [
     (["study", "variants_data.py"], "variants 'a' and 'b' do not share a metric: data.tokenizer"),
     (["study", "variants_data.py", "--seeds", "0"], "--seeds=0: needs at least 1"),
     (["study", "variants_data.py", "--seeds", "many"], "many"),
+    (["sweep"], "a sweep needs a field: --over optim.learning-rate=1e-4..1e-1"),
+    (["sweep", "--over"], "--over"),
+    (["sweep", "--over", ""], "--over : needs FIELD=LOW..HIGH or FIELD=A,B,C"),
+    (["sweep", "nowhere.py", *OVER], "there is no such file"),
+    (["sweep", "--over", "learning-rate=1e-4..1e-1"], "there is no field 'learning_rate' (did you mean optim.learning"),
+    (["sweep", "--over", "\udcff=1..2"], "there is no field"),
+    (["sweep", "--over", "train.seed=0..9"], "train.seed cannot vary: it changes the data, the tokens or the steps"),
+    (["sweep", "--over", "optim.learning-rate=1e-1..1e-4"], "needs LOW below HIGH"),
+    (["sweep", "--over", "optim.learning-rate=0..1"], "optim.learning_rate=0.0: needs more than 0"),
+    (["sweep", "--over", "model.activation=relu,foo"], "model.activation='foo': needs one of relu, gelu"),
+    (["sweep", *OVER, *OVER], "--over has optim.learning_rate twice"),
+    (["sweep", *OVER, "--trials", "0"], "--trials=0: needs at least 1"),
+    (["sweep", *OVER, "--seeds", "0"], "--seeds=0: needs at least 1"),
+    (["sweep", *OVER, "--seed", "-1"], "--seed=-1: needs at least 0"),
+    (["sweep", *OVER, "--train.steps", "8"], "warmup_steps=20 exceeds train.steps=8"),
+    (["sweep", *OVER, "--train.steps", "80", "--trials", "300"], "300 trials begin with runs of 1/243 of the steps"),
+    (
+        ["sweep", *OVER, "--optim.name", "adamw", "--optim.weight-decay", "20"],
+        "trial 19 of the sweep, optim.learning_rate=0.05957: weight_decay=20.0 times",
+    ),
+    (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
+    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt is not a directory: name another with --run-dir"),
+    (["sweep", *OVER, "--run-dir", LONG], "File name too long"),
     (["xray", "runs/tiny"], "--prompt"),
     (["xray", "runs/tiny", "--prompt"], "Missing value for argument '--prompt'"),
     (["xray", "runs/tiny", "--prompt", ""], "the prompt is empty: give a text"),

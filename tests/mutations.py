@@ -1129,6 +1129,34 @@ MUTATIONS = (
         "FAR = 1e9 ",
         "tools/study/test_study.py::test_verdicts",
     ),
+    Mutation(
+        "finalists-with-the-seed-that-selected-them",
+        "tools/sweep/sweep.py",
+        "range(train.seed + 1, train.seed + 1 + sweep.seeds)",
+        "range(train.seed, train.seed + sweep.seeds)",
+        "tools/sweep/test_sweep.py::test_a_third_survives_to_three_times_the_steps",
+    ),
+    Mutation(
+        "warm-up-of-short-runs-not-in-proportion",
+        "tools/sweep/sweep.py",
+        "-(-warmup * steps // experiment.train.steps)",
+        "min(warmup, steps)",
+        "tools/sweep/test_sweep.py::test_a_short_run_has_a_complete_schedule",
+    ),
+    Mutation(
+        "diverged-seeds-left-out-of-a-mean",
+        "tools/sweep/sweep.py",
+        "if len(finite) == len(self.losses[-1]) else math.inf",
+        "if finite else math.inf",
+        "tools/sweep/test_sweep.py::test_a_diverged_run_is_last",
+    ),
+    Mutation(
+        "source-without-false-fields",
+        "config/serialize.py",
+        "            if value != default:",
+        "            if value:",
+        "config/test_config.py::test_python_and_back_is_the_identity",
+    ),
 )
 
 

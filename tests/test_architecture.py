@@ -60,7 +60,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
-    "matplotlib": ["interventions.plots", "runs.metrics"],
+    "matplotlib": ["interventions.plots", "runs.metrics", "tools.sweep.plot"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.source"],

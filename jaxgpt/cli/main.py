@@ -45,6 +45,12 @@ COMMANDS = {
     "plan": Command(
         on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
     ),
+    "sweep": Command(
+        on_experiments.sweep,
+        "[EXPERIMENT]",
+        "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20",
+        takes_experiment=True,
+    ),
     "study": Command(on_experiments.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
     "import-hf": Command(convert.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
     "export-hf": Command(convert.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),

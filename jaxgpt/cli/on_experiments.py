@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment
-from jaxgpt.config.validate import Count
+from jaxgpt.config.validate import Count, NonNegativeInt
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS
@@ -45,6 +45,49 @@ def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None 
         raise SystemExit(1) from None
     write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
     print(render_json(found) if json else format_study(found))
+
+
+def sweep(
+    *,
+    over: UseAppendAction[tuple[str, ...]] = (),
+    trials: Count = 20,
+    seeds: Count = 3,
+    seed: NonNegativeInt = 0,
+    run_dir: str | None = None,
+    json: bool = False,
+    experiment: Annotated[Experiment, arg(name="")],
+) -> None:
+    """Search for the best values of fields.
+
+    Many short runs, fewer long ones, and a few full ones with several seeds. EXPERIMENT is as for `jaxgpt train`.
+
+    Args:
+        over: FIELD=LOW..HIGH, or FIELD=A,B,C; once for each field that varies
+        trials: points to try in the first round
+        seeds: full runs of each finalist
+        seed: seed of the points
+        run_dir: directory of the sweep, resumed if it exists; None: runs/sweeps/NAME
+        json: print JSON instead of text
+        experiment: its fields are options too
+    """
+    from jaxgpt.tools.sweep.space import parse_axes
+
+    axes = tuple(parse_axes(over))
+    configure_jax()
+    from jaxgpt.errors import Preempted
+    from jaxgpt.session import fit_as_command
+    from jaxgpt.tools.sweep.report import format_sweep, write_report
+    from jaxgpt.tools.sweep.sweep import Sweep, run_sweep
+
+    place = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
+    given = Sweep(experiment=experiment, axes=axes, trials=trials, seeds=seeds, seed=seed)
+    try:
+        found = run_sweep(given, place, say=say, fit_one=fit_as_command)
+    except Preempted as e:
+        say(f"{str(e).partition(' To continue')[0]} The same command resumes the sweep.")
+        raise SystemExit(1) from None
+    write_report(given, found, place)
+    print(render_json(found) if json else format_sweep(given, found, place))
 
 
 def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:

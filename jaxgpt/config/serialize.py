@@ -1,4 +1,4 @@
-"""Read configurations from JSON values, and compare them."""
+"""Read configurations from JSON values, compare them, and write them as Python source."""
 
 from __future__ import annotations
 
@@ -51,3 +51,31 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
         elif x != y:
             found[where + field.name] = (x, y)
     return found
+
+
+def to_source(experiment: Any) -> str:
+    """Return Python source that defines `experiment`, with the fields that differ from their defaults."""
+    classes: set[str] = set()
+
+    def render(config: Any, indent: str) -> str:
+        name = type(config).__name__
+        classes.add(name)
+        lines = []
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if value != default:
+                text = render(value, f"{indent}    ") if dataclasses.is_dataclass(value) else repr(value)
+                lines.append(f"{indent}    {field.name}={text},\n")
+        return f"{name}(\n{''.join(lines)}{indent})"
+
+    body = render(experiment, "")
+    return f"""\
+import jaxgpt
+from jaxgpt import {", ".join(sorted(classes))}
+
+experiment = {body}
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)
+"""

@@ -1,9 +1,12 @@
 """Configuration: every field validated, in words that name both numbers; JSON and back."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +26,8 @@ from jaxgpt.config import (
     from_dict,
 )
 from jaxgpt.config.presets import EXPERIMENTS, gpt2
+from jaxgpt.config.serialize import to_source
+from jaxgpt.config.validate import Interval
 from jaxgpt.errors import UserError
 
 
@@ -141,6 +146,68 @@ def test_derived_sizes():
 @pytest.mark.parametrize("experiment", [make() for make in EXPERIMENTS.values()] + [Experiment(name="g", model=gpt2())])
 def test_json_and_back_is_the_identity(experiment):
     assert from_dict(Experiment, json.loads(json.dumps(dataclasses.asdict(experiment)))) == experiment
+
+
+def values_of(hint):
+    """A strategy for the values that an annotation of a field allows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin in (Union, UnionType):
+        return st.one_of(*map(values_of, arguments))
+    if origin is tuple:
+        return st.lists(st.text(max_size=3), min_size=1, max_size=3).map(tuple)
+    if origin is Annotated:
+        bounds = next(part for part in arguments[1:] if isinstance(part, Interval))
+        low = bounds.ge if bounds.gt is None else bounds.gt
+        high = bounds.le if bounds.lt is None else bounds.lt
+        if arguments[0] is int:
+            return st.integers(low, 2**20 if high is None else high - (bounds.lt is not None))
+        return st.floats(low, 1e3 if high is None else high)
+    kinds = {bool: st.booleans(), str: st.text(max_size=8), type(None): st.none(), float: st.floats(5, 9)}
+    return kinds[hint]
+
+
+SECTIONS = {
+    section: (kind, {name: values_of(hint) for name, hint in get_type_hints(kind, include_extras=True).items()})
+    for section, kind in get_type_hints(Experiment).items()
+    if section != "name"
+}
+
+
+@st.composite
+def experiments(draw):
+    """An experiment with a few fields drawn in each section, where they happen to be valid together."""
+    sections = {}
+    for section, (kind, values) in SECTIONS.items():
+        for name in draw(st.lists(st.sampled_from(list(values)), max_size=3)):
+            with contextlib.suppress(UserError):
+                sections[section] = dataclasses.replace(sections.get(section, kind()), **{name: draw(values[name])})
+    for section in list(sections):
+        try:
+            Experiment(name="x", **sections)
+        except UserError:
+            del sections[section]
+    return Experiment(name=draw(st.sampled_from(["x", "a-b_c", "ñ"])), **sections)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)  # other work on the machine
+@given(experiments())
+def test_python_and_back_is_the_identity(experiment):
+    source = to_source(experiment)
+    module = {"__name__": "file"}
+    exec(compile(source.encode(), "file.py", "exec"), module)
+    assert module["experiment"] == experiment
+
+
+def test_source_has_only_what_differs_from_the_defaults():
+    assert to_source(Experiment(name="x", train=TrainConfig(steps=77, seed=0))) == (
+        "import jaxgpt\nfrom jaxgpt import Experiment, TrainConfig\n\n"
+        "experiment = Experiment(\n    name='x',\n    train=TrainConfig(\n        steps=77,\n    ),\n)\n\n"
+        'if __name__ == "__main__":\n    jaxgpt.run_experiment(experiment)\n'
+    )
+    for make in EXPERIMENTS.values():
+        assert "block_size=64" in to_source(make()) and "head_dim" not in to_source(make())
 
 
 def test_unknown_and_missing_fields_are_errors():

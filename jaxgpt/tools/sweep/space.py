@@ -1,0 +1,185 @@
+"""The space of a sweep: fields of an experiment, each with a range or choices, and the points that are tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from jaxgpt.config import Experiment
+from jaxgpt.config.validate import check_value, short
+from jaxgpt.errors import UserError
+
+VARIABLE = ("model", "optim", "lora")
+# They change the tokens of a run, or what a loss per token means.
+FIXED = ("model.block_size", "model.vocab_size")
+DIGITS = 4  # of a float in a range: 0.001234
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A swept field: a range of numbers, or choices."""
+
+    field: str  # such as optim.learning_rate
+    choices: tuple[Any, ...] = ()  # empty: a range
+    low: float = 0.0
+    high: float = 0.0
+    is_whole: bool = False  # the range is one of whole numbers
+
+    @property
+    def is_log(self) -> bool:
+        """Return whether the range is spread evenly over its logarithm: each that is above 0."""
+        return self.low > 0
+
+    def at(self, share: float) -> Any:
+        """Return the value at a share of the range or of the choices, from 0 to less than 1."""
+        if self.choices:
+            return self.choices[int(share * len(self.choices))]
+        span = self.high - self.low
+        value = self.low * (self.high / self.low) ** share if self.is_log else self.low + span * share
+        value = round(value) if self.is_whole else float(f"{value:.{DIGITS}g}")
+        return min(max(value, self.low), self.high)
+
+    def __str__(self) -> str:
+        """Return the axis as --over takes it."""
+        values = ",".join(map(str, self.choices)) if self.choices else f"{self.low:g}..{self.high:g}"
+        return f"{self.field}={values}"
+
+
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
+    """Parse what --over was given: `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`."""
+    axes = [parse_axis(text) for text in texts]
+    fields = [axis.field for axis in axes]
+    if twice := [field for field in fields if fields.count(field) > 1]:
+        raise UserError(f"--over has {twice[0]} twice: give each field once")
+    if not axes:
+        raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
+    return axes
+
+
+def parse_axis(text: str) -> Axis:
+    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`. Raises `UserError`."""
+    name, _, values = text.partition("=")
+    field, hints = name.replace("-", "_"), _field_types()
+    if not name or not values:
+        raise UserError(f"--over {text}: needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
+    if field not in hints:
+        close = difflib.get_close_matches(field[:80], hints, n=1)
+        asked = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"--over {text}: there is no field {short(field)}{asked}. See jaxgpt train --help-all")
+    if field.split(".")[0] not in VARIABLE or field in FIXED:
+        raise UserError(
+            f"--over {text}: {field} cannot vary: it changes the data, the tokens or the steps of a run, or does not "
+            f"decide its loss. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
+        )
+    hint = hints[field]
+    kinds = _kinds(hint)
+    if tuple in kinds:
+        raise UserError(f"--over {text}: {field} cannot vary: it is a list")
+    try:
+        axis = _parse_range(field, values, kinds) if ".." in values else _parse_choices(field, values, kinds)
+        for value in axis.choices or (axis.low, axis.high):
+            check_value(field, value, hint)
+    except UserError as e:
+        raise UserError(f"--over {text}: {e}") from None
+    return axis
+
+
+def _field_types() -> dict[str, Any]:
+    """Return the annotation of every field of an experiment, by names such as optim.learning_rate."""
+    found: dict[str, Any] = {}
+    for section, kind in get_type_hints(Experiment).items():
+        if dataclasses.is_dataclass(kind):
+            hints = get_type_hints(kind, include_extras=True)
+            found |= {f"{section}.{name}": hint for name, hint in hints.items()}
+    return found
+
+
+def _kinds(hint: Any) -> set[type]:
+    """Return the plain types that an annotation allows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kinds(arguments[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(_kinds, arguments))
+    return {str} if origin is Literal else {origin or hint}
+
+
+def _parse_range(field: str, values: str, kinds: set[type]) -> Axis:
+    if kinds.isdisjoint((int, float)):
+        raise UserError("not a number: give choices, A,B,C")
+    try:
+        low, high = map(float, values.split("..", 1))
+    except ValueError:
+        raise UserError("needs two numbers, LOW..HIGH") from None
+    is_whole = float not in kinds
+    if is_whole and not (low.is_integer() and high.is_integer()):
+        raise UserError("needs whole numbers, LOW..HIGH")
+    if not low < high:
+        raise UserError("needs LOW below HIGH")
+    low, high = (int(low), int(high)) if is_whole else (low, high)
+    return Axis(field=field, low=low, high=high, is_whole=is_whole)
+
+
+def _parse_choices(field: str, values: str, kinds: set[type]) -> Axis:
+    choices = tuple(_parse_choice(word.strip(), kinds) for word in values.split(","))
+    if len(set(choices)) < max(2, len(choices)):
+        raise UserError("needs two or more different choices, or a range LOW..HIGH")
+    return Axis(field=field, choices=choices)
+
+
+def _parse_choice(word: str, kinds: set[type]) -> Any:
+    """Return the value that a word means; the word itself if it means none, for `check_value` to refuse."""
+    if word == "None" and NoneType in kinds:
+        return None
+    if bool in kinds:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(word)
+            except ValueError:
+                continue
+    return word
+
+
+def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
+    """Return the points of a sweep, {field: value}, without repetitions.
+
+    One field: spread evenly. Several: a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
+    field as evenly as its own sweep would.
+
+    Args:
+        axes: the swept fields.
+        trials: number of points. Fewer are returned where whole numbers or choices repeat.
+        seed: of the sequence.
+    """
+    if len(axes) == 1:
+        shares = (np.arange(trials)[:, None] + 0.5) / trials
+    else:
+        from scipy.stats import qmc  # a dependency of jax; takes 2 s to import
+
+        shares = qmc.Halton(len(axes), scramble=True, seed=np.random.default_rng(seed)).random(trials)
+    points = [tuple(axis.at(share) for axis, share in zip(axes, row, strict=True)) for row in shares.tolist()]
+    return [dict(zip([axis.field for axis in axes], point, strict=True)) for point in dict.fromkeys(points)]
+
+
+def with_values(experiment: Experiment, point: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with other values of some fields: `{"optim.learning_rate": 1e-3}`."""
+    changed: dict[str, dict[str, Any]] = {}
+    for field, value in point.items():
+        section, _, name = field.partition(".")
+        changed.setdefault(section, {})[name] = value
+    sections: dict[str, Any] = {
+        section: dataclasses.replace(getattr(experiment, section), **values) for section, values in changed.items()
+    }
+    return dataclasses.replace(experiment, **sections)
+
+
+def describe_point(point: Mapping[str, Any]) -> str:
+    """Return a point in words: `optim.learning_rate=0.001`."""
+    return ", ".join(f"{field}={value}" for field, value in point.items())
