@@ -6,11 +6,12 @@ Reference   Xiong et al. 2020, arXiv:2002.04745: at initialisation, post-norm's 
             Adam's first steps must be small; pre-norm's are not.
 Variants    pre and post, each with 100 steps of warm-up and with none; all else equal: six layers of width 96, learned
             positions, AdamW at 2e-3, 800 steps of 16 x 64 characters of Shakespeare.
-Command     jaxgpt study experiments/study_norm_position.py
+Command     jaxgpt study experiments/study_norm_position.py --seeds 5
 Expected    pre the same with and without warm-up; post worse without it, or lost.
 Result      five seeds, at equal tokens (standard deviation): pre 2.0670 (0.0097), without warm-up 2.0970 (0.0087); post
-            2.0473 (0.0089), without warm-up 3.0902 (0.5762): one seed as good as with it, four at 3.35, the loss of
-            unigrams. Against the first: +0.0301 ± 0.0185, -0.0196 ± 0.0144, +1.0232 ± 0.7196 (2026-11-22).
+            2.0473 (0.0089), without warm-up no average: one seed at 2.0594, four at 3.35, the loss of unigrams. Against
+            the first, with Holm's correction for the four comparisons of the others: +0.0301 ± 0.0264, -0.0196 ±
+            0.0181; at equal seconds +0.0381 ± 0.0255, -0.0238 ± 0.0176 (2026-11-22).
 Verdict     post-norm needs warm-up; with it, and six layers deep, it is slightly better than pre-norm. Pre-norm trains
             without warm-up, but gains 0.03 from it, against expectation.
 """
