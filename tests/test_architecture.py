@@ -69,6 +69,9 @@ HOMES = {
     "starlette": ["serve.app", "serve.guard"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],
+    "tensorboardX": ["tools.track.services"],
+    "wandb": ["tools.track.services"],
+    "trackio": ["tools.track.services"],
     "pydivsufsort": ["tools.report.memorization"],
 }
 

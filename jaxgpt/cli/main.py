@@ -42,6 +42,7 @@ COMMANDS = {
     "xray": Command(on_runs.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
     "page": Command(on_runs.page, "[RUN]", "jaxgpt page --out page.html"),
     "runs": Command(on_runs.runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
+    "track": Command(on_runs.track, "[RUN]", "jaxgpt track runs/mine --to tensorboard --follow"),
     "plan": Command(
         on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
     ),

@@ -58,7 +58,7 @@ def is_training(directory: Path) -> bool:
 
 
 def _lock(directory: Path) -> filelock.BaseFileLock:
-    _check_links(directory)  # before anything is written there
+    check_links(directory)  # before anything is written there
     path = directory / LOCK
     lock = filelock.FileLock(path, timeout=PATIENCE)
     try:
@@ -73,7 +73,7 @@ def _lock(directory: Path) -> filelock.BaseFileLock:
     return lock
 
 
-def _check_links(directory: Path) -> None:
+def check_links(directory: Path) -> None:
     """Raise `UserError` if a link in a directory leads out of it, where training would write or delete files.
 
     The directory may come from someone else, and its own path may contain links.

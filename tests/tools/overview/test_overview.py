@@ -7,21 +7,17 @@ import statistics
 
 import pytest
 
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
+from jaxgpt.config import GPTConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.parallel import flops
 from jaxgpt.runs.lock import lock_run
-from jaxgpt.runs.metadata import write_metadata
-from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.tools.overview.parameters import count_parameters
 from jaxgpt.tools.overview.rows import read_rows
 from jaxgpt.tools.overview.table import format_rows, select_rows
 from tests.helpers import run_command
+from tests.tools.written_run import STEPS, write_run
 
-TOKENIZER = CharTokenizer("abcd")
-STEPS, SKIPS = 10, 3
 MODELS = [
     {},
     {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_head": 2, "n_embd": 16},
@@ -43,31 +39,6 @@ MODELS = [
 def test_parameters_are_counted_as_jax_does(fields):
     config = GPTConfig(**{"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 4, "n_embd": 8} | fields)
     assert count_parameters(config) == flops.count_parameters(build_model(config).shapes())
-
-
-def write_run(directory, *, trained=STEPS, done=None, last=(), imported=None):
-    """Write a run as training would. trained: steps taken. done: step of its checkpoint. last: its last lines."""
-    directory.mkdir(parents=True)
-    experiment = Experiment(
-        name="one",
-        model=GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4),
-        data=DataConfig(path="t.txt"),
-        optim=OptimConfig(max_skipped=SKIPS),
-        train=TrainConfig(steps=STEPS, batch_size=2),
-    )
-    data = {"tokenizer_sha256": fingerprint(TOKENIZER)}
-    write_metadata(directory, experiment, TOKENIZER, data=data, vocab_size=4, imported=imported)
-    if imported is None:
-        log = MetricsFile(directory / "metrics.jsonl")
-        for step in range(1, trained + 1):
-            log.write(step=step, tokens=16 * step, loss=3.0, tokens_per_second=None if step == 1 else 100.0 * step)
-            if step % 2 == 0:
-                log.write(step=step, val_loss=abs(step - 4) + 1.25)
-        for line in last:
-            log.write(**line)
-        log.close()
-    if done is not None:
-        (directory / "checkpoints" / str(done)).mkdir(parents=True)
 
 
 @pytest.fixture(scope="module")
