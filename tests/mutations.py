@@ -1123,10 +1123,10 @@ MUTATIONS = (
         "tools/study/test_study.py::test_an_interval_excludes_zero_exactly_if_the_verdict_is_better_or_worse",
     ),
     Mutation(
-        "a-run-far-off-is-averaged",
+        "a-run-that-failed-is-averaged",
         "tools/study/study.py",
-        "FAR = 20 ",
-        "FAR = 1e9 ",
+        "DISAGREEMENT = 0.1 ",
+        "DISAGREEMENT = 1e9 ",
         "tools/study/test_study.py::test_verdicts",
     ),
     Mutation(

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from jaxgpt.tools.curves import Curve, train_or_resume
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
 METRIC = ("data.corpus", "data.path", "data.val_fraction", "train.eval_tokens")
-FAR = 20  # a run is far off at this many times the median distance of a run from the median of its variant
+DISAGREEMENT = 0.1  # nats per token, and fraction: seeds whose losses differ by more than both have no average
 DETECT = 0.01  # nats per token, the difference of `seeds_needed`
 
 
@@ -38,7 +37,7 @@ class Comparison:
 
     variant: str
     losses: list[float | None]  # by seed; None: diverged
-    mean: float | None = None  # None, here and below: a run diverged or is far off
+    mean: float | None = None  # None, here and below: a run diverged or the seeds disagree
     deviation: float | None = None  # standard deviation over the seeds; None: fewer than two
     difference: float | None = None  # mean over seeds of (loss - loss of the first variant with the same seed)
     margin: float | None = None  # half-width of the difference's interval with confidence 1 - level (Student's t)
@@ -172,7 +171,7 @@ def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -
     rows: dict[tuple[str, str], Comparison] = {}
     differences: dict[tuple[str, str], np.ndarray] = {}
     for table, losses in tables.items():
-        notes = _find_irregular(losses)
+        notes = {name: _describe_failures(by_seed) for name, by_seed in losses.items()}
         first = next(iter(losses), "")
         for name, by_seed in losses.items():
             regular, x = not notes[name], np.array(by_seed, np.float64)
@@ -190,23 +189,14 @@ def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -
     return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 
-def _find_irregular(losses: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
-    """Return for each variant why its losses have no meaningful average, or an empty text.
-
-    A run diverged, or is farther from the median of its variant than `FAR` times the median of this distance over all
-    runs of all variants.
-    """
-    finite = {name: [x for x in by_seed if x is not None] for name, by_seed in losses.items()}
-    distances = {name: [abs(x - median(xs)) for x in xs] for name, xs in finite.items()}
-    pooled = [distance for runs in distances.values() for distance in runs]
-    far = FAR * median(pooled or [0.0])
-    notes = dict.fromkeys(losses, "")
-    for name, by_seed in losses.items():
-        if diverged := len(by_seed) - len(finite[name]):
-            notes[name] = f"{diverged} of {len(by_seed)} diverged"
-        elif max(distances[name]) > far:
-            notes[name] = f"seeds disagree: {min(finite[name]):.4f} to {max(finite[name]):.4f}"
-    return notes
+def _describe_failures(losses: Sequence[float | None]) -> str:
+    """Return why the losses of a variant have no meaningful average, or an empty text."""
+    finite = [x for x in losses if x is not None]
+    if len(finite) < len(losses):
+        return f"{len(losses) - len(finite)} of {len(losses)} diverged"
+    if max(finite) - min(finite) > DISAGREEMENT * max(1.0, min(finite)):
+        return f"seeds disagree: {min(finite):.4f} to {max(finite):.4f}"
+    return ""
 
 
 def _test(differences: Mapping[Any, np.ndarray]) -> dict[Any, dict[str, Any]]:

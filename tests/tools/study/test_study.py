@@ -29,12 +29,12 @@ def curve(tokens, seconds, losses):
 
 def test_verdicts():
     losses = {
-        "first": [1.0, 1.1, 1.2],
-        "same": [1.01, 1.08, 1.21],
-        "better": [0.9, 1.0, 1.1],
-        "worse": [1.2, 1.31, 1.4],
-        "lost": [1.0, None, 1.0],
-        "half lost": [1.0, 1.1, 9.0],
+        "first": [3.0, 3.1, 3.2],
+        "same": [3.01, 3.08, 3.21],
+        "better": [2.9, 3.0, 3.1],
+        "worse": [3.2, 3.31, 3.4],
+        "lost": [3.0, None, 3.0],
+        "half lost": [3.0, 3.1, 3.4],
     }
     rows = {row.variant: row for row in compare_losses({"tokens": losses})["tokens"]}
     assert [rows[name].verdict for name in losses] == [
@@ -43,15 +43,15 @@ def test_verdicts():
         "better",
         "worse",
         "1 of 3 diverged",
-        "seeds disagree: 1.0000 to 9.0000",
+        "seeds disagree: 3.0000 to 3.4000",
     ]
-    assert rows["first"].difference is None and rows["first"].mean == pytest.approx(1.1)
+    assert rows["first"].difference is None and rows["first"].mean == pytest.approx(3.1)
     assert rows["first"].deviation == pytest.approx(0.1)
     assert rows["better"].difference == pytest.approx(-0.1) and rows["better"].margin == pytest.approx(0, abs=1e-9)
     assert rows["lost"].mean is None and rows["lost"].losses[1] is None and rows["half lost"].mean is None
     one = compare_losses({"tokens": {"a": [1.0], "b": [0.5]}})["tokens"]
     assert one[1].verdict == "one seed: no interval" and one[1].difference == -0.5 and one[0].deviation is None
-    none = compare_losses({"tokens": {"a": [None, 1.0], "b": [1.0, 2.0]}})["tokens"]
+    none = compare_losses({"tokens": {"a": [None, 2.0], "b": [2.0, 2.1]}})["tokens"]
     assert none[0].mean is None and none[1].verdict == "the first: 1 of 2 diverged" and none[1].difference is None
 
 
