@@ -60,7 +60,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
-    "matplotlib": ["interventions.plots", "runs.metrics", "tools.sweep.plot"],
+    "matplotlib": ["interventions.plots", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "huggingface_hub": ["hf.source"],
@@ -170,7 +170,7 @@ def test_layers_model_and_loss_name_no_device():
 def test_a_field_keeps_its_name_and_is_met_in_few_files():
     """From the configuration to the kernel, and where files of others are read."""
     texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
-    assert sum("n_kv_head" in text for text in texts.values()) <= 9
+    assert sum("n_kv_head" in text for text in texts.values()) <= 10
     assert [path for path, text in texts.items() if "kv_heads" in text] == []
 
 

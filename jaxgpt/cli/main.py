@@ -53,6 +53,9 @@ COMMANDS = {
         takes_experiment=True,
     ),
     "study": Command(on_experiments.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
+    "scale": Command(
+        on_experiments.scale, "[EXPERIMENT]", "jaxgpt scale quickstart --data.path mytext.txt", takes_experiment=True
+    ),
     "import-hf": Command(convert.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
     "export-hf": Command(convert.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
     "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),

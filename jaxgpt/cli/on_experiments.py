@@ -11,7 +11,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment
-from jaxgpt.config.validate import Count, NonNegativeInt
+from jaxgpt.config.validate import Count, NonNegativeInt, PositiveFloat
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS
@@ -88,6 +88,39 @@ def sweep(
         raise SystemExit(1) from None
     write_report(given, found, place)
     print(render_json(found) if json else format_sweep(given, found, place))
+
+
+def scale(
+    *,
+    minutes: PositiveFloat = 30.0,
+    run_dir: str | None = None,
+    json: bool = False,
+    experiment: Annotated[Experiment, arg(name="")],
+) -> None:
+    """Fit a scaling law to small runs; test its prediction.
+
+    A ladder of widths and horizons is trained; the loss of a run with ten times the compute is predicted; then it is
+    trained. EXPERIMENT is as for `jaxgpt train`.
+
+    Args:
+        minutes: for all runs together, on this machine
+        run_dir: directory of the ladder, resumed if it exists; None: runs/scale/NAME
+        json: print JSON instead of text
+        experiment: its fields are options too
+    """
+    configure_jax()
+    from jaxgpt.errors import Preempted
+    from jaxgpt.session import fit_as_command
+    from jaxgpt.tools.scale.report import format_scale
+    from jaxgpt.tools.scale.scale import run_scale
+
+    place = Path(run_dir) if run_dir else RUNS / "scale" / experiment.name
+    try:
+        found = run_scale(experiment, place, minutes=minutes, say=say, fit_one=fit_as_command)
+    except Preempted as e:
+        say(f"{str(e).partition(' To continue')[0]} The same command resumes the ladder.")
+        raise SystemExit(1) from None
+    print(render_json(found) if json else format_scale(found))
 
 
 def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:

@@ -1,0 +1,182 @@
+"""Plan a ladder of widths and horizons, and a test run of ten times the compute, that fit into given minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from jaxgpt.errors import UserError
+from jaxgpt.tools.scale.law import Law
+from jaxgpt.tools.scale.sizes import EVAL_TOKENS, Size, Speed
+
+TEST_COMPUTE = 10  # FLOPs of the test run / those of the largest run of the ladder
+HORIZONS = 4  # token counts of each size, each twice the one before
+SIZES = 4  # at most; each has about STEP times the width of the one before
+STEP = 1.6
+LEAST_TOP = 3  # width of the smallest ladder's largest size, in smallest widths: with less there are not three sizes
+LEAST_STEPS = (
+    200  # of the shortest runs: below it, learning to train takes a share of the steps that the law does not know
+)
+# Tokens per parameter of the largest run of the ladder: what is planned if the minutes and the data allow, and the
+# least. Hoffmann et al. find 20 to be optimal; a model with very few learns them by heart, which the law does not know.
+RATIO, LEAST_RATIO = 10, 4
+# Up to 4 epochs, repeated tokens are nearly as good as new ones (arXiv:2305.16264). The ladder has at most one.
+MOST_EPOCHS = 4
+RESERVE = 0.1  # share of the minutes for measuring speed, fitting, and a machine that slows down
+RUN_SECONDS = 3.0  # of each run, besides compilation, steps and validation: reading data, saving
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A run to train: a width and a horizon."""
+
+    n_head: int
+    width: int
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    epochs: float  # over the training split
+    seconds: float  # estimated
+
+    @property
+    def directory(self) -> str:
+        """Return the path of its run directory in that of the ladder."""
+        return f"width-{self.width}/steps-{self.steps}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The runs of a ladder, and what the test run may take."""
+
+    rungs: tuple[Rung, ...]
+    data_tokens: int  # of the training split
+    test_flops: float
+    test_seconds: float  # estimated, at the FLOP/s of the largest size
+
+
+def make_plan(
+    unit: int, size_of: Callable[[int], Size], measure: Callable[[Size], Speed], *, minutes: float, data_tokens: int
+) -> Plan:
+    """Plan the largest ladder that fits, with its test run, into the minutes and into one epoch of the data.
+
+    Args:
+        unit: heads of the smallest size.
+        size_of: returns the size with that many heads.
+        measure: measures the speed of a size on this machine.
+        minutes: for all runs.
+        data_tokens: tokens of the training split.
+
+    Raises:
+        UserError: the smallest ladder takes longer, or more data.
+    """
+    per_step = size_of(unit).tokens_per_step
+    least = LEAST_STEPS * 2 ** (HORIZONS - 1) * per_step
+    if least > data_tokens:
+        raise UserError(
+            f"the training split has {data_tokens:,} tokens; the longest runs of a ladder take at least {least:,}, "
+            f"{least // per_step} steps of {per_step:,}, all of them new: give more text, or a smaller --train.batch-size"
+        )
+    budget = 60 * minutes * (1 - RESERVE)
+    probe = size_of(LEAST_TOP * unit)
+    probed = measure(probe)
+
+    def guess(size: Size) -> Speed:
+        return dataclasses.replace(probed, per_token=probed.per_token * size.flops_per_token / probe.flops_per_token)
+
+    top = LEAST_TOP
+    while LEAST_RATIO * (larger := size_of((top + 1) * unit)).parameters <= data_tokens:
+        sizes = [size_of(n) for n in _n_heads(top + 1, unit)]
+        if _longest(sizes, [guess(size) for size in sizes], budget) < max(
+            least, min(RATIO * larger.parameters, data_tokens)
+        ):
+            break
+        top += 1
+    while True:
+        sizes = [size_of(n) for n in _n_heads(top, unit)]
+        speeds = [probed if size is probe else measure(size) for size in sizes]
+        longest = min(_longest(sizes, speeds, budget), data_tokens)
+        if longest >= least:
+            return _lay_out(sizes, speeds, int(longest), data_tokens)
+        if top == LEAST_TOP:
+            break
+        top -= 1
+    fixed, per_token = _costs(sizes, speeds)
+    needed = math.ceil((fixed + per_token * least) / (1 - RESERVE) / 60)
+    widths = ", ".join(str(size.experiment.model.n_embd) for size in sizes)
+    raise UserError(
+        f"--minutes {minutes:g}: the smallest ladder here, widths {widths} and {LEAST_STEPS} to {least // per_step} steps "
+        f"of {per_step:,} tokens, takes about {needed} minutes with its test run: give --minutes {needed}, or a smaller "
+        "--train.batch-size"
+    )
+
+
+def _n_heads(top: int, unit: int) -> list[int]:
+    """Return the heads of a ladder's sizes, from the smallest. top: the largest, in smallest sizes."""
+    return [n * unit for n in sorted({max(1, round(top / STEP**i)) for i in range(SIZES)})]
+
+
+def _costs(sizes: Sequence[Size], speeds: Sequence[Speed]) -> tuple[float, float]:
+    """Return the seconds of ladder and test run that are fixed, and those per token of the longest horizon."""
+    horizons = sum(0.5**i for i in range(HORIZONS))
+    runs = [HORIZONS] * (len(sizes) - 1) + [HORIZONS + 1]  # the test run is taken for one of the largest size
+    fixed = sum(n * _overhead(speed) for n, speed in zip(runs, speeds, strict=True))
+    return fixed, horizons * sum(speed.per_token for speed in speeds) + TEST_COMPUTE * speeds[-1].per_token
+
+
+def _overhead(speed: Speed) -> float:
+    """Return the seconds of a run besides its steps. Validation takes a third of training."""
+    return RUN_SECONDS + speed.first_step + speed.per_token * EVAL_TOKENS / 3
+
+
+def _longest(sizes: Sequence[Size], speeds: Sequence[Speed], budget: float) -> float:
+    """Return the tokens of the longest horizon if all runs take `budget` seconds."""
+    fixed, per_token = _costs(sizes, speeds)
+    return (budget - fixed) / per_token
+
+
+def _lay_out(sizes: Sequence[Size], speeds: Sequence[Speed], longest: int, data_tokens: int) -> Plan:
+    most = 2 ** (HORIZONS - 1)
+    shortest = longest // (most * sizes[0].tokens_per_step)
+    rungs = [
+        _make_rung(size, shortest * 2**i, data_tokens, speed)
+        for size, speed in zip(sizes, speeds, strict=True)
+        for i in range(HORIZONS)
+    ]
+    steps = TEST_COMPUTE * rungs[-1].steps
+    test = _make_rung(sizes[-1], steps, data_tokens, speeds[-1])  # the test run will be wider, and shorter
+    return Plan(rungs=tuple(rungs), data_tokens=data_tokens, test_flops=test.flops, test_seconds=test.seconds)
+
+
+def _make_rung(size: Size, steps: int, data_tokens: int, speed: Speed) -> Rung:
+    tokens = steps * size.tokens_per_step
+    return Rung(
+        n_head=size.experiment.model.n_head,
+        width=size.experiment.model.n_embd,
+        parameters=size.parameters,
+        steps=steps,
+        tokens=tokens,
+        flops=tokens * size.flops_per_token,
+        epochs=tokens / data_tokens,
+        seconds=_overhead(speed) + tokens * speed.per_token,
+    )
+
+
+def choose_test(plan: Plan, law: Law, unit: int, size_of: Callable[[int], Size]) -> Rung:
+    """Return the run of `plan.test_flops` with the least fitted loss.
+
+    Both its parameters and its tokens are at least those of the ladder's largest run, which leaves neither of them more
+    than ten times as many; its tokens are at most `MOST_EPOCHS` epochs.
+    """
+    top, choices = plan.rungs[-1], []
+    for n_head in range(top.n_head, TEST_COMPUTE * top.n_head + 1, unit):
+        size = size_of(n_head)
+        steps = round(plan.test_flops / (size.flops_per_token * size.tokens_per_step))
+        tokens = steps * size.tokens_per_step
+        if tokens < top.tokens:
+            break
+        if tokens <= MOST_EPOCHS * plan.data_tokens:
+            rung = _make_rung(size, steps, plan.data_tokens, Speed(first_step=0.0, per_token=0.0))
+            choices.append(dataclasses.replace(rung, seconds=plan.test_seconds))
+    return min(choices, key=lambda rung: law.loss(rung.parameters, rung.tokens))

@@ -1,0 +1,213 @@
+"""Scaling laws: the fit of known laws, what a plan holds, and a prediction that is older than the run that tests it."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from jaxgpt.data.dataset import prepare_for
+from jaxgpt.errors import Preempted, UserError
+from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.session import fit
+from jaxgpt.tools.scale import scale as tool
+from jaxgpt.tools.scale import sizes
+from jaxgpt.tools.scale.ladder import HORIZONS, LEAST_STEPS, MOST_EPOCHS, TEST_COMPUTE
+from jaxgpt.tools.scale.law import Law, Point, fit_law, interval, predict, resample_laws
+from jaxgpt.tools.scale.report import format_scale
+from jaxgpt.tools.scale.scale import run_scale
+from jaxgpt.tools.scale.sizes import Speed, measure_speed, smallest_n_head, with_horizon
+from tests.conftest import TEXT
+from tests.helpers import tiny_experiment
+
+TRUE = Law(E=0.9, A=30.0, alpha=0.36, B=60.0, beta=0.34)
+N, D = (30e3, 110e3, 240e3, 416e3), (0.25e6, 0.5e6, 1e6, 2e6)
+NOISE = 0.002  # relative, of a run: about that of seeds
+
+
+def ladder(rng, noise=NOISE):
+    losses = {(n, d): float(TRUE.loss(n, d) * np.exp(noise * rng.normal())) for n in N for d in D}
+    return [Point(parameters=int(n), tokens=int(d), flops=6 * n * d, loss=x) for (n, d), x in losses.items()]
+
+
+def test_the_fit_recovers_a_law_from_losses_without_noise():
+    found = fit_law(ladder(np.random.default_rng(0), noise=0.0))
+    for name, value in dataclasses.asdict(TRUE).items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
+    assert found.parameters_exponent == pytest.approx(0.34 / 0.70)
+
+
+def test_the_fit_reaches_the_minimum_of_lbfgs():
+    """The sum of Huber losses of log L, from the truth and from the fit on, by scipy."""
+    points = ladder(np.random.default_rng(1))
+    n_P, d_P, y_P = (np.log([getattr(p, name) for p in points]) for name in ("parameters", "tokens", "loss"))
+
+    def objective(x):
+        errors = np.log(np.exp(x[0] - x[3] * n_P) + np.exp(x[1] - x[4] * d_P) + np.exp(x[2])) - y_P
+        size = np.abs(errors)
+        return 1e6 * np.where(size <= 1e-3, errors**2 / 2, 1e-3 * (size - 5e-4)).sum()
+
+    def unknowns(law):
+        return np.array([*np.log([law.A, law.B, law.E]), law.alpha, law.beta])
+
+    found = fit_law(points)
+    least = min(minimize(objective, unknowns(law), method="L-BFGS-B").fun for law in (TRUE, found))
+    assert objective(unknowns(found)) <= least * (1 + 1e-6)
+
+
+@pytest.mark.slow
+def test_intervals_hold_a_larger_run_and_the_exponents():
+    """95% of 100 ladders, less what a bootstrap of 16 runs misses."""
+    rng, in_loss, in_alpha = np.random.default_rng(2), [], []
+    for _ in range(100):
+        points = ladder(rng)
+        found = fit_law(points)
+        laws = resample_laws(points, found, count=50)
+        _, low, high = predict(points, found, laws, 1_200_000, 7_000_000, confidence=0.95)
+        in_loss.append(low <= TRUE.loss(1_200_000, 7_000_000) * np.exp(NOISE * rng.normal()) <= high)
+        low, high = interval([x.alpha for x in laws], 0.95)
+        in_alpha.append(low <= TRUE.alpha <= high)
+    assert np.mean(in_loss) >= 0.88 and np.mean(in_alpha) >= 0.88
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT * 36)
+    return tiny_experiment(text)
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_made_once(monkeypatch):
+    """To trace a model takes a tenth of a second."""
+    monkeypatch.setattr(tool, "make_size", make_size)
+
+
+make_size = functools.cache(sizes.make_size)
+
+
+class Machine:
+    """Trains nothing: writes the losses of a known law, at a known speed."""
+
+    law = Law(E=1.0, A=5.0, alpha=0.4, B=20.0, beta=0.3)
+    flops = 3e8  # per second
+
+    def __init__(self, off=0.0):
+        self.trained, self.off = [], off
+
+    def measure(self, size):
+        return Speed(first_step=1.0, per_token=size.flops_per_token / self.flops)
+
+    def fit(self, experiment, directory, *, progress):
+        if directory.name == "test":
+            assert (directory.parent / "prediction.json").exists(), "the prediction is made before the run"
+        size = make_size(experiment, experiment.model.n_head, experiment.model.vocab_size)
+        tokens = experiment.train.steps * size.tokens_per_step
+        loss = self.law.loss(size.parameters, tokens) * (1 + self.off * (directory.name == "test"))
+        dataset = prepare_for(experiment.model, experiment.data)
+        directory.mkdir(parents=True)
+        recorded = {"data": dataset.fingerprint, "vocab_size": experiment.model.vocab_size, "tokenizer_config": None}
+        write_metadata(directory, experiment, dataset.tokenizer, **recorded)
+        lines = [
+            {"step": experiment.train.steps, "tokens": tokens, "tokens_per_second": 1e3},
+            {"step": experiment.train.steps, "val_loss": loss},
+        ]
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.trained.append(directory)
+
+
+def scale(experiment, directory, machine, **options):
+    return run_scale(experiment, directory, fit_one=machine.fit, measure=machine.measure, **{"minutes": 30} | options)
+
+
+def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp_path):
+    machine, told = Machine(), []
+    found = scale(experiment, tmp_path / "ladder", machine, say=told.append)
+    assert machine.trained[-1].name == "test" and len(machine.trained) == len(found["points"]) + 1
+    top, run = found["points"][-1], found["prediction"]["run"]
+    assert run["flops"] == pytest.approx(TEST_COMPUTE * top["flops"], rel=0.01)
+    assert run["parameters"] >= top["parameters"] and run["tokens"] >= top["tokens"]
+    assert max(x["epochs"] for x in found["points"]) <= 1 and run["epochs"] <= MOST_EPOCHS
+    assert found["law"]["alpha"] == pytest.approx(Machine.law.alpha, rel=1e-3)
+    assert abs(found["result"]["relative_error"]) < 1e-4 and found["result"]["within"]
+    assert "test run" in told[0] and f"| {top['width']} |" in format_scale(found)
+    assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"scale.json", "scale.png", "test"}
+    again = Machine()
+    assert scale(experiment, tmp_path / "ladder", again) == found and again.trained == []
+    with pytest.raises(UserError, match="has another ladder: minutes 30 -> 29"):
+        scale(experiment, tmp_path / "ladder", again, minutes=29)
+    other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
+    with pytest.raises(UserError, match="has another ladder: train.seed 0 -> 1"):
+        scale(other, tmp_path / "ladder", again)
+
+
+def test_a_prediction_is_made_once(experiment, tmp_path):
+    """An interrupted test run resumes with it; a ladder whose losses have changed since is refused."""
+    machine = Machine(off=0.05)
+    usual = machine.fit
+
+    def interrupted(experiment, directory, *, progress):
+        if directory.name == "test":
+            raise Preempted("Ctrl-C")
+        usual(experiment, directory, progress=progress)
+
+    machine.fit = interrupted
+    with pytest.raises(Preempted):
+        scale(experiment, tmp_path / "ladder", machine)
+    prediction = (tmp_path / "ladder/prediction.json").read_bytes()
+    machine.fit, machine.trained = usual, []
+    found = scale(experiment, tmp_path / "ladder", machine)
+    assert [path.name for path in machine.trained] == ["test"]
+    assert (tmp_path / "ladder/prediction.json").read_bytes() == prediction
+    assert found["result"]["relative_error"] == pytest.approx(0.05, abs=1e-3)
+    assert not found["result"]["within"] and not found["result"]["inside_interval"]
+    metrics = next((tmp_path / "ladder").glob("width-8/*/metrics.jsonl"))
+    metrics.write_text(metrics.read_text().replace('"val_loss": ', '"val_loss": 1'))
+    with pytest.raises(UserError, match="prediction.json was made of other losses"):
+        scale(experiment, tmp_path / "ladder", machine)
+
+
+def test_more_minutes_give_a_larger_ladder_that_fits(experiment, tmp_path):
+    tops = []
+    for minutes in (4, 6):
+        machine = Machine()
+        scale(experiment, tmp_path / str(minutes), machine, minutes=minutes)
+        plan = json.loads((tmp_path / f"{minutes}/plan.json").read_text())["plan"]
+        assert sum(rung["seconds"] for rung in plan["rungs"]) + plan["test_seconds"] <= 60 * minutes
+        assert len(plan["rungs"]) % HORIZONS == 0 and plan["rungs"][0]["steps"] >= LEAST_STEPS
+        tops.append(plan["test_flops"])
+    assert tops[1] > tops[0]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(experiment, tmp_path):
+    machine = Machine()
+    with pytest.raises(UserError, match=r"--minutes 1: the smallest ladder.*give --minutes (\d+)") as refused:
+        scale(experiment, tmp_path / "ladder", machine, minutes=1)
+    needed = int(str(refused.value).split("give --minutes ")[1].split(",")[0])
+    scale(experiment, tmp_path / "ladder", machine, minutes=needed)
+    small = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=64))
+    with pytest.raises(UserError, match="the training split has .* tokens; the longest runs of a ladder take at least"):
+        scale(small, tmp_path / "small", machine)
+    begun = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, init_from="runs/x"))
+    with pytest.raises(UserError, match="no ladder of this experiment: train.init_from='runs/x' fixes the size"):
+        scale(begun, tmp_path / "begun", machine)
+
+
+def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
+    model = dataclasses.replace(experiment.model, n_head=8, n_embd=32, n_kv_head=2, mlp_dim=48)
+    grouped = dataclasses.replace(experiment, model=model)
+    assert smallest_n_head(grouped) == 4
+    wider = make_size(grouped, 12, 11).experiment.model
+    assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 2)
+
+
+@pytest.mark.slow
+def test_a_size_has_the_parameters_and_the_speed_of_its_run(experiment, tmp_path):
+    size = make_size(experiment, 2, prepare_for(experiment.model, experiment.data).tokenizer.vocab_size)
+    speed = measure_speed(size)
+    assert 0 < speed.per_token < speed.first_step
+    run = fit(with_horizon(size.experiment, 6), tmp_path / "run", progress=False)
+    assert count_parameters(run.params) == size.parameters
