@@ -67,7 +67,7 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(c.dropout)
         self.h = self.make_layers()
         if c.norm_position != "post":  # those blocks end in a norm already
-            self.ln_f = make_norm(c, "ln_f")
+            self.ln_f = make_norm(c, "ln_f", first_scale=c.width_ratio)
         if not c.tie_embeddings and not self.has_variable("params", "lm_head_decode_matrix"):
             self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
 

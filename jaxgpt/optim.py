@@ -40,21 +40,26 @@ def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     return lambda step: config.learning_rate * relative(step)
 
 
-def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
     """Chain clipping and AdamW, or with name="muon" Muon for the blocks' matrices and AdamW for the rest.
 
     AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, with weight decay on matrices only. Muon: Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
     products have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
+
+    width_ratio: that of `GPTConfig`, for `scale_by_width`. It scales neither the decay, whose time scale should not
+    depend on the width (arXiv:2405.13698), nor Muon, whose updates have one spectral norm at all widths, as muP needs
+    (arXiv:2310.17813).
     """
     relative = relative_schedule(config, steps)
-    adamw = optax.adamw(
-        learning_rate(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map_with_path(lambda path, _: _name(path[-1]) in MATRICES, params),
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
+    adamw = optax.chain(
+        adam if width_ratio == 1.0 else optax.chain(adam, scale_by_width(width_ratio)),
+        optax.add_decayed_weights(
+            config.weight_decay,
+            mask=lambda params: jax.tree.map_with_path(lambda path, _: _name(path[-1]) in MATRICES, params),
+        ),
+        optax.scale_by_learning_rate(learning_rate(config, steps)),
     )
     muon = optax.contrib.muon(
         lambda step: config.muon_learning_rate * relative(step),
@@ -69,6 +74,19 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return optax.chain(
         optax.identity() if config.grad_clip is None else optax.clip_by_global_norm(config.grad_clip), update
     )
+
+
+def scale_by_width(ratio: float) -> optax.GradientTransformation:
+    """Multiply Adam's steps by muP's ratio, base width / width, where it says so (arXiv:2203.03466, table 8).
+
+    Initial variance and learning rate of the blocks' matrices take the ratio. So do the logits, by the last norm: its
+    scale starts at the ratio, with a learning rate of the same factor (lemma J.1). All else is the same at every width.
+    """
+
+    def scale(path, x: jax.Array) -> jax.Array:
+        return ratio * x if _name(path[-1]) == "kernel" or _name(path[0]) == "ln_f" else x
+
+    return optax.stateless(lambda updates, _: jax.tree.map_with_path(scale, updates))
 
 
 def muon_labels(params: optax.Params) -> dict:

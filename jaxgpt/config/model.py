@@ -74,6 +74,9 @@ class GPTConfig:
     logit_softcap: PositiveFloat | None = None  # logits become c tanh(logit / c); None: no cap
     # initial projections into the residual stream: std 0.02 / sqrt(2 n_layer), or zero
     residual_init: Literal["scaled", "zero"] = "scaled"
+    # muP (arXiv:2203.03466): scale initial values and learning rates from this width to n_embd, so that the best ones
+    # of a narrow model are those of a wide one with heads of the same size; None: they are the same at every width
+    mup_base_width: Size | None = None
     scan_layers: bool = False  # one compiled block run n_layer times: compile time flat in depth, stacked parameters
     # what the backward pass recomputes; dots: all but dense layers and attention kernels; full: all
     remat: Literal["none", "dots", "full"] = "none"
@@ -119,6 +122,11 @@ class GPTConfig:
                 raise UserError(
                     f"n_encoder_layer={self.n_encoder_layer} with {name}={getattr(self, name)}: leave out one of the two"
                 )
+        if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
+            raise UserError(
+                f"mup_base_width={self.mup_base_width} with norm_position={self.norm_position}, scale_embeddings="
+                f"{self.scale_embeddings}: needs a last norm (not post) and embeddings of one size (False)"
+            )
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise UserError(
                 f"n_embd={self.n_embd} is odd: sinusoidal positions are sine and cosine pairs, so it must be even"
@@ -128,6 +136,11 @@ class GPTConfig:
     def gated(self) -> bool:
         """Return whether the MLP has a gate."""
         return "glu" in self.activation
+
+    @property
+    def width_ratio(self) -> float:
+        """Return muP's base width / n_embd; 1.0 without muP."""
+        return 1.0 if self.mup_base_width is None else self.mup_base_width / self.n_embd
 
     def explicit(self) -> GPTConfig:
         """Return the architecture with each None that means a value of other fields replaced by that value."""

@@ -121,7 +121,7 @@ IGNORED = frozenset(
     "is_decoder cross_attention_hidden_size n_ctx _sliding_window_pattern".split()
 )
 # Fields that only matter in training, and fields that `canonical_form` replaces by a list over the layers.
-TRAINING = ("dropout", "residual_init", "scan_layers", "remat")
+TRAINING = ("dropout", "residual_init", "mup_base_width", "scan_layers", "remat")
 BY_LAYER = ("sliding_window", "global_every")
 
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jaxgpt.layers.cache import CacheIndex, LayerCache
 
 
-def make_norm(config: GPTConfig, name: str | None = None) -> nn.Module:
+def make_norm(config: GPTConfig, name: str | None = None, *, first_scale: float = 1.0) -> nn.Module:
     """Return the norm of the residual stream."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.norm_eps, offset=config.norm_offset, name=name)
-    return LayerNorm(config.norm_eps, use_bias=config.bias, name=name)
+        return RMSNorm(config.norm_eps, offset=config.norm_offset, first_scale=first_scale, name=name)
+    return LayerNorm(config.norm_eps, use_bias=config.bias, first_scale=first_scale, name=name)
 
 
 def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
@@ -50,6 +50,11 @@ def make_rope(config: GPTConfig, window: int | None) -> Rope | None:
     )
 
 
+def kernel_init(config: GPTConfig, branches: int = 1) -> nn.initializers.Initializer:
+    """Return the initialiser of matrices whose outputs are summed over some branches; for muP see `optim`."""
+    return nn.initializers.normal(INIT_STD * math.sqrt(config.width_ratio) / math.sqrt(branches))
+
+
 def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     """Return the initialiser of the 2 n_layer projections that write into the residual stream.
 
@@ -58,7 +63,7 @@ def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
     """
     if config.residual_init == "zero":
         return nn.initializers.zeros
-    return nn.initializers.normal(INIT_STD / math.sqrt(2 * config.n_layer))
+    return kernel_init(config, 2 * config.n_layer)
 
 
 def attention_fields(config: GPTConfig) -> dict[str, Any]:
@@ -76,6 +81,7 @@ def attention_fields(config: GPTConfig) -> dict[str, Any]:
         "make_norm": functools.partial(RMSNorm, config.norm_eps, offset=config.norm_offset),
         "scale": config.query_scale**-0.5,
         "softcap": config.attention_softcap,
+        "kernel_init": kernel_init(config),
         "residual_init": residual_init(config),
     }
 
@@ -111,6 +117,7 @@ class Block(nn.Module):
             activation=c.activation,
             use_bias=c.bias,
             dropout=c.dropout,
+            kernel_init=kernel_init(c),
             residual_init=residual_init(c),
             dtype=self.dtype,
         )

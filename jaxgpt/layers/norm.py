@@ -35,32 +35,34 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` with a learned scale (gamma, from 1) and bias (beta, from 0). x_BTD -> x_BTD."""
+    """`layer_norm` with a learned scale (gamma, from `first_scale`) and bias (beta, from 0). x_BTD -> x_BTD."""
 
     eps: float = 1e-5
     use_bias: bool = True
     param_dtype: DTypeLike = jnp.float32
+    first_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Normalise each token."""
         D = x_BTD.shape[-1]
-        scale_D = self.param("scale", nn.initializers.ones, (D,), self.param_dtype)
+        scale_D = self.param("scale", nn.initializers.constant(self.first_scale), (D,), self.param_dtype)
         bias_D = self.param("bias", nn.initializers.zeros, (D,), self.param_dtype) if self.use_bias else None
         return layer_norm(x_BTD, scale_D, bias_D, self.eps)
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a learned scale, from 1. x_BTD -> x_BTD."""
+    """`rms_norm` with a learned scale, from `first_scale`. x_BTD -> x_BTD."""
 
     eps: float = 1e-5
     param_dtype: DTypeLike = jnp.float32
     offset: bool = False  # the parameter is the scale minus 1
+    first_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Normalise each token."""
-        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        init = nn.initializers.constant(self.first_scale - self.offset)
         scale_D = self.param("scale", init, (x_BTD.shape[-1],), self.param_dtype)
         if self.offset:
             scale_D = 1.0 + scale_D.astype(jnp.float32)

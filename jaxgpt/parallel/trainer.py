@@ -91,7 +91,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     )
     adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
     merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)
-    optimizer = skip_bad_steps(make_optimizer(experiment.optim, train.steps), spikes=experiment.optim.skip_spikes)
+    optimizer = make_optimizer(experiment.optim, train.steps, width_ratio=experiment.model.width_ratio)
+    optimizer = skip_bad_steps(optimizer, spikes=experiment.optim.skip_spikes)
     init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
     state = strategy.abstract_state(jax.eval_shape(init, jax.random.key(0)), experiment.model, optimizer)
     step = functools.partial(

@@ -69,7 +69,8 @@ def trained(text_file, tmp_path_factory):
     @functools.cache
     def of(tokenizer):
         place = tmp_path_factory.mktemp(tokenizer)
-        run = train(text_file, place / "run", tokenizer, scan_layers=tokenizer == "byte")
+        fields = {"scan_layers": True, "mup_base_width": 8} if tokenizer == "byte" else {}
+        run = train(text_file, place / "run", tokenizer, **fields)
         return run, export_hf(place / "run", place / "out")
 
     return of
