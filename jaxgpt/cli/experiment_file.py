@@ -13,7 +13,7 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from jaxgpt.config import Experiment
-from jaxgpt.config.presets import EXPERIMENTS
+from jaxgpt.config.presets import EXPERIMENTS, find_preset
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes
 
@@ -23,15 +23,15 @@ MODULE = "__experiment__"  # name of a file's module while it runs; like `__main
 
 def load_experiment(named: str) -> Experiment:
     """Return a built-in experiment, `experiment` of FILE.py, or NAME of FILE.py:NAME. Raises `UserError`."""
-    if named in EXPERIMENTS:
-        return EXPERIMENTS[named]()
+    if (preset := find_preset(named)) is not None:
+        return preset
     file, _, attribute = named.partition(".py:")
     path = Path(file + ".py") if attribute else Path(named)
     attribute = attribute or "experiment"
     if path.suffix != ".py" or not is_there(path, "Give a .py file."):
         why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
         raise UserError(
-            f"no experiment {named!r}: {why}{close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}"
+            f"no experiment {named!r}: {why}{close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}, depth:N"
         )
     found = vars(_run(path))
     experiment = found.get(attribute)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.config.validate import LARGEST_COUNT, short
+from jaxgpt.errors import UserError
 
 
 def quickstart() -> Experiment:
@@ -54,4 +59,63 @@ def gpt2(size: str = "124M") -> GPTConfig:
     return GPTConfig(vocab_size=50257, block_size=1024, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=0.1)
 
 
+def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = None) -> Experiment:
+    """Return the quickstart's experiment at another size: all sizes and rates follow from the number of blocks.
+
+    Each rule extends the quickstart, whose values are tuned at 0.6 million tokens, by a power law with a source.
+
+    Args:
+        n: number of blocks.
+        tokens_per_parameter: tokens to train on per parameter in the blocks; about 20 are best for a given amount of
+            arithmetic (Hoffmann et al. 2022, arXiv:2203.15556).
+        tokens: tokens to train on, whatever the size. None means by `tokens_per_parameter`.
+    """
+    if not 1 <= n <= LARGEST_COUNT:
+        raise UserError(f"depth {short(n)}: needs 1 to {LARGEST_COUNT} blocks")
+    base = quickstart()
+    # Width in proportion to depth (arXiv:2001.08361, figure 5: the ratio matters little), heads of 64 as in GPT-2.
+    width = 64 * n
+    sizes = {"n_layer": n, "n_head": n, "n_embd": width, "block_size": width}
+    # Learning rates are the quickstart's. Over the width muP keeps the best ones (arXiv:2203.03466). Over the tokens they
+    # fall with the power 0.32 at one batch size (arXiv:2409.19913), and rise with the batch's root (arXiv:2205.10287),
+    # by the next rule with the power 0.25: about constant.
+    model = dataclasses.replace(base.model, **sizes, mup_base_width=base.model.n_embd)
+    parameters = 12 * n * width**2
+    total = tokens_per_parameter * parameters if tokens is None else tokens
+    if not 1 <= total <= 1e19:
+        raise UserError(f"depth {n} with {short(total)} tokens to train on: needs 1 to 1e19")
+    # Tokens of a batch grow with the root of all tokens; fitted powers of the best batch are 0.38 (arXiv:2505.13738) to
+    # 0.57 (arXiv:2503.04715). Sequences are a power of two, which divides over devices.
+    base_batch = base.train.batch_size * base.model.block_size
+    base_total = base_batch * base.train.steps
+    batch_size = 2 ** max(0, round(math.log2(base_batch * math.sqrt(total / base_total) / width)))
+    steps = max(1, round(total / (batch_size * width)))
+    # Matrices are averages over the last 1 / (learning rate * decay) steps: a share of all steps (arXiv:2405.13698) that
+    # falls with about the root of the tokens per parameter (arXiv:2505.13738). With the rules above the tokens cancel.
+    base_parameters = 12 * base.model.n_layer * base.model.n_embd**2
+    decay = base.optim.weight_decay * math.sqrt(base_parameters / parameters)
+    return dataclasses.replace(
+        base,
+        name=f"depth-{n}",
+        model=model,
+        # The schedule is kept: constant, then to zero over the last two fifths (arXiv:2405.18392).
+        optim=dataclasses.replace(base.optim, warmup_steps=None, weight_decay=decay),
+        train=dataclasses.replace(
+            base.train, steps=steps, batch_size=batch_size, eval_every=max(1, steps // 10), sample_prompt=""
+        ),
+    )
+
+
 EXPERIMENTS = {"quickstart": quickstart}  # names for `jaxgpt train NAME`
+
+
+def find_preset(name: str) -> Experiment | None:
+    """Return the experiment of a built-in name, as quickstart or depth:4; None for other names."""
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name]()
+    kind, colon, number = name.partition(":")
+    if kind != "depth":
+        return None
+    if not colon or not (number.isascii() and number.isdigit()) or len(number) > 9:
+        raise UserError(f"{short(name)}: needs a number of blocks, as depth:4")
+    return depth(int(number))
