@@ -102,4 +102,4 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 `jaxgpt COMMAND --help` lists its options.
 RUN is a run directory; without it, the newest under runs/.
-EXPERIMENT is a Python file that defines `experiment`, or one of: {", ".join(EXPERIMENTS)}, depth:N."""
+EXPERIMENT is a Python file that defines `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""
