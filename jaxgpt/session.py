@@ -29,6 +29,7 @@ from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
+from jaxgpt.runs.sessions import record_session
 from jaxgpt.runs.training import Training
 from jaxgpt.train import TrainState
 
@@ -156,6 +157,7 @@ class Session(Training):
         step = self.checkpoints.latest_valid() or 0
         self.checkpoints.quarantine_after(step)
         rewind_metrics(self.metrics, step)
+        record_session(self.directory, self.experiment, self.trainer, step)
         return step
 
     def _write_metadata(self) -> None:

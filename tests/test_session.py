@@ -71,7 +71,8 @@ def test_the_mean_of_the_last_checkpoints(run):
 
 def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
-    assert names == {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png", "checkpoints", ".lock"}
+    files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "sessions.jsonl", "loss.png"}
+    assert names == files | {"checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
     assert set(record) == {
         "format",

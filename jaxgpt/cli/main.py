@@ -59,6 +59,7 @@ COMMANDS = {
     "import-hf": Command(convert.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
     "export-hf": Command(convert.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
     "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
+    "audit": Command(on_runs.audit, "[RUN]", "jaxgpt audit runs/mine --steps 100"),
 }
 
 

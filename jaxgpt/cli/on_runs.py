@@ -134,6 +134,35 @@ def replay(run: Positional[str | None] = None, *, step: int, json: bool = False)
     print(render_json(dataclasses.asdict(found), not_finite=str) if json else format_replay(found))
 
 
+def audit(
+    run: Positional[str | None] = None,
+    *,
+    steps: Count | None = None,
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None,
+    data: str | None = None,
+    json: bool = False,
+) -> None:
+    """Check that a run's numbers are those of its experiment.
+
+    Its files are compared with each other, and random steps are taken again. Exit status 1: a number is false.
+
+    Args:
+        run: run directory; None: the newest under runs/
+        steps: most steps to take again; as many as the run has: all; None: 4% of them, less the time of validations
+        seed: seed of the random draw; None: one that nobody knows before
+        data: the text, if it is not where the run read it
+        json: print JSON instead of text
+    """
+    find_run(run)
+    configure_jax()
+    from jaxgpt.tools.audit.audit import audit, format_audit
+
+    found = audit(run, steps=steps, seed=seed, data=data, say=say)
+    print(render_json(dataclasses.asdict(found)) if json else format_audit(found))
+    if not found.accepted:
+        raise SystemExit(1)
+
+
 def xray(
     run: Positional[str | None] = None,
     *,

@@ -14,7 +14,6 @@ from jaxgpt.cluster import multihost
 from jaxgpt.cluster.replicas import check_replicas
 from jaxgpt.cluster.signals import Stop
 from jaxgpt.cluster.watchdog import Watchdog
-from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.errors import CheckpointSaveError
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
@@ -77,18 +76,9 @@ class RunCallbacks(Callbacks):
 
     def _windows(self, step: int) -> Iterator[Batch]:
         """Yield the validation batches until a signal arrives."""
-        training, strategy = self.training, self.training.trainer.strategy
-        rows = strategy.data_parallel_size * training.trainer.split.micro_batch_size  # in one batch, over all devices
-        windows = validation_batches(
-            training.dataset.val,
-            block_size=training.experiment.model.block_size,
-            batch_size=rows,
-            max_tokens=training.experiment.train.eval_tokens,
-            rows=strategy.local_rows(rows),
-        )
-        for window in windows:
+        for window in self.training.validation_windows():
             self.watchdog.beat(step)
-            yield strategy.shard_batch(window)
+            yield window
             if self.stop(None) is not None:
                 return
 

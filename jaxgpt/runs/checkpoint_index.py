@@ -54,6 +54,10 @@ class CheckpointIndex:
         """Return {item: {path: "float32[3,4]"}}, the types and shapes of the arrays of a checkpoint."""
         return self._manifest(step)["arrays"]
 
+    def verify(self, step: int) -> None:
+        """Raise `CorruptCheckpoint` if a file of a checkpoint is not what was saved."""
+        self._manifests[step] = self._read(step, manifest.check)
+
     def latest_valid(self, which: str = "last", *, before: float = math.inf) -> int | None:
         """Return the step of the last or the best undamaged checkpoint, or None if there are no checkpoints.
 
@@ -67,7 +71,7 @@ class CheckpointIndex:
         while left := [step for step in self.steps() if step < before and step not in corrupt]:
             step = _best({step: losses.get(step) for step in left})
             try:
-                self._manifests[step] = self._read(step, manifest.check)
+                self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
                 corrupt[step] = str(e)
                 continue

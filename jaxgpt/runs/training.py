@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment
-from jaxgpt.data.pipeline import PREFETCH, training_batches
+from jaxgpt.callbacks import Metrics
+from jaxgpt.config import DataConfig, Experiment
+from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
 from jaxgpt.data.tokens import Dataset
-from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.pretrained import Weights
+from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.pretrained import Weights, load_base
+from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.train import TrainState, init_and_dropout_keys
 
 
@@ -59,6 +62,27 @@ class Training:
         with contextlib.closing(self._read(start, strategy.local_rows(self.experiment.train.batch_size))) as batches:
             yield from map(strategy.shard_batch, batches)
 
+    def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
+        """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
+        with contextlib.closing(self.batches(start)) as batches:
+            for step in range(start + 1, stop + 1):
+                state, metrics = self.trainer.train_step(state, next(batches), self.dropout_key)
+                float(metrics["loss"])  # waits, so that one step is in flight
+                yield step, state, metrics
+
+    def validation_windows(self) -> Iterator[Batch]:
+        """Yield the batches over which the validation loss is measured, sharded over the devices."""
+        strategy, train = self.trainer.strategy, self.experiment.train
+        rows = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
+        windows = validation_batches(
+            self.dataset.val,
+            block_size=self.experiment.model.block_size,
+            batch_size=rows,
+            max_tokens=train.eval_tokens,
+            rows=strategy.local_rows(rows),
+        )
+        yield from map(strategy.shard_batch, windows)
+
     def whole_batch(self, step: int) -> Batch:
         """Return the batch of one step, with the rows of all devices and processes."""
         with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
@@ -75,3 +99,19 @@ class Training:
             rows=rows,
             prefetch=prefetch,
         )
+
+
+def reopen_training(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Training:
+    """Return a run as it was trained, to take its steps again. Nothing is written.
+
+    Raises `UserError` if the text is missing or has changed. Arguments: see `reopen_dataset`.
+    """
+    experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
+    return Training(
+        directory=metadata.directory,
+        experiment=experiment,
+        dataset=reopen_dataset(metadata, data, remedy=remedy),
+        trainer=make_trainer(experiment, recorded=experiment),
+        weights=None if metadata.origin is None else functools.partial(load_base, metadata),
+        checkpoints=Checkpoints(metadata.directory / "checkpoints"),
+    )

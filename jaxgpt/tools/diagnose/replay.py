@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.config.validate import check_whole
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.autopsy import NonFiniteReport, autopsy_directory, debug_step, format_report, gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.pretrained import load_base
-from jaxgpt.runs.resume import reopen_dataset
-from jaxgpt.runs.training import Training
+from jaxgpt.runs.training import Training, reopen_training
 from jaxgpt.skip import NOT_FINITE, why_skipped
-from jaxgpt.train import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,25 +54,17 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     """
     directory = find_run(run)
     metadata = read_metadata(directory)
-    experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
-    step, train = check_whole("step", step), experiment.train
-    if not 1 <= step <= train.steps:
-        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {train.steps}")
-    dataset = reopen_dataset(metadata, remedy="to replay a step, put that text back")
-    trainer = make_trainer(experiment, recorded=experiment)
-    start, origin, checkpoints = _newest_state(directory, step)
-    weights = None if metadata.origin is None else functools.partial(load_base, metadata)
-    training = Training(
-        directory=directory,
-        experiment=experiment,
-        dataset=dataset,
-        trainer=trainer,
-        weights=weights,
-        checkpoints=checkpoints,
-    )
+    step, steps = check_whole("step", step), metadata.experiment.train.steps
+    if not 1 <= step <= steps:
+        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
+    training = reopen_training(metadata, remedy="to replay a step, put that text back")
+    start, origin, checkpoints = _newest_state(training, step)
+    training = dataclasses.replace(training, checkpoints=checkpoints)
     state = training.restore_or_init(start)
+    trainer = training.trainer
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
-    state, metrics = _take_steps(training, state, start, step)
+    ((_, state, metrics),) = collections.deque(training.take_steps(state, start, step), maxlen=1)
+    assert int(state.step) == step
     findings = None
     # A skipped step leaves the parameters unchanged.
     if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
@@ -101,28 +88,16 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     )
 
 
-def _newest_state(directory: Path, step: int) -> tuple[int, str, Checkpoints]:
+def _newest_state(training: Training, step: int) -> tuple[int, str, Checkpoints]:
     """Return (the newest step before `step` with a stored state, or 0; a description; the checkpoints that hold it)."""
-    places = {
-        "the state in the autopsy": autopsy_directory(directory, step) / "state",
-        "the checkpoint": directory / "checkpoints",
+    kept = {
+        "the state in the autopsy": Checkpoints(autopsy_directory(training.directory, step) / "state"),
+        "the checkpoint": training.checkpoints,
     }
-    kept = {name: Checkpoints(place) for name, place in places.items()}
     for name, checkpoints in kept.items():
         if (newest := checkpoints.latest_valid(before=step)) is not None:
             return newest, f"{name}, after step {newest}", checkpoints
-    return 0, "the seed", kept["the checkpoint"]
-
-
-def _take_steps(training: Training, state: TrainState, start: int, step: int) -> tuple[TrainState, Any]:
-    """Train from the state after `start`. Return (state, metrics) after `step`."""
-    metrics = None
-    with contextlib.closing(training.batches(start)) as batches:
-        for _ in range(start, step):
-            state, metrics = training.trainer.train_step(state, next(batches), training.dropout_key)
-            float(metrics["loss"])  # waits, so that one step is in flight
-    assert int(state.step) == step
-    return state, metrics
+    return 0, "the seed", training.checkpoints
 
 
 def format_replay(found: ReplayResult) -> str:

@@ -1,0 +1,1 @@
+"""Check that the numbers of a run are those of its experiment."""

@@ -1,0 +1,216 @@
+"""Audit a run: do its files agree, and does the program give what its log claims?"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.errors import UserError
+from jaxgpt.runs.checkpoint import open_checkpoints
+from jaxgpt.runs.find import find_run
+from jaxgpt.runs.metadata import RunMetadata, read_metadata
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.sessions import SessionRecord, describe_computation, read_sessions
+from jaxgpt.runs.training import Training, reopen_training
+from jaxgpt.tools.audit.consistency import Log, best_step, check_checkpoints, check_log
+from jaxgpt.tools.audit.movement import find_largest_move
+from jaxgpt.tools.audit.plan import AuditPlan, cost_of_validation, largest_false_share, make_plan
+from jaxgpt.tools.audit.retake import Comparison, retake
+
+SHARE = 0.04  # of the run's steps, taken again by default; starting the audit costs about another 1% of a long run
+NOT_EXCLUDED = (
+    "Not excluded: that this run was chosen from many, that its times are false, and a few false lines among those "
+    "that were not re-taken."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """Result of an audit."""
+
+    run: str
+    accepted: bool
+    findings: list[str]  # claims that are false, with what was found; none if accepted
+    steps: int  # of the run
+    logged: int  # steps with a line in the log
+    checkpoints: int
+    validations: int  # in the log
+    seed: int  # of the random draw
+    retaken: int  # steps taken again
+    drawn: int  # logged steps drawn at random, all re-taken
+    reachable: int  # logged steps from which they were drawn
+    is_whole: bool  # every step was re-taken
+    is_final_retaken: bool  # the steps before the last checkpoint give its arrays
+    last_interval: int  # steps from the checkpoint before the last one to it
+    compared_lines: int
+    compared_states: int
+    compared_validations: int
+    equal: int  # of all comparisons, those that are equal bit for bit
+    tolerance_because: list[str]  # why equal bits are not demanded; none: they are
+
+
+def audit(
+    run: str | Path | None,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    data: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> AuditResult:
+    """Compare what a run claims with itself and with what its steps give when they are taken again. Writes nothing.
+
+    The files must agree with each other, and the data with their fingerprint; if they do, steps are taken again. Losses,
+    gradient norms, states and validation losses must be equal bit for bit where the run was computed as here, else
+    within the tolerances in `retake`.
+
+    Args:
+        run: directory of the run, which must be complete. None means the newest under `runs/`.
+        steps: most steps to take again; at least those from the seed to the first logged step after step 1. As many as
+            the run has: all of them. None means 4% of them, less the time of validations.
+        seed: of the random draw. None draws one, which nobody knows before.
+        data: path of the text, if it is not where the run read it.
+        say: receives a line of text before steps are taken.
+
+    Raises:
+        UserError: the run is imported, incomplete or damaged, or its text is missing or another.
+    """
+    directory = find_run(run)
+    metadata = read_metadata(directory)
+    steps = None if steps is None else check_count("steps", steps)
+    seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
+    if metadata.imported is not None:
+        raise UserError(f"{directory} is an imported model: there is no training to audit")
+    kept, total = open_checkpoints(directory).steps(), metadata.experiment.train.steps
+    log = Log(read_metrics(directory / "metrics.jsonl"))
+    if max(log.last, kept[-1]) < total:
+        raise UserError(f"{directory} has {max(log.last, kept[-1])} of {total} steps: audit it when it is complete")
+    config = None if data is None else dataclasses.replace(metadata.experiment.data, path=data)
+    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    sessions = read_sessions(metadata)
+    because = _why_not_exact(metadata, training, sessions)
+    comparison = Comparison(is_exact=not because)
+    comparison.findings += check_log(log, training.experiment, sessions)
+    comparison.findings += check_checkpoints(training.checkpoints, log, total)
+    plan = AuditPlan(stops={}, drawn=[], reachable=0, is_whole=False)
+    if training.weights is not None:
+        training.weights()  # raises here if they are missing
+    if not comparison.findings:
+        try:
+            plan = _retake(training, log, kept, steps, np.random.default_rng(seed), comparison, say)
+        except UserError as e:  # a checkpoint has other arrays than the model
+            comparison.findings.append(str(e))
+    last = kept[-2] if len(kept) > 1 else 0
+    return AuditResult(
+        run=str(directory),
+        accepted=not comparison.findings,
+        findings=comparison.findings,
+        steps=total,
+        logged=len(log.steps),
+        checkpoints=len(kept),
+        validations=len(log.val_losses),
+        seed=seed,
+        retaken=plan.retaken,
+        drawn=len(plan.drawn),
+        reachable=plan.reachable,
+        is_whole=plan.is_whole,
+        is_final_retaken=plan.stops.get(last) == total,
+        last_interval=total - last,
+        compared_lines=comparison.lines,
+        compared_states=comparison.states,
+        compared_validations=comparison.validations,
+        equal=comparison.equal,
+        tolerance_because=because,
+    )
+
+
+def _retake(
+    training: Training,
+    log: Log,
+    kept: list[int],
+    steps: int | None,
+    rng: np.random.Generator,
+    comparison: Comparison,
+    say: Callable[[str], None],
+) -> AuditPlan:
+    """Choose steps and validations, and take them again. Return the plan."""
+    train, split = training.experiment.train, training.dataset.val
+    best = best_step(log)
+    validations = {kept[-1]} if best is None else {kept[-1], _kept_with(log, kept, best)}
+    if steps is None:
+        tokens = min(len(split), train.eval_tokens or len(split))
+        cost = cost_of_validation(tokens, train.batch_size * training.experiment.model.block_size)
+        steps = int(SHARE * train.steps) - cost * len(validations)
+    unusual = find_largest_move(training, kept) if len(kept) > 2 and steps < train.steps else None
+    plan = make_plan(sorted(log.steps), kept, budget=steps, unusual=unusual, rng=rng)
+    if plan.is_whole:
+        validations |= set(log.val_losses)
+    say(f"re-taking {plan.retaken:,} of {train.steps:,} steps and {len(validations)} validations")
+    retake(training, log, plan.stops, validations, comparison)
+    return plan
+
+
+def _kept_with(log: Log, kept: list[int], best: int) -> int:
+    """Return the last kept step with the same validation loss as the best step."""
+    return max(step for step in kept if log.val_losses.get(step) == log.val_losses[best])
+
+
+def _why_not_exact(metadata: RunMetadata, training: Training, sessions: list[SessionRecord]) -> list[str]:
+    """Return how this computation differs from those of the run's sessions: its bits may differ then."""
+    here = describe_computation(training.experiment, training.trainer)
+    found = []
+    for session in sessions:
+        if session.computation is None:
+            found.append(f"the run, trained on {metadata.device}, does not record what it was computed with")
+            continue
+        there: dict[str, Any] = session.computation
+        found += [f"{k}: {there.get(k)!r}, here {v!r}" for k, v in here.items() if there.get(k) != v]
+    return list(dict.fromkeys(found))
+
+
+def format_audit(found: AuditResult) -> str:
+    """Return the result of `audit` as text: the verdict, the findings, what was compared, and how sure one may be."""
+    return "\n".join(
+        [
+            f"{found.run}: {'accepted' if found.accepted else 'not accepted'}",
+            *(f"  {finding}" for finding in found.findings),
+            f"compared: {found.logged:,} logged steps, {found.validations:,} validations and {found.checkpoints:,} "
+            f"checkpoints with each other; {found.retaken:,} of {found.steps:,} steps re-taken: {found.compared_lines:,} "
+            f"logged steps, {found.compared_states:,} checkpoints, {found.compared_validations:,} validations",
+            *(f"to a tolerance, not bit for bit: {reason}" for reason in found.tolerance_because),
+            *(_assurance(found) if found.accepted else ()),
+        ]
+    )
+
+
+def _assurance(found: AuditResult) -> list[str]:
+    """Return sentences that say how sure one may be that an accepted run is true."""
+    compared = found.compared_lines + found.compared_states + found.compared_validations
+    equal = "bit for bit" if found.equal == compared else f"{found.equal} of {compared} comparisons bit for bit"
+    if found.is_whole:
+        said = f"Every step was re-taken and is right, {equal}."
+        return [said, "Not excluded: that this run was chosen from many, and that its times are false."]
+    said = f"No logged step could be drawn at random: give more steps than --steps {found.retaken}."
+    if found.drawn:
+        share = largest_false_share(found.drawn)
+        said = (
+            f"All {found.drawn} of {found.reachable:,} logged steps drawn at random are right, {equal}: if more than "
+            f"{share:.0%} of them were false, this would be seen with 95% probability."
+        )
+    lines = [said]
+    if found.reachable < found.logged:
+        lines.append(
+            f"{found.logged - found.reachable:,} of {found.logged:,} logged steps are too far from a kept checkpoint to "
+            "be drawn: --steps allows more, and a run with --train.keep-every has more checkpoints."
+        )
+    if not found.is_final_retaken:
+        lines.append(
+            "The last parameters have the loss that is claimed, but they were not re-taken from an earlier checkpoint: "
+            f"that takes {found.last_interval:,} steps (--steps {found.retaken + found.last_interval})."
+        )
+    return [*lines, NOT_EXCLUDED]
