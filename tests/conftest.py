@@ -53,6 +53,7 @@ def private_cache(tmp_path_factory):
 def shared_trainers():
     """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
     from jaxgpt import session
+    from jaxgpt.runs import training
 
     make, made = session.make_trainer, {}
 
@@ -65,7 +66,8 @@ def shared_trainers():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "make_trainer", shared)
+        for module in (session, training):
+            patch.setattr(module, "make_trainer", shared)
         yield
 
 

@@ -1,0 +1,241 @@
+"""Honest runs are accepted and forged ones are not, at a small part of their training.
+
+JAXGPT_TEST_AUDITS=50 makes as many forgeries, and as many audits of honest runs, of 800 steps instead of 30, with the
+default number of steps to re-take.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from jaxgpt.config import Experiment
+from jaxgpt.errors import Preempted, UserError
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.session import fit
+from jaxgpt.tools.audit.audit import audit, format_audit
+from jaxgpt.tools.audit.consistency import Log
+from jaxgpt.tools.audit.plan import largest_false_share, make_plan
+from tests.helpers import edit_record, tiny_experiment
+from tests.tools.audit.forger import FORGERIES, edit_log
+
+AUDITS = int(os.environ.get("JAXGPT_TEST_AUDITS", "0"))
+STEPS, KEEP = (800, 4) if AUDITS else (30, 3)
+RETAKEN = None if AUDITS else 12  # steps
+
+
+class Trained:
+    """Real runs of one experiment, each trained once."""
+
+    def __init__(self, experiment: Experiment, directory, other_text):
+        self.experiment, self.directory, self.other_text, self.runs = experiment, directory, other_text, {}
+
+    def __call__(self, **parts):
+        key = json.dumps(parts, sort_keys=True)
+        if key not in self.runs:
+            self.runs[key] = fit(
+                changed(self.experiment, **parts), self.directory / str(len(self.runs)), progress=False
+            )
+        return self.runs[key].directory
+
+
+def changed(experiment, **parts):
+    return dataclasses.replace(
+        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
+    )
+
+
+def small(text, **train):
+    train = {"log_every": 1, "eval_every": STEPS // 10, "checkpoint_every": KEEP, "keep_every": KEEP} | train
+    train |= {"steps": STEPS, "eval_tokens": 64, "sample_tokens": 0}
+    return changed(tiny_experiment(text, **train), model={"n_layer": 1}, optim={"learning_rate": 2e-3})
+
+
+@pytest.fixture(scope="module")
+def train(text_file, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("audits")
+    (directory / "other.txt").write_text(text_file.read_text()[::-1])
+    return Trained(small(text_file), directory, directory / "other.txt")
+
+
+@pytest.fixture(scope="module")
+def honest(train):
+    return train()
+
+
+def few(forgeries):
+    """Mark as slow those that need another run."""
+    quick = ("better_last_validation", "better_losses", "without_bad_lines", "better_manifests", "disturbed_weights")
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in forgeries]
+
+
+@pytest.mark.parametrize("name", few(FORGERIES))
+def test_a_forgery_is_found(train, tmp_path, name):
+    FORGERIES[name](tmp_path / "forged", train(), train, np.random.default_rng(0))
+    found = audit(tmp_path / "forged", steps=RETAKEN, seed=0)
+    assert not found.accepted and found.findings
+
+
+def test_an_honest_run_is_accepted_and_nothing_is_written(honest):
+    before = {path: path.stat().st_mtime_ns for path in honest.rglob("*")}
+    found = audit(honest, steps=12)
+    assert found.accepted and found.is_final_retaken and found.retaken <= 12 and found.tolerance_because == []
+    assert found.equal == found.compared_lines + found.compared_states + found.compared_validations
+    assert "bit for bit: if more than" in format_audit(found)
+    assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
+
+
+def test_every_step_can_be_taken_again(honest):
+    found = audit(honest, steps=STEPS)
+    assert found.is_whole and found.retaken == STEPS == found.compared_lines == found.drawn
+    assert found.compared_validations == found.validations
+    assert "Every step was re-taken and is right, bit for bit." in format_audit(found)
+
+
+def test_one_changed_line_is_found_if_every_step_is_taken(honest, tmp_path):
+    run = shutil.copytree(honest, tmp_path / "run")
+    edit_log(run, lambda x: x | {"grad_norm": x["grad_norm"] * (1 + 1e-6)} if x["step"] == 20 and "loss" in x else x)
+    (finding,) = audit(run, steps=STEPS).findings
+    assert finding.startswith("step 20: grad_norm") and "logged, found" in finding
+
+
+def test_on_another_processor_numbers_are_compared_to_a_tolerance(honest, tmp_path):
+    run = shutil.copytree(honest, tmp_path / "run")
+    path = run / "sessions.jsonl"
+    path.write_text(path.read_text().replace('"processor": "', '"processor": "AuthenticAMD '))
+    edit_log(run, lambda x: x | {"loss": x["loss"] * (1 + 1e-5)} if "loss" in x else x)  # as another rounding would
+    found = audit(run, steps=6)
+    assert found.accepted and "processor: 'AuthenticAMD" in found.tolerance_because[0]
+    assert "to a tolerance, not bit for bit: processor" in format_audit(found)
+    edit_log(run, lambda x: x | {"loss": x["loss"] * 0.99} if "loss" in x else x)
+    assert not audit(run, steps=6).accepted
+    path.unlink()  # of an earlier version
+    assert "does not record" in audit(run, steps=6).tolerance_because[0]
+
+
+def test_what_cannot_be_audited_is_refused_in_one_line(honest, tmp_path):
+    run = shutil.copytree(honest, tmp_path / "run")
+    edit_log(run, lambda x: x if x["step"] < 20 else None)
+    for step in Checkpoints(run / "checkpoints").steps()[6:]:
+        shutil.rmtree(run / "checkpoints" / str(step))
+    with pytest.raises(UserError, match="has 19 of 30 steps: audit it when it is complete"):
+        audit(run)
+    with pytest.raises(UserError, match="was trained on other data.*name that text with --data"):
+        audit(honest, data=__file__)
+    edit_record(run, lambda record: record.update(imported={"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="is an imported model: there is no training to audit"):
+        audit(run)
+
+
+def test_draws_are_spread_within_the_budget_and_unknown():
+    kept, logged = list(range(10, 1001, 10)), list(range(1, 1001))
+    drawn = set()
+    for seed in range(50):
+        plan = make_plan(logged, kept, budget=40, unusual=500, rng=np.random.default_rng(seed))
+        assert plan.retaken <= 40 and plan.stops[0] == 2 and plan.stops[990] == 1000 and plan.stops[500] == 510
+        starts = sorted(plan.stops)
+        assert all(any(start < step <= plan.stops[start] for start in starts) for step in plan.drawn)
+        drawn |= set(plan.drawn)
+    assert len(drawn) > 100
+    assert make_plan(logged, kept, budget=1, unusual=None, rng=np.random.default_rng(0)).stops == {0: 2}
+    assert make_plan(logged, kept, budget=1000, unusual=None, rng=np.random.default_rng(0)).is_whole
+
+
+def test_the_share_of_false_lines_is_seen_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for draws in (1, 6, 40):
+        false = rng.random((20_000, draws)) < largest_false_share(draws)
+        assert false.any(1).mean() == pytest.approx(0.95, abs=0.01)
+
+
+# Honest runs of all kinds: other fields of the experiment.
+KINDS = {
+    "muon, dropout, accumulation and pmap": {
+        "model": {"dropout": 0.2},
+        "optim": {"name": "muon", "schedule": "wsd", "min_lr_ratio": 0.0},
+        "parallel": {"micro_batch_size": 2, "strategy": "pmap"},
+    },
+    "skipped steps in bfloat16": {
+        "optim": {"skip_spikes": 1.05, "max_skipped": STEPS, "learning_rate": 0.03},
+        "train": {"dtype": "bfloat16"},
+    },
+    "best before the last": {
+        "optim": {"learning_rate": 0.3, "schedule": "constant"},
+        "train": {"keep_every": None, "log_every": 7, "checkpoint_every": 1000},
+    },
+}
+SPECIAL = (*KINDS, "moved", "adapters", "resumed")
+
+
+def make_honest(name, train, directory):
+    """Train a run of a kind. Returns its directory."""
+    if name == "moved":
+        return shutil.copytree(train(), directory)
+    if name == "resumed":
+        with pytest.raises(Preempted), pytest.MonkeyPatch.context() as patch:
+            stop = "jaxgpt.runs.callbacks.RunCallbacks.stop_signal"
+            patch.setattr(stop, lambda self, step: "SIGTERM" if step == STEPS // 2 else None)
+            fit(train.experiment, directory, progress=False)
+    other = KINDS | {
+        "adapters": {"train": {"init_from": str(train()), "seed": 5}, "lora": {"rank": 2}},
+        "resumed": {"train": {"log_every": 2, "eval_every": 7}},
+    }
+    return fit(changed(train.experiment, **other[name]), directory, progress=False).directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECIAL)
+def test_honest_runs_of_all_kinds_are_accepted(train, tmp_path, name):
+    run = make_honest(name, train, tmp_path / "run")
+    found, log = audit(run, steps=RETAKEN), Log(read_metrics(run / "metrics.jsonl"))
+    assert found.findings == [] and not found.tolerance_because
+    assert bool(log.skipped) == name.startswith("skipped")
+    if name == "best before the last":
+        assert min(log.val_losses, key=log.val_losses.__getitem__) < STEPS
+    if name == "resumed":
+        assert len((run / "sessions.jsonl").read_text().splitlines()) == 2 and STEPS - 1 not in log.steps
+
+
+@pytest.mark.skipif(not AUDITS, reason="JAXGPT_TEST_AUDITS=50 makes the forgeries")
+def test_all_forgeries_are_found_and_all_honest_runs_accepted(train, tmp_path, capsys):
+    configure_jax()
+    missed, refused = [], []
+    table = {name: [0, 0] for name in FORGERIES}
+    seconds = {"forged": 0.0, "honest": 0.0}
+    for number, name in zip(range(AUDITS), itertools.cycle(FORGERIES), strict=False):
+        run = tmp_path / f"forged-{number}"
+        FORGERIES[name](run, train(), train, np.random.default_rng(number))
+        began = time.monotonic()
+        found = audit(run)
+        seconds["forged"] += time.monotonic() - began
+        table[name] = [table[name][0] + 1, table[name][1] + (not found.accepted)]
+        if found.accepted:
+            missed.append((name, number, format_audit(found)))
+        with capsys.disabled():
+            print(number, name, found.accepted, found.retaken, found.findings[:1], flush=True)
+        shutil.rmtree(run)
+    runs = [("plain", train()), *((name, make_honest(name, train, tmp_path / name)) for name in SPECIAL)]
+    shares = []
+    for number, (name, run) in zip(range(AUDITS), itertools.cycle(runs), strict=False):
+        began = time.monotonic()
+        found = audit(run)
+        seconds["honest"] += time.monotonic() - began
+        shares.append(found.retaken / found.steps)
+        if not found.accepted:
+            refused.append((name, number, format_audit(found)))
+        with capsys.disabled():
+            print(number, name, found.accepted, found.retaken, found.drawn, found.is_final_retaken, flush=True)
+    with capsys.disabled():
+        print(*(f"{name}: {seen} of {made}" for name, (made, seen) in table.items()), sep="\n")
+        print(
+            f"{AUDITS - len(missed)} of {AUDITS} forgeries found, {AUDITS - len(refused)} of {AUDITS} honest accepted"
+        )
+        print(f"at most {max(shares):.1%} of the steps re-taken; {seconds}")
+    assert missed == refused == []
