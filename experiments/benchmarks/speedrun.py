@@ -2,8 +2,8 @@
 
 Question:  seconds from the start of the process to the validation loss, and that loss, for each seed.
 Command:   python experiments/benchmarks/speedrun.py shakespeare.txt
-           --experiment FILE: another experiment; --seeds N; --json FILE. All other options go to the experiment,
-           such as --train.steps 300
+           --experiment FILE: another experiment; --seeds N; --json FILE; --keep DIR: keep the runs, to be audited. All
+           other options go to the experiment, such as --train.steps 300
 Method:    each seed runs in a process of its own with an empty cache directory, one after the other. The clock stops
            when the line of the last validation is in metrics.jsonl, which is polled twenty times a second. What follows
            (saving, the picture, the sample) counts only in the last column.
@@ -25,13 +25,13 @@ SPEEDRUN = Path(__file__).parents[1] / "speedrun_shakespeare.py"
 LONGEST = 3600  # seconds of a run
 
 
-def one(experiment: Path, text: str, seed: int, options: list[str]) -> dict:
-    """Run one seed in a process of its own.
+def one(experiment: Path, text: str, seed: int, options: list[str], keep: Path | None) -> dict:
+    """Run one seed in a process of its own. keep: the directory of its run, a new one; None: deleted at the end.
 
     Returns {"seed", "seconds" to the last validation loss, "val_loss", "whole": seconds to the end of the process}.
     """
     with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "run"
+        run = keep or Path(directory) / "run"
         command = [sys.executable, str(experiment), "--data.path", text, "--run-dir", str(run)]
         command += ["--train.seed", str(seed), *options]
         cold = os.environ | {"JAXGPT_CACHE": str(Path(directory) / "cache")}
@@ -72,12 +72,16 @@ def main() -> None:
     parser.add_argument("text", help="file of Tiny Shakespeare")
     parser.add_argument("--experiment", type=Path, default=SPEEDRUN)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--keep", type=Path, help="keep the run of each seed in DIR/SEED")
     parser.add_argument("--json", help="write all runs to this file")
     options, of_experiment = parser.parse_known_args()
+    if options.keep and options.keep.exists():
+        parser.error(f"{options.keep} exists: a record needs new runs, so name another directory")
     runs = []
     print("| seed | validation loss | seconds to it | to the end |\n|---|---|---|---|")
     for seed in range(options.seeds):
-        runs.append(run := one(options.experiment, options.text, seed, of_experiment))
+        keep = options.keep and options.keep / str(seed)
+        runs.append(run := one(options.experiment, options.text, seed, of_experiment, keep))
         print(f"| {seed} | {run['val_loss']:.4f} | {run['seconds']:.1f} | {run['whole']:.1f} |", flush=True)
     for name, digits in (("val_loss", 4), ("seconds", 1)):
         values = [run[name] for run in runs]
