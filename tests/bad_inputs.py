@@ -419,6 +419,12 @@ OPTIONS = [
     (["replay", "runs/tiny", "--step", "half"], "half"),
     (["replay", "runs/tiny", "--stpe", "1"], "--step"),
     (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
+    (["audit", "runs/tiny", "--steps", "0"], "--steps=0: needs at least 1"),
+    (["audit", "runs/tiny", "--seed", "-1"], "--seed=-1: needs at least 0"),
+    (["audit", "runs/tiny", "--data", "nowhere.txt"], "no file or folder at nowhere.txt"),
+    (["audit", "nowhere"], "nowhere is not a run directory"),
+    (["audit", "broken/no_checkpoint"], "has no checkpoint yet"),
+    (["audit", "broken/half"], "experiment.json is damaged"),
     (["import-hf"], "a directory, or an id on the Hub"),
     (["import-hf", "models/good"], "--run-dir"),
     (["import-hf", "models/good", "--run-dir", ""], "run_dir is empty"),
@@ -727,5 +733,6 @@ def table() -> list[tuple[list[str], dict, str]]:
         ([*TRAIN[:-2], "--run-dir", "runs/tiny", "--data.path", "medium.txt"], {}, "was trained on other data"),
         (["evaluate", "runs/moved"], NO_CACHE, "was trained on gone.txt, which is not there"),
         (["replay", "runs/moved", "--step", "1"], NO_CACHE, "to replay a step, put that text back"),
+        (["audit", "runs/moved"], NO_CACHE, "to audit it, name that text with --data"),
     ]
     return rows + [(argv, env, said) for argv, env, said in ENVIRONMENT]

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import RunMetadata, read_metadata
@@ -21,7 +22,7 @@ from jaxgpt.runs.training import Training, reopen_training
 from jaxgpt.tools.audit.consistency import Log, best_step, check_checkpoints, check_log
 from jaxgpt.tools.audit.movement import find_largest_move
 from jaxgpt.tools.audit.plan import AuditPlan, cost_of_validation, largest_false_share, make_plan
-from jaxgpt.tools.audit.retake import Comparison, retake
+from jaxgpt.tools.audit.retake import BFLOAT16, FLOAT32, Comparison, Tolerance, retake
 
 SHARE = 0.04  # of the run's steps, taken again by default; starting the audit costs about another 1% of a long run
 NOT_EXCLUDED = (
@@ -52,7 +53,8 @@ class AuditResult:
     compared_states: int
     compared_validations: int
     equal: int  # of all comparisons, those that are equal bit for bit
-    tolerance_because: list[str]  # why equal bits are not demanded; none: they are
+    tolerance: Tolerance | None  # None: equal bits are demanded
+    tolerance_because: list[str]  # why they are not
 
 
 def audit(
@@ -90,11 +92,13 @@ def audit(
     log = Log(read_metrics(directory / "metrics.jsonl"))
     if max(log.last, kept[-1]) < total:
         raise UserError(f"{directory} has {max(log.last, kept[-1])} of {total} steps: audit it when it is complete")
+    if data is not None and not is_there(Path(data), "Name another text with --data."):
+        raise UserError(f"no file or folder at {data}: name another text with --data")
     config = None if data is None else dataclasses.replace(metadata.experiment.data, path=data)
     training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
     sessions = read_sessions(metadata)
     because = _why_not_exact(metadata, training, sessions)
-    comparison = Comparison(is_exact=not because)
+    comparison = Comparison(tolerance=_tolerance(metadata, training, sessions) if because else None)
     comparison.findings += check_log(log, training.experiment, sessions)
     comparison.findings += check_checkpoints(training.checkpoints, log, total)
     plan = AuditPlan(stops={}, drawn=[], reachable=0, is_whole=False)
@@ -125,6 +129,7 @@ def audit(
         compared_states=comparison.states,
         compared_validations=comparison.validations,
         equal=comparison.equal,
+        tolerance=comparison.tolerance,
         tolerance_because=because,
     )
 
@@ -173,6 +178,13 @@ def _why_not_exact(metadata: RunMetadata, training: Training, sessions: list[Ses
     return list(dict.fromkeys(found))
 
 
+def _tolerance(metadata: RunMetadata, training: Training, sessions: list[SessionRecord]) -> Tolerance:
+    """Return the tolerance for the dtypes that the run was, or may have been, computed in."""
+    unknown = "float32" if metadata.device == "cpu" else "bfloat16"
+    dtypes = [unknown if s.computation is None else s.computation.get("dtype") for s in sessions]
+    return FLOAT32 if {*dtypes, str(training.trainer.options.dtype)} == {"float32"} else BFLOAT16
+
+
 def format_audit(found: AuditResult) -> str:
     """Return the result of `audit` as text: the verdict, the findings, what was compared, and how sure one may be."""
     return "\n".join(
@@ -182,10 +194,18 @@ def format_audit(found: AuditResult) -> str:
             f"compared: {found.logged:,} logged steps, {found.validations:,} validations and {found.checkpoints:,} "
             f"checkpoints with each other; {found.retaken:,} of {found.steps:,} steps re-taken: {found.compared_lines:,} "
             f"logged steps, {found.compared_states:,} checkpoints, {found.compared_validations:,} validations",
-            *(f"to a tolerance, not bit for bit: {reason}" for reason in found.tolerance_because),
+            *_format_tolerance(found),
             *(_assurance(found) if found.accepted else ()),
         ]
     )
+
+
+def _format_tolerance(found: AuditResult) -> list[str]:
+    """Return lines with the tolerance and the reasons for it, none if equal bits are demanded."""
+    if found.tolerance is None:
+        return []
+    limits = ", ".join(f"{name} {value:g}" for name, value in found.tolerance._asdict().items())
+    return [f"to a tolerance ({limits}), not bit for bit:", *(f"  {reason}" for reason in found.tolerance_because)]
 
 
 def _assurance(found: AuditResult) -> list[str]:

@@ -40,7 +40,7 @@ def make_plan(
 
     Always those from the seed to the first logged step after step 1, in which the learning rate has no effect yet. Then,
     as far as the budget allows: the interval that ends in the last state, the unusual one, and logged steps drawn at
-    random, one from each of equal parts of the log, so that a false stretch as long as two parts is certain to be found.
+    random, one from each of equal parts of the log, which a long false stretch cannot all evade.
 
     Args:
         logged: steps with a line in the log, in order.
@@ -51,9 +51,9 @@ def make_plan(
     """
     states = [0, *kept]
     ends = dict(itertools.pairwise(states))
-    if budget >= states[-1]:
-        return AuditPlan(stops=ends, drawn=list(logged), reachable=len(logged), is_whole=True)
     first = min([kept[0], *(step for step in logged if step > 1)])
+    if max(budget, first) >= states[-1]:
+        return AuditPlan(stops=ends, drawn=list(logged), reachable=len(logged), is_whole=True)
     stops = {0: first}
     left = budget - first
 
