@@ -24,7 +24,7 @@ from jaxgpt.tools.audit.movement import find_largest_move
 from jaxgpt.tools.audit.plan import AuditPlan, cost_of_validation, largest_false_share, make_plan
 from jaxgpt.tools.audit.retake import BFLOAT16, FLOAT32, Comparison, Tolerance, retake
 
-SHARE = 0.04  # of the run's steps, taken again by default; starting the audit costs about another 1% of a long run
+SHARE = 0.035  # of a run's steps to take again by default; with the start of the audit 5% of a run of five minutes
 NOT_EXCLUDED = (
     "Not excluded: that this run was chosen from many, that its times are false, and a few false lines among those "
     "that were not re-taken."
@@ -74,7 +74,7 @@ def audit(
     Args:
         run: directory of the run, which must be complete. None means the newest under `runs/`.
         steps: most steps to take again; at least those from the seed to the first logged step after step 1. As many as
-            the run has: all of them. None means 4% of them, less the time of validations.
+            the run has: all of them. None means 3.5% of them, less the time of validations.
         seed: of the random draw. None draws one, which nobody knows before.
         data: path of the text, if it is not where the run read it.
         say: receives a line of text before steps are taken.

@@ -227,7 +227,9 @@ def spliced(target: Path, base: Path, train: Train, rng: np.random.Generator) ->
     training, total = training_of(target), total_steps(base)
     kept = [step for step in training.checkpoints.steps() if step < total * 0.8]
     start = int(rng.choice(kept[len(kept) // 4 :]))
-    other = train(train={"seed": 1}) if rng.random() < 0.5 else train(train={"steps": total * 2})
+    other = (
+        train(train={"seed": 1}) if rng.random() < 0.5 else train(train={"steps": total * 2, "checkpoint_every": total})
+    )
     source = training_of(other)
     better = source.restore_or_init(source.checkpoints.steps()[-1]).params
     state = dataclasses.replace(training.restore_or_init(start), params=better)
