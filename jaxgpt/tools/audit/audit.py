@@ -56,6 +56,14 @@ class AuditResult:
     tolerance: Tolerance | None  # None: equal bits are demanded
     tolerance_because: list[str]  # why they are not
 
+    @property
+    def verdict(self) -> str:
+        """Return the verdict in words."""
+        if not self.accepted:
+            return "not accepted"
+        is_shown = self.is_whole or (self.is_final_retaken and self.drawn)
+        return "accepted" if is_shown else "accepted in part: nothing false was found where steps could be re-taken"
+
 
 def audit(
     run: str | Path | None,
@@ -189,7 +197,7 @@ def format_audit(found: AuditResult) -> str:
     """Return the result of `audit` as text: the verdict, the findings, what was compared, and how sure one may be."""
     return "\n".join(
         [
-            f"{found.run}: {'accepted' if found.accepted else 'not accepted'}",
+            f"{found.run}: {found.verdict}",
             *(f"  {finding}" for finding in found.findings),
             f"compared: {found.logged:,} logged steps, {found.validations:,} validations and {found.checkpoints:,} "
             f"checkpoints with each other; {found.retaken:,} of {found.steps:,} steps re-taken: {found.compared_lines:,} "
@@ -215,7 +223,7 @@ def _assurance(found: AuditResult) -> list[str]:
     if found.is_whole:
         said = f"Every step was re-taken and is right, {equal}."
         return [said, "Not excluded: that this run was chosen from many, and that its times are false."]
-    said = f"No logged step could be drawn at random: give more steps than --steps {found.retaken}."
+    said = f"No logged step could be drawn at random with --steps {found.retaken}."
     if found.drawn:
         share = largest_false_share(found.drawn)
         said = (

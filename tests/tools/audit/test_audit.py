@@ -97,6 +97,11 @@ def test_an_honest_run_is_accepted_and_nothing_is_written(honest):
     assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
 
 
+def test_few_steps_accept_a_run_only_in_part(honest):
+    said = format_audit(audit(honest, steps=3))
+    assert "accepted in part" in said and "were not re-taken from an earlier checkpoint: that takes 4 steps" in said
+
+
 def test_one_changed_line_is_found_if_every_step_is_taken(honest, tmp_path):
     run = shutil.copytree(honest, tmp_path / "run")
     edit_log(run, lambda x: x | {"grad_norm": x["grad_norm"] * (1 + 1e-6)} if x["step"] == 15 and "loss" in x else x)
