@@ -90,28 +90,17 @@ def audit(
     Raises:
         UserError: the run is imported, incomplete or damaged, or its text is missing or another.
     """
-    directory = find_run(run)
-    metadata = read_metadata(directory)
+    metadata = read_metadata(find_run(run))
     steps = None if steps is None else check_count("steps", steps)
     seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
-    if metadata.imported is not None:
-        raise UserError(f"{directory} is an imported model: there is no training to audit")
-    kept, total = open_checkpoints(directory).steps(), metadata.experiment.train.steps
-    log = Log(read_metrics(directory / "metrics.jsonl"))
-    if max(log.last, kept[-1]) < total:
-        raise UserError(f"{directory} has {max(log.last, kept[-1])} of {total} steps: audit it when it is complete")
-    if data is not None and not is_there(Path(data), "Name another text with --data."):
-        raise UserError(f"no file or folder at {data}: name another text with --data")
-    config = None if data is None else dataclasses.replace(metadata.experiment.data, path=data)
-    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    training, log = _open(metadata, data)
+    kept, total = training.checkpoints.steps(), training.experiment.train.steps
     sessions = read_sessions(metadata)
     because = _why_not_exact(metadata, training, sessions)
     comparison = Comparison(tolerance=_tolerance(metadata, training, sessions) if because else None)
     comparison.findings += check_log(log, training.experiment, sessions)
     comparison.findings += check_checkpoints(training.checkpoints, log, total)
     plan = AuditPlan(stops={}, drawn=[], reachable=0, is_whole=False)
-    if training.weights is not None:
-        training.weights()  # raises here if they are missing
     if not comparison.findings:
         try:
             plan = _retake(training, log, kept, steps, np.random.default_rng(seed), comparison, say)
@@ -119,7 +108,7 @@ def audit(
             comparison.findings.append(str(e))
     last = kept[-2] if len(kept) > 1 else 0
     return AuditResult(
-        run=str(directory),
+        run=str(training.directory),
         accepted=not comparison.findings,
         findings=comparison.findings,
         steps=total,
@@ -140,6 +129,25 @@ def audit(
         tolerance=comparison.tolerance,
         tolerance_because=because,
     )
+
+
+def _open(metadata: RunMetadata, data: str | None) -> tuple[Training, Log]:
+    """Return a complete run as it was trained, and its log. Raises `UserError` as `audit` does."""
+    directory, config = metadata.directory, metadata.experiment.data
+    if metadata.imported is not None:
+        raise UserError(f"{directory} is an imported model: there is no training to audit")
+    log, total = Log(read_metrics(directory / "metrics.jsonl")), metadata.experiment.train.steps
+    reached = max(log.last, open_checkpoints(directory).steps()[-1])
+    if reached < total:
+        raise UserError(f"{directory} has {reached} of {total} steps: audit it when it is complete")
+    if data is not None:
+        if not is_there(Path(data), "Name another text with --data."):
+            raise UserError(f"no file or folder at {data}: name another text with --data")
+        config = dataclasses.replace(config, path=data)
+    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    if training.weights is not None:
+        training.weights()  # raises here if they are missing
+    return training, log
 
 
 def _retake(

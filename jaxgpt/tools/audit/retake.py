@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.runs.checkpoint_index import finite_or_none
 from jaxgpt.runs.training import Training
 from jaxgpt.skip import why_skipped
 from jaxgpt.tools.audit.consistency import Line, Log
@@ -76,8 +77,9 @@ class Comparison:
     def compare_validation(self, step: int, claimed: float | None, found: float) -> None:
         """Compare a validation loss with the logged one."""
         self.validations += 1
-        self.equal += claimed == found
-        if not self.matches("val_loss", claimed, found):
+        logged = finite_or_none(found)
+        self.equal += claimed == logged
+        if claimed != logged and not self.matches("val_loss", claimed, found):
             self.findings.append(f"step {step}: val_loss {claimed} logged, found {found}")
 
     def compare_states(self, step: int, claimed: list[np.ndarray], found: list[np.ndarray], before: Any) -> None:
