@@ -25,6 +25,7 @@ from jaxgpt.tools.audit.plan import AuditPlan, cost_of_validation, largest_false
 from jaxgpt.tools.audit.retake import BFLOAT16, FLOAT32, Comparison, Tolerance, retake
 
 SHARE = 0.035  # of a run's steps to take again by default; with the start of the audit 5% of a run of five minutes
+NO_STEPS = AuditPlan(stops={}, drawn=[], reachable=0, is_whole=False)
 NOT_EXCLUDED = (
     "Not excluded: that this run was chosen from many, that its times are false, and a few false lines among those "
     "that were not re-taken."
@@ -75,9 +76,8 @@ def audit(
 ) -> AuditResult:
     """Compare what a run claims with itself and with what its steps give when they are taken again. Writes nothing.
 
-    The files must agree with each other, and the data with their fingerprint; if they do, steps are taken again. Losses,
-    gradient norms, states and validation losses must be equal bit for bit where the run was computed as here, else
-    within the tolerances in `retake`.
+    If the files agree with each other, steps are taken again. Losses, gradient norms, states and validation losses must
+    be equal bit for bit where the run was computed as here, else within the tolerances in `retake`.
 
     Args:
         run: directory of the run, which must be complete. None means the newest under `runs/`.
@@ -100,12 +100,9 @@ def audit(
     comparison = Comparison(tolerance=_tolerance(metadata, training, sessions) if because else None)
     comparison.findings += check_log(log, training.experiment, sessions)
     comparison.findings += check_checkpoints(training.checkpoints, log, total)
-    plan = AuditPlan(stops={}, drawn=[], reachable=0, is_whole=False)
+    plan = NO_STEPS
     if not comparison.findings:
-        try:
-            plan = _retake(training, log, kept, steps, np.random.default_rng(seed), comparison, say)
-        except UserError as e:  # a checkpoint has other arrays than the model
-            comparison.findings.append(str(e))
+        plan = _retake(training, log, kept, steps, np.random.default_rng(seed), comparison, say)
     last = kept[-2] if len(kept) > 1 else 0
     return AuditResult(
         run=str(training.directory),
@@ -167,12 +164,16 @@ def _retake(
         tokens = min(len(split), train.eval_tokens or len(split))
         cost = cost_of_validation(tokens, train.batch_size * training.experiment.model.block_size)
         steps = int(SHARE * train.steps) - cost * len(validations)
-    unusual = find_largest_move(training, kept) if len(kept) > 2 and steps < train.steps else None
-    plan = make_plan(sorted(log.steps), kept, budget=steps, unusual=unusual, rng=rng)
-    if plan.is_whole:
-        validations |= set(log.val_losses)
-    say(f"re-taking {plan.retaken:,} of {train.steps:,} steps and {len(validations)} validations")
-    retake(training, log, plan.stops, validations, comparison)
+    plan = NO_STEPS
+    try:
+        unusual = find_largest_move(training, kept) if len(kept) > 2 and steps < train.steps else None
+        plan = make_plan(sorted(log.steps), kept, budget=steps, unusual=unusual, rng=rng)
+        if plan.is_whole:
+            validations |= set(log.val_losses)
+        say(f"re-taking {plan.retaken:,} of {train.steps:,} steps and {len(validations)} validations")
+        retake(training, log, plan.stops, validations, comparison)
+    except UserError as e:  # a checkpoint has other arrays than the model
+        comparison.findings.append(str(e))
     return plan
 
 
