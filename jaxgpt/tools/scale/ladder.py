@@ -13,28 +13,30 @@ from jaxgpt.tools.scale.sizes import EVAL_TOKENS, Size, Speed
 TEST_COMPUTE = 10  # FLOPs of the test run / those of the largest run of the ladder
 HORIZONS = 4  # token counts of each size, each twice the one before
 SIZES = 4  # at most; each has about STEP times the width of the one before
-STEP = 1.6
+STEP = 1.5
 LEAST_TOP = 3  # width of the smallest ladder's largest size, in smallest widths: with less there are not three sizes
 LEAST_STEPS = (
     200  # of the shortest runs: below it, learning to train takes a share of the steps that the law does not know
 )
-# Tokens per parameter of the largest run of the ladder: what is planned if the minutes and the data allow, and the
-# least. Hoffmann et al. find 20 to be optimal; a model with very few learns them by heart, which the law does not know.
-RATIO, LEAST_RATIO = 10, 4
+# Least tokens per parameter of the largest run: a model with fewer learns its text by heart, which the law does not know.
+# The optimum is higher (20 in Hoffmann et al.); the test run finds it, since its tokens may grow more than its parameters.
+RATIO = 4
 # Up to 4 epochs, repeated tokens are nearly as good as new ones (arXiv:2305.16264). The ladder has at most one.
 MOST_EPOCHS = 4
+MOST_SEEDS = 4  # of each run of the ladder, if data and not minutes limit its size: noise limits the prediction
 RESERVE = 0.1  # share of the minutes for measuring speed, fitting, and a machine that slows down
 RUN_SECONDS = 3.0  # of each run, besides compilation, steps and validation: reading data, saving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rung:
-    """A run to train: a width and a horizon."""
+    """A run to train: a width, a horizon and a seed."""
 
     n_head: int
     width: int
     parameters: int
     steps: int
+    seed: int
     tokens: int
     flops: float
     epochs: float  # over the training split
@@ -43,7 +45,7 @@ class Rung:
     @property
     def directory(self) -> str:
         """Return the path of its run directory in that of the ladder."""
-        return f"width-{self.width}/steps-{self.steps}"
+        return f"width-{self.width}/steps-{self.steps}/seed-{self.seed}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,23 +88,22 @@ def make_plan(
         return dataclasses.replace(probed, per_token=probed.per_token * size.flops_per_token / probe.flops_per_token)
 
     top = LEAST_TOP
-    while LEAST_RATIO * (larger := size_of((top + 1) * unit)).parameters <= data_tokens:
+    while (tokens := RATIO * size_of((top + 1) * unit).parameters) <= data_tokens:
         sizes = [size_of(n) for n in _n_heads(top + 1, unit)]
-        if _longest(sizes, [guess(size) for size in sizes], budget) < max(
-            least, min(RATIO * larger.parameters, data_tokens)
-        ):
+        if _longest([guess(size) for size in sizes], budget) < max(least, tokens):
             break
         top += 1
     while True:
         sizes = [size_of(n) for n in _n_heads(top, unit)]
         speeds = [probed if size is probe else measure(size) for size in sizes]
-        longest = min(_longest(sizes, speeds, budget), data_tokens)
+        longest = min(_longest(speeds, budget), data_tokens)
         if longest >= least:
-            return _lay_out(sizes, speeds, int(longest), data_tokens)
+            seeds = [n for n in range(2, MOST_SEEDS + 1) if _longest(speeds, budget, seeds=n) >= longest]
+            return _lay_out(sizes, speeds, int(longest), data_tokens, seeds=max(seeds, default=1))
         if top == LEAST_TOP:
             break
         top -= 1
-    fixed, per_token = _costs(sizes, speeds)
+    fixed, per_token = _costs(speeds)
     needed = math.ceil((fixed + per_token * least) / (1 - RESERVE) / 60)
     widths = ", ".join(str(size.experiment.model.n_embd) for size in sizes)
     raise UserError(
@@ -117,12 +118,15 @@ def _n_heads(top: int, unit: int) -> list[int]:
     return [n * unit for n in sorted({max(1, round(top / STEP**i)) for i in range(SIZES)})]
 
 
-def _costs(sizes: Sequence[Size], speeds: Sequence[Speed]) -> tuple[float, float]:
-    """Return the seconds of ladder and test run that are fixed, and those per token of the longest horizon."""
+def _costs(speeds: Sequence[Speed], seeds: int = 1) -> tuple[float, float]:
+    """Return the seconds of ladder and test run that are fixed, and those per token of the longest horizon.
+
+    The test run is taken for one of the largest size, which computes as fast.
+    """
     horizons = sum(0.5**i for i in range(HORIZONS))
-    runs = [HORIZONS] * (len(sizes) - 1) + [HORIZONS + 1]  # the test run is taken for one of the largest size
-    fixed = sum(n * _overhead(speed) for n, speed in zip(runs, speeds, strict=True))
-    return fixed, horizons * sum(speed.per_token for speed in speeds) + TEST_COMPUTE * speeds[-1].per_token
+    fixed = seeds * HORIZONS * sum(map(_overhead, speeds)) + _overhead(speeds[-1])
+    per_token = seeds * horizons * sum(speed.per_token for speed in speeds)
+    return fixed, per_token + TEST_COMPUTE * speeds[-1].per_token
 
 
 def _overhead(speed: Speed) -> float:
@@ -130,32 +134,34 @@ def _overhead(speed: Speed) -> float:
     return RUN_SECONDS + speed.first_step + speed.per_token * EVAL_TOKENS / 3
 
 
-def _longest(sizes: Sequence[Size], speeds: Sequence[Speed], budget: float) -> float:
+def _longest(speeds: Sequence[Speed], budget: float, seeds: int = 1) -> float:
     """Return the tokens of the longest horizon if all runs take `budget` seconds."""
-    fixed, per_token = _costs(sizes, speeds)
+    fixed, per_token = _costs(speeds, seeds)
     return (budget - fixed) / per_token
 
 
-def _lay_out(sizes: Sequence[Size], speeds: Sequence[Speed], longest: int, data_tokens: int) -> Plan:
+def _lay_out(sizes: Sequence[Size], speeds: Sequence[Speed], longest: int, data_tokens: int, *, seeds: int) -> Plan:
     most = 2 ** (HORIZONS - 1)
     shortest = longest // (most * sizes[0].tokens_per_step)
     rungs = [
-        _make_rung(size, shortest * 2**i, data_tokens, speed)
+        _make_rung(size, shortest * 2**i, seed, data_tokens, speed)
+        for seed in range(seeds)
         for size, speed in zip(sizes, speeds, strict=True)
         for i in range(HORIZONS)
     ]
     steps = TEST_COMPUTE * rungs[-1].steps
-    test = _make_rung(sizes[-1], steps, data_tokens, speeds[-1])  # the test run will be wider, and shorter
+    test = _make_rung(sizes[-1], steps, 0, data_tokens, speeds[-1])  # the test run will be wider, and shorter
     return Plan(rungs=tuple(rungs), data_tokens=data_tokens, test_flops=test.flops, test_seconds=test.seconds)
 
 
-def _make_rung(size: Size, steps: int, data_tokens: int, speed: Speed) -> Rung:
+def _make_rung(size: Size, steps: int, seed: int, data_tokens: int, speed: Speed) -> Rung:
     tokens = steps * size.tokens_per_step
     return Rung(
         n_head=size.experiment.model.n_head,
         width=size.experiment.model.n_embd,
         parameters=size.parameters,
         steps=steps,
+        seed=seed,
         tokens=tokens,
         flops=tokens * size.flops_per_token,
         epochs=tokens / data_tokens,
@@ -177,6 +183,6 @@ def choose_test(plan: Plan, law: Law, unit: int, size_of: Callable[[int], Size])
         if tokens < top.tokens:
             break
         if tokens <= MOST_EPOCHS * plan.data_tokens:
-            rung = _make_rung(size, steps, plan.data_tokens, Speed(first_step=0.0, per_token=0.0))
+            rung = _make_rung(size, steps, 0, plan.data_tokens, Speed(first_step=0.0, per_token=0.0))
             choices.append(dataclasses.replace(rung, seconds=plan.test_seconds))
     return min(choices, key=lambda rung: law.loss(rung.parameters, rung.tokens))

@@ -18,6 +18,7 @@ def plot_scaling(found: dict[str, Any], path: Path, title: str) -> None:
     """Plot the result of `run_scale` to a PNG file."""
     import matplotlib
     from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+    from matplotlib.ticker import LogLocator
 
     law = from_dict(Law, found["law"])
     run = found["prediction"]["run"]
@@ -32,21 +33,24 @@ def plot_scaling(found: dict[str, Any], path: Path, title: str) -> None:
         per_token = rows[0]["flops"] / rows[0]["tokens"]
         reach = np.geomspace(min(x["tokens"] for x in found["points"]) / 1.2, run["tokens"] * 1.3, 100)
         losses = [law.loss(parameters, x) for x in reach]
-        label = f"width {rows[0]['width']}, {parameters:,} parameters"
+        label, style = f"width {rows[0]['width']}, {parameters:,} parameters", "-" if points else "--"
         for axes, field, scale in ((compute, "flops", per_token), (tokens, "tokens", 1.0)):
-            axes.plot(reach * scale, losses, color=colour, linewidth=1, alpha=0.7, linestyle="-" if points else "--")
+            axes.plot(reach * scale, losses, style, color=colour, linewidth=1, label=label)
             measured = [(x[field], x["loss"]) for x in points]
-            axes.plot(*zip(*measured, strict=True) if measured else ([], []), "o", color=colour, label=label)
+            axes.plot(*zip(*measured, strict=True) if measured else ([], []), "o", color=colour)
     frontier = [(x["flops"], x["loss"]) for x in found["frontier"]]
-    compute.plot(*zip(*frontier, strict=True), color="black", linewidth=1.5, alpha=0.5, label="frontier of the runs")
+    compute.plot(*zip(*frontier, strict=True), color="black", linewidth=4, alpha=0.2, label="compute-optimal")
     _mark_test(compute, "flops", found)
     _mark_test(tokens, "tokens", found)
     compute.set(xlabel="training FLOPs", ylabel="validation loss (nats per token)")
     tokens.set(xlabel="training tokens")
     for axes in (compute, tokens):
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter("")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    tokens.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    tokens.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
     compute.legend(frameon=False, fontsize="small")
     with open_whole(path) as f:
         figure.savefig(f, format="png", dpi=130)
@@ -57,6 +61,8 @@ def _mark_test(axes: Any, field: str, found: dict[str, Any]) -> None:
     x, prediction, result = found["prediction"]["run"][field], found["prediction"], found["result"]
     loss = prediction["loss"]
     bars = [[loss - prediction["low"]], [prediction["high"] - loss]]
-    axes.errorbar([x], [loss], yerr=bars, fmt="s", color=RED, markerfacecolor="white", capsize=4, label="predicted")
+    predicted = f"predicted: {loss:.4f} ({prediction['low']:.4f} to {prediction['high']:.4f})"
+    axes.errorbar([x], [loss], yerr=bars, fmt="_", color="black", capsize=5, markersize=12, label=predicted, zorder=3)
     if result is not None:
-        axes.plot([x], [result["loss"]], "*", color=RED, markersize=13, label="measured")
+        measured = f"measured: {result['loss']:.4f} ({result['relative_error']:+.2%})"
+        axes.plot([x], [result["loss"]], "*", color=RED, markersize=11, label=measured)

@@ -13,12 +13,15 @@ def format_plan(plan: Plan) -> str:
     """Return a plan as a table in Markdown."""
     lines = ["| width | parameters | tokens | epochs | FLOPs | minutes |", "|---|---|---|---|---|---|"]
     for x in plan.rungs:
+        if x.seed:
+            continue
         lines.append(
             f"| {x.width} | {x.parameters:,} | {x.tokens:,} | {x.epochs:.2f} | {x.flops:.2e} | {x.seconds / 60:.1f} |"
         )
     lines.append(f"| test run | | | at most {MOST_EPOCHS} | {plan.test_flops:.2e} | {plan.test_seconds / 60:.1f} |")
     total = (sum(x.seconds for x in plan.rungs) + plan.test_seconds) / 60
-    return "\n".join([*lines, f"about {total:.0f} minutes in all"])
+    seeds = 1 + max(x.seed for x in plan.rungs)
+    return "\n".join([*lines, f"{seeds} seeds of each but the test run, about {total:.0f} minutes in all"])
 
 
 def format_prediction(prediction: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.serialize import from_dict
@@ -79,7 +81,7 @@ def run_scale(
     say(format_plan(plan))
 
     def train(rung: Rung, place: str) -> Curve:
-        sized = with_horizon(size_of(rung.n_head).experiment, rung.steps)
+        sized = with_horizon(size_of(rung.n_head).experiment, rung.steps, rung.seed)
         curve = train_or_resume(sized, directory / place, fit_one)
         result = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
         say(f"width {rung.width}, {rung.tokens:,} tokens: {result}")
@@ -93,11 +95,14 @@ def run_scale(
         prediction = make_prediction(points, law, laws, choose_test(plan, law, unit, size_of))
         _write(directory / PREDICTION, prediction)
     say(format_prediction(prediction))
-    result = compare(prediction, train(from_dict(Rung, prediction["run"]), "test"))
+    test = from_dict(Rung, prediction["run"])
+    result = compare(prediction, train(test, "test"))
     found = {"plan": dataclasses.asdict(plan)} | describe_fit(points, rungs, law, laws)
-    found |= {"prediction": prediction, "result": result}
+    found |= {"frontier": find_frontier(law, [*rungs, test]), "prediction": prediction, "result": result}
     _write(directory / SCALE, found)
-    plot_scaling(found, directory / PLOT, f"{experiment.name}: {experiment.data.path or experiment.data.corpus}")
+    plot_scaling(
+        found, directory / PLOT, f"{experiment.name}, {Path(experiment.data.path or experiment.data.corpus).name}"
+    )
     return found
 
 
@@ -127,15 +132,12 @@ def _to_points(rungs: Sequence[Rung], curves: Sequence[Curve]) -> tuple[list[Run
 
 
 def describe_fit(points: Sequence[Point], rungs: Sequence[Rung], law: Law, laws: Sequence[Law]) -> dict[str, Any]:
-    """Return the fitted law, its intervals, the errors of the points and the frontier. rungs: of the points."""
+    """Return the fitted law, its intervals, and the errors of the points. rungs: of the points."""
     rows = [
-        dataclasses.asdict(point) | {"width": rung.width, "epochs": rung.epochs, "relative_error": error}
+        dataclasses.asdict(point)
+        | {"width": rung.width, "seed": rung.seed, "epochs": rung.epochs, "relative_error": error}
         for point, rung, error in zip(points, rungs, relative_errors(points, law), strict=True)
     ]
-    frontier, least = [], float("inf")
-    for row in sorted(rows, key=lambda row: row["flops"]):
-        if row["loss"] < least:
-            frontier, least = [*frontier, row], row["loss"]
     return {
         "points": rows,
         "law": dataclasses.asdict(law),
@@ -146,8 +148,23 @@ def describe_fit(points: Sequence[Point], rungs: Sequence[Rung], law: Law, laws:
         },
         "noise": noise(points, law),
         "largest_error": max((row["relative_error"] for row in rows), key=abs),
-        "frontier": frontier,
     }
+
+
+def find_frontier(law: Law, rungs: Sequence[Rung], count: int = 25) -> list[dict[str, float]]:
+    """Return the compute-optimal parameters and tokens, and their loss by the law, from the least FLOPs to the most.
+
+    The FLOPs per token of sizes between those of the runs are interpolated.
+    """
+    log_n, log_per_token = np.log(sorted({(rung.parameters, rung.flops / rung.tokens) for rung in rungs})).T
+    n = np.linspace(log_n[0], log_n[-1], 500)
+    per_token, frontier = np.exp(np.interp(n, log_n, log_per_token)), []
+    for flops in np.geomspace(min(rung.flops for rung in rungs), max(rung.flops for rung in rungs), count):
+        losses = law.E + law.A * np.exp(-law.alpha * n) + law.B * (flops / per_token) ** -law.beta
+        best = int(np.argmin(losses))
+        row = {"flops": flops, "parameters": np.exp(n[best]), "tokens": flops / per_token[best], "loss": losses[best]}
+        frontier.append({name: float(value) for name, value in row.items()})
+    return frontier
 
 
 def make_prediction(points: Sequence[Point], law: Law, laws: Sequence[Law], rung: Rung) -> dict[str, Any]:

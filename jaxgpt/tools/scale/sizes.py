@@ -85,12 +85,16 @@ def make_size(experiment: Experiment, n_head: int, vocab_size: int) -> Size:
     )
 
 
-def with_horizon(experiment: Experiment, steps: int) -> Experiment:
-    """Return the experiment with a complete schedule of that many steps, and one validation at its end."""
+def with_horizon(experiment: Experiment, steps: int, seed: int = 0) -> Experiment:
+    """Return the experiment with a complete schedule of that many steps, and one validation at its end.
+
+    seed: added to the experiment's.
+    """
     warmup = min(experiment.optim.warmup(steps), steps // 10)
     train = dataclasses.replace(
         experiment.train,
         steps=steps,
+        seed=experiment.train.seed + seed,
         eval_every=steps,
         eval_tokens=min(experiment.train.eval_tokens or EVAL_TOKENS, EVAL_TOKENS),
         log_every=min(experiment.train.log_every, max(1, steps // 8)),

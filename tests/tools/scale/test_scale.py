@@ -15,7 +15,7 @@ from jaxgpt.runs.metadata import write_metadata
 from jaxgpt.session import fit
 from jaxgpt.tools.scale import scale as tool
 from jaxgpt.tools.scale import sizes
-from jaxgpt.tools.scale.ladder import HORIZONS, LEAST_STEPS, MOST_EPOCHS, TEST_COMPUTE
+from jaxgpt.tools.scale.ladder import HORIZONS, LEAST_STEPS, MOST_EPOCHS, RATIO, TEST_COMPUTE, make_plan
 from jaxgpt.tools.scale.law import Law, Point, fit_law, interval, predict, resample_laws
 from jaxgpt.tools.scale.report import format_scale
 from jaxgpt.tools.scale.scale import run_scale
@@ -89,6 +89,11 @@ def sizes_are_made_once(monkeypatch):
 make_size = functools.cache(sizes.make_size)
 
 
+def size_of(experiment):
+    vocab_size = prepare_for(experiment.model, experiment.data).tokenizer.vocab_size
+    return lambda n_head: make_size(experiment, n_head, vocab_size)
+
+
 class Machine:
     """Trains nothing: writes the losses of a known law, at a known speed."""
 
@@ -120,7 +125,7 @@ class Machine:
 
 
 def scale(experiment, directory, machine, **options):
-    return run_scale(experiment, directory, fit_one=machine.fit, measure=machine.measure, **{"minutes": 30} | options)
+    return run_scale(experiment, directory, fit_one=machine.fit, measure=machine.measure, **{"minutes": 4} | options)
 
 
 def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp_path):
@@ -137,8 +142,8 @@ def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp
     assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"scale.json", "scale.png", "test"}
     again = Machine()
     assert scale(experiment, tmp_path / "ladder", again) == found and again.trained == []
-    with pytest.raises(UserError, match="has another ladder: minutes 30 -> 29"):
-        scale(experiment, tmp_path / "ladder", again, minutes=29)
+    with pytest.raises(UserError, match="has another ladder: minutes 4 -> 5"):
+        scale(experiment, tmp_path / "ladder", again, minutes=5)
     other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
     with pytest.raises(UserError, match="has another ladder: train.seed 0 -> 1"):
         scale(other, tmp_path / "ladder", again)
@@ -164,22 +169,24 @@ def test_a_prediction_is_made_once(experiment, tmp_path):
     assert (tmp_path / "ladder/prediction.json").read_bytes() == prediction
     assert found["result"]["relative_error"] == pytest.approx(0.05, abs=1e-3)
     assert not found["result"]["within"] and not found["result"]["inside_interval"]
-    metrics = next((tmp_path / "ladder").glob("width-8/*/metrics.jsonl"))
+    metrics = next((tmp_path / "ladder").glob("width-8/*/*/metrics.jsonl"))
     metrics.write_text(metrics.read_text().replace('"val_loss": ', '"val_loss": 1'))
     with pytest.raises(UserError, match="prediction.json was made of other losses"):
         scale(experiment, tmp_path / "ladder", machine)
 
 
-def test_more_minutes_give_a_larger_ladder_that_fits(experiment, tmp_path):
-    tops = []
-    for minutes in (4, 6):
-        machine = Machine()
-        scale(experiment, tmp_path / str(minutes), machine, minutes=minutes)
-        plan = json.loads((tmp_path / f"{minutes}/plan.json").read_text())["plan"]
-        assert sum(rung["seconds"] for rung in plan["rungs"]) + plan["test_seconds"] <= 60 * minutes
-        assert len(plan["rungs"]) % HORIZONS == 0 and plan["rungs"][0]["steps"] >= LEAST_STEPS
-        tops.append(plan["test_flops"])
-    assert tops[1] > tops[0]
+def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experiment):
+    tokens = len(prepare_for(experiment.model, experiment.data).train)
+    plans = {
+        minutes: make_plan(1, size_of(experiment), Machine().measure, minutes=minutes, data_tokens=tokens)
+        for minutes in (4, 6, 12)
+    }
+    for minutes, plan in plans.items():
+        assert sum(rung.seconds for rung in plan.rungs) + plan.test_seconds <= 60 * minutes
+        assert plan.rungs[0].steps >= LEAST_STEPS and plan.rungs[-1].parameters * RATIO <= plan.rungs[-1].tokens
+        assert len(plan.rungs) == HORIZONS * len({(rung.width, rung.seed) for rung in plan.rungs})
+    assert plans[4].test_flops < plans[6].test_flops == plans[12].test_flops
+    assert [plan.rungs[-1].seed for plan in plans.values()] == [0, 0, 2]
 
 
 def test_what_does_not_fit_is_refused_in_one_line(experiment, tmp_path):
@@ -206,7 +213,7 @@ def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
 
 @pytest.mark.slow
 def test_a_size_has_the_parameters_and_the_speed_of_its_run(experiment, tmp_path):
-    size = make_size(experiment, 2, prepare_for(experiment.model, experiment.data).tokenizer.vocab_size)
+    size = size_of(experiment)(2)
     speed = measure_speed(size)
     assert 0 < speed.per_token < speed.first_step
     run = fit(with_horizon(size.experiment, 6), tmp_path / "run", progress=False)
