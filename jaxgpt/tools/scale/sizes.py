@@ -51,15 +51,14 @@ def smallest_n_head(experiment: Experiment) -> int:
 def make_size(experiment: Experiment, n_head: int, vocab_size: int) -> Size:
     """Return the experiment with another width: more or fewer heads of the same size, at the same depth.
 
-    AdamW's learning rate is multiplied by the old width / the new one, as the matrices' are under maximal update
-    parametrisation (arXiv:2203.03466). Muon's stays: its updates have a spectral norm that does not depend on the width.
+    Maximal update parametrisation (`GPTConfig.mup_base_width`) lets one learning rate serve all of them.
 
     Args:
         experiment: the experiment, whose width is the reference.
         n_head: heads, a multiple of `smallest_n_head`.
         vocab_size: number of tokens.
     """
-    model, optim = experiment.model, experiment.optim
+    model = experiment.model
 
     def scaled(size: int | None) -> int | None:
         return None if size is None else size * n_head // model.n_head
@@ -73,13 +72,13 @@ def make_size(experiment: Experiment, n_head: int, vocab_size: int) -> Size:
         n_embd=width,
         n_kv_head=scaled(model.n_kv_head),
         mlp_dim=scaled(model.mlp_dim),
+        mup_base_width=model.mup_base_width or model.n_embd,
     )
-    rate = optim.learning_rate * model.n_head / n_head
     module = build_model(wider)
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
     parameters = count_parameters(shapes["params"])
     return Size(
-        experiment=dataclasses.replace(experiment, model=wider, optim=dataclasses.replace(optim, learning_rate=rate)),
+        experiment=dataclasses.replace(experiment, model=wider),
         parameters=parameters,
         flops_per_token=train_flops_per_token(wider, parameters),
     )
