@@ -90,20 +90,17 @@ def run_scale(
     rungs, points = _to_points(plan.rungs, [train(rung, rung.directory) for rung in plan.rungs])
     law = fit_law(points)
     laws = resample_laws(points, law)
-    prediction = _read_prediction(directory, points)
-    if prediction is None:
-        prediction = make_prediction(points, law, laws, choose_test(plan, law, unit, size_of))
-        _write(directory / PREDICTION, prediction)
+    prediction = _read_prediction(directory, points) or _write(
+        directory / PREDICTION, make_prediction(points, law, laws, choose_test(plan, law, unit, size_of))
+    )
     say(format_prediction(prediction))
     test = from_dict(Rung, prediction["run"])
     result = compare(prediction, train(test, "test"))
     found = {"plan": dataclasses.asdict(plan)} | describe_fit(points, rungs, law, laws)
     found |= {"frontier": find_frontier(law, [*rungs, test]), "prediction": prediction, "result": result}
-    _write(directory / SCALE, found)
-    plot_scaling(
-        found, directory / PLOT, f"{experiment.name}, {Path(experiment.data.path or experiment.data.corpus).name}"
-    )
-    return found
+    title = f"{experiment.name}, {Path(experiment.data.path or experiment.data.corpus).name}"
+    plot_scaling(found, directory / PLOT, title)
+    return _write(directory / SCALE, found)
 
 
 def check_scalable(experiment: Experiment) -> None:
@@ -202,8 +199,9 @@ def compare(prediction: dict[str, Any], curve: Curve) -> dict[str, Any] | None:
     }
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     write_whole(path, render_json(value, indent=1, ensure_ascii=False) + "\n")
+    return value
 
 
 def _write_plan(directory: Path, asked: dict[str, Any], plan: Plan) -> Plan:
