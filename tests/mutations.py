@@ -1199,6 +1199,62 @@ MUTATIONS = (
         "            if value:",
         "config/test_config.py::test_python_and_back_is_the_identity",
     ),
+    Mutation(
+        "scaling-squares-for-huber",
+        "tools/scale/law.py",
+        "np.maximum(1, np.abs(errors) / DELTA)",
+        "1.0",
+        "tools/scale/test_scale.py::test_the_fit_reaches_the_minimum_of_lbfgs",
+    ),
+    Mutation(
+        "scaling-prediction-of-other-points",
+        "tools/scale/scale.py",
+        'prediction.get("points_sha256") != hash_points(points)',
+        "False",
+        "tools/scale/test_scale.py::test_a_prediction_is_made_once",
+    ),
+    Mutation(
+        "scaling-test-repeats-its-data",
+        "tools/scale/ladder.py",
+        "if tokens <= MOST_EPOCHS * plan.data_tokens:",
+        "if True:",
+        "tools/scale/test_scale.py::test_a_ladder_predicts_its_test_run_and_is_not_trained_twice",
+    ),
+    Mutation(
+        "scaling-ladder-repeats-its-data",
+        "tools/scale/ladder.py",
+        "min(_longest(speeds, budget), data_tokens)",
+        "_longest(speeds, budget)",
+        "tools/scale/test_scale.py::test_a_ladder_predicts_its_test_run_and_is_not_trained_twice",
+    ),
+    Mutation(
+        "scaling-another-plan",
+        "tools/scale/scale.py",
+        "    if changed:",
+        "    if False:",
+        "tools/scale/test_scale.py::test_a_ladder_predicts_its_test_run_and_is_not_trained_twice",
+    ),
+    Mutation(
+        "scaling-one-rate-for-all-widths",
+        "tools/scale/sizes.py",
+        "model.mup_base_width or model.n_embd",
+        "None",
+        "tools/scale/test_scale.py::test_sizes_have_heads_of_one_size_and_whole_dimensions",
+    ),
+    Mutation(
+        "scaling-plan-without-its-test",
+        "tools/scale/ladder.py",
+        "per_token + TEST_COMPUTE * speeds[-1].per_token",
+        "per_token",
+        "tools/scale/test_scale.py::test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds",
+    ),
+    Mutation(
+        "scaling-starts-not-compared",
+        "tools/scale/law.py",
+        "found[np.argmin(losses_R)]",
+        "found[0]",
+        "tools/scale/test_scale.py::test_the_fit_reaches_the_minimum_of_lbfgs",
+    ),
 )
 
 

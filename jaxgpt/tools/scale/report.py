@@ -21,7 +21,7 @@ def format_plan(plan: Plan) -> str:
     lines.append(f"| test run | | | at most {MOST_EPOCHS} | {plan.test_flops:.2e} | {plan.test_seconds / 60:.1f} |")
     total = (sum(x.seconds for x in plan.rungs) + plan.test_seconds) / 60
     seeds = 1 + max(x.seed for x in plan.rungs)
-    return "\n".join([*lines, f"{seeds} seeds of each but the test run, about {total:.0f} minutes in all"])
+    return "\n".join([*lines, f"seeds of each run of the ladder: {seeds}; about {total:.0f} minutes in all"])
 
 
 def format_prediction(prediction: dict[str, Any]) -> str:
