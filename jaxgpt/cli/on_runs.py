@@ -150,7 +150,7 @@ def audit(
         run: run directory; None: the newest under runs/
         steps: most steps to take again; as many as the run has: all; None: 3.5% of them, less the time of validations
         seed: seed of the random draw; None: one that nobody knows before
-        data: the text, if it is not where the run read it
+        data: the text, if it is elsewhere now; None: where the run read it
         json: print JSON instead of text
     """
     find_run(run)
