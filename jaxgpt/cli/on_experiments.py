@@ -57,7 +57,7 @@ def sweep(
     json: bool = False,
     experiment: Annotated[Experiment, arg(name="")],
 ) -> None:
-    """Search for the best values of fields.
+    """Search for the best learning rate, or other values.
 
     Many short runs, fewer long ones, and a few full ones with several seeds. EXPERIMENT is as for `jaxgpt train`.
 

@@ -224,6 +224,7 @@ def test_the_report(tmp_path):
 def test_the_command(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny = tiny_experiment(text_file, eval_every=6)
+    tiny = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, n_layer=1))
     given = dict(over=("optim.learning-rate=1e-3..1e-1",), trials=4, seeds=1, experiment=tiny)
     on_experiments.sweep(**given)
     shown = capsys.readouterr()
