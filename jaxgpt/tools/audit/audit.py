@@ -185,7 +185,8 @@ def _kept_with(log: Log, kept: list[int], best: int) -> int:
 def _why_not_exact(metadata: RunMetadata, training: Training, sessions: list[SessionRecord]) -> list[str]:
     """Return how this computation differs from those of the run's sessions: its bits may differ then."""
     here = describe_computation(training.experiment, training.trainer)
-    found = []
+    devices = {metadata.device, here["device"]} - {"cpu"}
+    found = [f"{name}: equal bits have been tested on CPUs only" for name in sorted(devices)]
     for session in sessions:
         if session.computation is None:
             found.append(f"the run, trained on {metadata.device}, does not record what it was computed with")
