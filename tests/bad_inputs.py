@@ -449,7 +449,7 @@ OPTIONS = [
     (["scale", "--minutes"], "Missing value for argument '--minutes'"),
     (["scale", "--minutes", "0"], "--minutes=0.0: needs more than 0"),
     (["scale", "nowhere.py"], "there is no such file"),
-    (["scale", "--data.path", "t.txt"], "tokens; the longest runs of a ladder take at least 1,638,400"),
+    (["scale", "--data.path", "t.txt"], "tokens, a ladder needs 823,200: its shortest runs have 153,600"),
     (["scale", "--data.path", "good.jsonl"], "no ladder of this experiment: good.jsonl has documents"),
     (["scale", "--train.init-from", "runs/tiny"], "no ladder of this experiment: train.init_from='runs/tiny'"),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),

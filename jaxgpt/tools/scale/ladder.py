@@ -11,16 +11,15 @@ from jaxgpt.tools.scale.law import Law
 from jaxgpt.tools.scale.sizes import EVAL_TOKENS, Size, Speed
 
 TEST_COMPUTE = 10  # FLOPs of the test run / those of the largest run of the ladder
-HORIZONS = 4  # token counts of each size, each twice the one before
+HORIZONS = 4  # token counts of each size, each GROWTH times the one before
 SIZES = 4  # at most; each has about STEP times the width of the one before
-STEP = 1.5
+GROWTH, STEP = 1.75, 1.5
 LEAST_TOP = 3  # width of the smallest ladder's largest size, in smallest widths: with less there are not three sizes
-LEAST_STEPS = (
-    200  # of the shortest runs: below it, learning to train takes a share of the steps that the law does not know
-)
-# Least tokens per parameter of the largest run: a model with fewer learns its text by heart, which the law does not know.
-# The optimum is higher (20 in Hoffmann et al.); the test run finds it, since its tokens may grow more than its parameters.
-RATIO = 4
+# Of the shortest runs. Before it, models learn what any size can learn, and the law is off by percents.
+LEAST_STEPS, LEAST_TOKENS = 150, 150_000
+# Least tokens per parameter of the largest run of a ladder with more than LEAST_TOP smallest widths. About 20 are optimal
+# (Hoffmann et al.). Far fewer, and the test run is a model that learns its text by heart, of which the law knows nothing.
+RATIO = 10
 # Up to 4 epochs, repeated tokens are nearly as good as new ones (arXiv:2305.16264). The ladder has at most one.
 MOST_EPOCHS = 4
 MOST_SEEDS = 4  # of each run of the ladder, if data and not minutes limit its size: noise limits the prediction
@@ -73,12 +72,13 @@ def make_plan(
     Raises:
         UserError: the smallest ladder takes longer, or more data.
     """
-    per_step = size_of(unit).tokens_per_step
-    least = LEAST_STEPS * 2 ** (HORIZONS - 1) * per_step
+    shortest = max(LEAST_STEPS * size_of(unit).tokens_per_step, LEAST_TOKENS)
+    least = math.ceil(shortest * GROWTH ** (HORIZONS - 1))
     if least > data_tokens:
+        smaller = "" if shortest == LEAST_TOKENS else f", or a batch of less than {shortest // LEAST_STEPS:,} tokens"
         raise UserError(
-            f"the training split has {data_tokens:,} tokens; the longest runs of a ladder take at least {least:,}, "
-            f"{least // per_step} steps of {per_step:,}, all of them new: give more text, or a smaller --train.batch-size"
+            f"the training split has {data_tokens:,} tokens, a ladder needs {least:,}: its shortest runs have {shortest:,}, "
+            f"its longest {GROWTH ** (HORIZONS - 1):.1f} times as many, all of them new. Give more text{smaller}"
         )
     budget = 60 * minutes * (1 - RESERVE)
     probe = size_of(LEAST_TOP * unit)
@@ -107,9 +107,8 @@ def make_plan(
     needed = math.ceil((fixed + per_token * least) / (1 - RESERVE) / 60)
     widths = ", ".join(str(size.experiment.model.n_embd) for size in sizes)
     raise UserError(
-        f"--minutes {minutes:g}: the smallest ladder here, widths {widths} and {LEAST_STEPS} to {least // per_step} steps "
-        f"of {per_step:,} tokens, takes about {needed} minutes with its test run: give --minutes {needed}, or a smaller "
-        "--train.batch-size"
+        f"--minutes {minutes:g}: the smallest ladder here, widths {widths} and {shortest:,} to {least:,} tokens, takes about "
+        f"{needed} minutes with its test run: give --minutes {needed}"
     )
 
 
@@ -123,7 +122,7 @@ def _costs(speeds: Sequence[Speed], seeds: int = 1) -> tuple[float, float]:
 
     The test run is taken for one of the largest size, which computes as fast.
     """
-    horizons = sum(0.5**i for i in range(HORIZONS))
+    horizons = sum(GROWTH**-i for i in range(HORIZONS))
     fixed = seeds * HORIZONS * sum(map(_overhead, speeds)) + _overhead(speeds[-1])
     per_token = seeds * horizons * sum(speed.per_token for speed in speeds)
     return fixed, per_token + TEST_COMPUTE * speeds[-1].per_token
@@ -141,16 +140,16 @@ def _longest(speeds: Sequence[Speed], budget: float, seeds: int = 1) -> float:
 
 
 def _lay_out(sizes: Sequence[Size], speeds: Sequence[Speed], longest: int, data_tokens: int, *, seeds: int) -> Plan:
-    most = 2 ** (HORIZONS - 1)
-    shortest = longest // (most * sizes[0].tokens_per_step)
+    steps = longest / sizes[0].tokens_per_step
+    horizons = [int(steps / GROWTH**i) for i in reversed(range(HORIZONS))]
     rungs = [
-        _make_rung(size, shortest * 2**i, seed, data_tokens, speed)
+        _make_rung(size, steps, seed, data_tokens, speed)
         for seed in range(seeds)
         for size, speed in zip(sizes, speeds, strict=True)
-        for i in range(HORIZONS)
+        for steps in horizons
     ]
-    steps = TEST_COMPUTE * rungs[-1].steps
-    test = _make_rung(sizes[-1], steps, 0, data_tokens, speeds[-1])  # the test run will be wider, and shorter
+    # The test run will be wider, and shorter.
+    test = _make_rung(sizes[-1], TEST_COMPUTE * horizons[-1], 0, data_tokens, speeds[-1])
     return Plan(rungs=tuple(rungs), data_tokens=data_tokens, test_flops=test.flops, test_seconds=test.seconds)
 
 

@@ -5,7 +5,8 @@ losses of log L. Besiroglu et al. 2024 (arXiv:2404.10102) found that the publish
 the sum, which ended the search early. Here Levenberg-Marquardt, which solves all starts and all resamples at once in
 NumPy, reaches the minimum that L-BFGS reaches.
 
-Letters of this file: R problems (starts or resamples), P points, 5 unknowns log a, log b, log E, alpha, beta.
+Letters of this file: R problems (starts or resamples), P points, K terms of the law. The unknowns [R, 5] are the logs of the
+terms at the mean of the points, alpha and beta.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def predict(
     points: Sequence[Point], law: Law, laws: Sequence[Law], parameters: int, tokens: int, *, confidence: float
 ) -> tuple[float, float, float]:
     """Return the predicted loss of a run, and its interval: the spread of the resampled laws and that of a run."""
-    spread = np.random.default_rng(0).normal(0.0, noise(points, law), len(laws))
+    spread = np.random.default_rng(1).normal(0.0, noise(points, law), len(laws))
     losses = np.array([x.loss(parameters, tokens) for x in laws]) * np.exp(spread)
     low, high = interval(losses, confidence)
     return law.loss(parameters, tokens), low, high
