@@ -27,7 +27,8 @@ def plot_scaling(found: dict[str, Any], path: Path, title: str) -> None:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     figure.suptitle(title)
     compute, tokens = figure.subplots(1, 2, sharey=True)
-    for parameters, colour in [*zip(sizes, colours, strict=True), (run["parameters"], RED)]:
+    of_test = [] if run["parameters"] in sizes else [(run["parameters"], RED)]
+    for parameters, colour in [*zip(sizes, colours, strict=True), *of_test]:
         points = [x for x in found["points"] if x["parameters"] == parameters]
         rows = points or [run]
         per_token = rows[0]["flops"] / rows[0]["tokens"]
