@@ -206,7 +206,11 @@ def fewer_steps(target: Path, base: Path, train: Train, rng: np.random.Generator
     lines = read_metrics(target / "metrics.jsonl")
     taken = [x for x in lines if "loss" in x]
     last = next(x for x in reversed(lines) if "val_loss" in x)
-    file, every = MetricsFile(target / "metrics.jsonl"), read_metadata(base).experiment.train.eval_every
+    every = read_metadata(base).experiment.train.eval_every
+    if (total // 2) % every:
+        edit_log(target, lambda x: None if "val_loss" in x and x["step"] == total // 2 else x)
+        manifest.rewrite(target / "checkpoints" / str(total // 2), val_loss=None)
+    file = MetricsFile(target / "metrics.jsonl")
     for step in range(total // 2 + 1, total + 1):
         like = dict(taken[int(rng.integers(len(taken) // 2, len(taken)))])
         file.write(**like | {"step": step, "seconds": taken[-1]["seconds"] * step / (total // 2)})
