@@ -68,7 +68,7 @@ def honest(train):
     return train()
 
 
-QUICK = ("better_last_validation", "better_losses", "without_bad_lines", "better_manifests", "disturbed_weights")
+QUICK = ("better_last_validation", "better_manifests", "disturbed_weights")
 
 
 def numbered(names):
