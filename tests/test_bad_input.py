@@ -96,11 +96,11 @@ def name_of(row):
     return " ".join([*(f"{k}={v}" for k, v in env.items()), *(ascii(w)[1:-1][:40] for w in words)])[:120]
 
 
-# A fifth of the rows, from every part of the table; the others by `-m slow`.
+# A tenth of the rows, from every part of the table; the others by `-m slow`.
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=f"{n}-{name_of(row)}", marks=pytest.mark.slow if n % 5 else ())
+        pytest.param(row, id=f"{n}-{name_of(row)}", marks=pytest.mark.slow if n % 10 else ())
         for n, row in enumerate(ROWS)
     ],
 )

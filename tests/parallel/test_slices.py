@@ -78,6 +78,7 @@ def test_inner_axes_stay_within_a_slice(tmp_path):
     assert one == [[[0] * 8] * 2, True]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_slices(tmp_path_factory):
     """Two slices of 4 CPU devices take the steps of one of 8, bit for bit; saved, they go on as one slice of 4."""
     found = on_eight_devices("sliced", tmp_path_factory, str(tmp_path_factory.mktemp("slices")))

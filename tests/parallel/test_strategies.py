@@ -92,9 +92,9 @@ def test_the_first_loss_is_the_smoothed_one_of_the_first_parameters(curves):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_devices(curves, tmp_path_factory):
+def test_a_run_goes_on_with_other_devices(all_curves, tmp_path_factory):
     """Saved half-way on 8, 4, 2 or 1 devices, gone on with by another strategy on as many others: one curve."""
-    rest = curves["single, adamw"]["losses"]
+    rest = all_curves["single, adamw"]["losses"]
     directory = str(tmp_path_factory.mktemp("checkpoints"))
     crossings = on_eight_devices("crossings", tmp_path_factory, directory)
     assert len(crossings) == 6
