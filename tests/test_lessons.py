@@ -84,17 +84,29 @@ def test_two_languages_one_lesson(name):
             assert es.source != en.source, es.id
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Where lessons run: a tree like ours, away from it, and nothing of theirs in the user's directories."""
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "sancho_mini.py").symlink_to(REPOSITORY / "experiments" / "sancho_mini.py")
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests' own, which make fast compilations of slow programs
-    return tmp_path
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where lessons run: a tree like ours, away from it, and nothing of theirs in the user's directories.
+
+    The code of a lesson is the same in both languages: what one has compiled and trained the other finds there.
+    """
+    place = tmp_path_factory.mktemp("lessons")
+    (place / "experiments").mkdir()
+    (place / "experiments" / "sancho_mini.py").symlink_to(REPOSITORY / "experiments" / "sancho_mini.py")
+    (place / "runs").mkdir()
+    for language in LANGUAGES:
+        here = place / "experiments" / "lessons" / language
+        here.mkdir(parents=True)
+        (here / "runs").symlink_to(place / "runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(place / "jupyter"))
+        patch.setenv("IPYTHONDIR", str(place / "ipython"))
+        patch.setenv("JAXGPT_CACHE", str(place / "cache"))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(place / "compiled"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.delenv("XLA_FLAGS", raising=False)  # the tests' own, which make fast compilations of slow programs
+        yield place
 
 
 @pytest.mark.slow
@@ -106,14 +118,13 @@ def test_it_runs(language, name, place, request):
     notebook = read(language, name)
     if "sancho_mini.py" in str(notebook):
         corpora = Path(os.environ["JAXGPT_CACHE"]) / "corpora"
-        corpora.mkdir(parents=True)
+        corpora.mkdir(parents=True, exist_ok=True)
         shutil.copy(request.getfixturevalue("real_text") / "sancho.txt", corpora / "sancho.txt")
     pages = [cell for cell in notebook.cells if "jaxgpt.xray(" in cell.source]
     if not hasattr(Run, "xray"):
         notebook.cells = [cell for cell in notebook.cells if cell not in pages]
 
     here = place / "experiments" / "lessons" / language
-    here.mkdir(parents=True)
     start = time.monotonic()
     client = nbclient.NotebookClient(
         notebook,
