@@ -108,7 +108,9 @@ def test_scan_equals_loop(kind):
     np.testing.assert_allclose(apply(scanned, stacked, inputs), apply(model, params, inputs), **FLOAT32_REORDERED)
 
 
-@pytest.mark.parametrize(("remat", "scan_layers"), [("dots", False), ("full", True), ("dots", True)])
+@pytest.mark.parametrize(
+    ("remat", "scan_layers"), [pytest.param("dots", False, marks=pytest.mark.slow), ("full", True), ("dots", True)]
+)
 def test_remat_changes_nothing(remat, scan_layers):
     """Same loss and gradients, dropout included; and it does recompute: the jaxpr says so."""
     plain = tiny(dropout=0.3, scan_layers=scan_layers)
@@ -161,8 +163,14 @@ def gradient(attention_fn, remat: str, dtype=jnp.float32, **hardware):
     ).jaxpr
 
 
-@pytest.mark.parametrize("attention", ["plain", "xla"])
-@pytest.mark.parametrize("meshed", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "meshed"),
+    [
+        ("plain", False),
+        ("xla", True),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("plain", True), ("xla", False))),
+    ],
+)
 def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
     attention_fn, hardware = KERNELS[attention], {}

@@ -13,7 +13,7 @@ from tests.golden.make_run import FOLDER, losses, outcome
 ROUNDING = 1e-4  # of losses, relative: other processors differ in the last bits, and later steps by more
 
 
-@pytest.fixture(params=["adamw", "muon"])
+@pytest.fixture(params=[pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def old_run(request, tmp_path, monkeypatch):
     """(the directory of a run in a copy, what it said when it was made). Its text is where experiment.json says: here."""
     shutil.copy(FOLDER / "text.txt", tmp_path)

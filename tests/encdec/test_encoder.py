@@ -290,7 +290,7 @@ def best_of_all(model, params, prompt, new, alpha, source=None):
 
 
 @pytest.mark.parametrize("alpha", [0.6, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 2.0))])
-@pytest.mark.parametrize("encoder", [False, True])
+@pytest.mark.parametrize("encoder", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_wide_search_finds_the_best_of_all_texts(encoder, alpha):
     config = dataclasses.replace(CONFIG if encoder else TINY, vocab_size=5)
     model, params = make_model(config, seed=3)
@@ -329,7 +329,7 @@ def test_a_search_of_one_is_greedy():
     assert alone.tokens[0] == wide.tokens[0]  # nor does the batch matter
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("position", ["rope", pytest.param("learned", marks=pytest.mark.slow)])
 def test_prompts_of_several_lengths_are_searched_together(position):
     """Also to the end of the context, which comes sooner for some."""
     model, params = make_model(dataclasses.replace(TINY, position=position), seed=2)

@@ -17,7 +17,9 @@ PRE = {
 }
 
 
-@pytest.mark.parametrize("name", PRE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "parallel" else ()) for name in PRE]
+)
 def test_contributions_sum_to_the_difference_of_the_logits(name):
     model, params = make(PRE[name])
     found = logit_attribution(model, params, TOKENS[0], 3, 5)

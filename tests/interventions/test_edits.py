@@ -56,7 +56,9 @@ def all_logits(logits_BTV):
     return logits_BTV
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("gpt2", "parallel") else ()) for name in CONFIGS]
+)
 def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
@@ -130,7 +132,7 @@ def generate_greedily(model, params, prompt):
     return made.tokens[0], np.array(made.logprobs[0])
 
 
-@pytest.mark.parametrize("name", ["gqa", "sandwich"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("sandwich", marks=pytest.mark.slow)])
 def test_text_is_generated_under_an_intervention(name):
     """Cached decoding gives the tokens of whole forward passes under the same edits."""
     model, params = make(CONFIGS[name])

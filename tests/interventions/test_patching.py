@@ -47,7 +47,13 @@ def by_hand(model, params, place, layer):
     return values if place not in HEADS else values.reshape(len(source), -1)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each configuration once, at some place; the heads of all of them by `-m slow`.
+REPEATED = ("heads sandwich", "heads parallel")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in CASES]
+)
 def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(name, monkeypatch):
     place, config = CASES[name]
     model, params = make(config)

@@ -124,7 +124,7 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best five
 
 
-@pytest.mark.parametrize("encoder", [0, 1])
+@pytest.mark.parametrize("encoder", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_the_warm_up_nothing_compiles(encoder):
     config = dataclasses.replace(CONFIG, block_size=300, n_encoder_layer=encoder, position="learned")
     engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6)

@@ -122,7 +122,7 @@ def test_streaming_is_the_same_text_by_the_same_program():
     assert [[token for piece in pieces for token in piece[row]] for row in range(4)] == expected
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
+@pytest.mark.parametrize("position", [pytest.param("learned", marks=pytest.mark.slow), "rope"])
 def test_log_probabilities_are_the_models(position):
     model, params = lively(position)
     params = jax.tree.map(lambda x: x / 3.0, params)

@@ -49,6 +49,7 @@ def test_a_chat_is_that_of_sample(real, byte_run):
     assert body["choices"][0]["message"]["content"] == text
 
 
+@pytest.mark.slow
 def test_64_requests_at_once_give_the_same_bits_as_each_alone(real):
     alone = [answer(real, question(number)) for number in range(64)]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:

@@ -167,7 +167,9 @@ def check_activations(seen, found):
     np.testing.assert_allclose(unpack(seen["sampling"]["logits"]), np.sort(found.logits_V)[::-1], **near)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "gemma", "neox"])
+@pytest.mark.parametrize(
+    "name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quickstart", "neox"))]
+)
 def test_what_is_switched_off_is_zero_as_in_python(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     page = visit(run)
