@@ -21,7 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
-TOOLS = {"bands.py", "baselines.py", "induction_heads.py", "scaling.py"}
+TOOLS = {"bands.py", "baselines.py", "induction_heads.py", "learning_rate_transfer.py", "scaling.py"}
 FILES = [path for path in sorted((REPOSITORY / "experiments").glob("*.py")) if path.name not in TOOLS]
 
 
