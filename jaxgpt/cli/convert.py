@@ -12,7 +12,6 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import find_run
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
-PageWeights = Literal["int8", "float32"]
 
 
 def import_hf(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -12,12 +14,20 @@ from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment
 from jaxgpt.config.validate import Count, NonNegativeInt, PositiveFloat
+from jaxgpt.errors import Preempted
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import RUNS
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
-PageWeights = Literal["int8", "float32"]
+
+@contextlib.contextmanager
+def same_command_resumes() -> Iterator[None]:
+    """Turn the end of a run by a signal into the end of its command, which says that it can be repeated."""
+    try:
+        yield
+    except Preempted as e:
+        say(f"{str(e).partition(' To continue')[0]} Run the same command to resume.")
+        raise SystemExit(1) from None
 
 
 def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None = None, json: bool = False) -> None:
@@ -33,16 +43,12 @@ def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None 
     """
     variants = load_variants(experiment)
     configure_jax()
-    from jaxgpt.errors import Preempted
     from jaxgpt.session import fit_as_command
     from jaxgpt.tools.study.study import STUDY, format_study, run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
-    try:
+    with same_command_resumes():
         found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
-    except Preempted as e:
-        say(f"{str(e).partition(' To continue')[0]} The same command goes on from there.")
-        raise SystemExit(1) from None
     write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
     print(render_json(found) if json else format_study(found))
 
@@ -74,18 +80,14 @@ def sweep(
 
     axes = tuple(parse_axes(over))
     configure_jax()
-    from jaxgpt.errors import Preempted
     from jaxgpt.session import fit_as_command
     from jaxgpt.tools.sweep.report import format_sweep, write_report
     from jaxgpt.tools.sweep.sweep import Sweep, run_sweep
 
     place = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
     given = Sweep(experiment=experiment, axes=axes, trials=trials, seeds=seeds, seed=seed)
-    try:
+    with same_command_resumes():
         found = run_sweep(given, place, say=say, fit_one=fit_as_command)
-    except Preempted as e:
-        say(f"{str(e).partition(' To continue')[0]} The same command resumes the sweep.")
-        raise SystemExit(1) from None
     write_report(given, found, place)
     print(render_json(found) if json else format_sweep(given, found, place))
 
@@ -109,17 +111,13 @@ def scale(
         experiment: its fields are options too
     """
     configure_jax()
-    from jaxgpt.errors import Preempted
     from jaxgpt.session import fit_as_command
     from jaxgpt.tools.scale.report import format_scale
     from jaxgpt.tools.scale.scale import run_scale
 
     place = Path(run_dir) if run_dir else RUNS / "scale" / experiment.name
-    try:
+    with same_command_resumes():
         found = run_scale(experiment, place, minutes=minutes, say=say, fit_one=fit_as_command)
-    except Preempted as e:
-        say(f"{str(e).partition(' To continue')[0]} The same command resumes the ladder.")
-        raise SystemExit(1) from None
     print(render_json(found) if json else format_scale(found))
 
 

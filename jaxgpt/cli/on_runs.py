@@ -19,7 +19,6 @@ from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import find_run
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
 PageWeights = Literal["int8", "float32"]
 Service = Literal["tensorboard", "wandb", "trackio"]
 Sort = Literal["date", "loss", "name", "size", "speed", "tokens"]

@@ -323,4 +323,4 @@ def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         on_experiments.study("s.py", run_dir=str(tmp_path))
     assert left.value.code == 1
-    assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. The same command goes on from there.\n"
+    assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. Run the same command to resume.\n"

@@ -240,4 +240,4 @@ def test_interrupted_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         on_experiments.sweep(over=("model.n-layer=1,2",), run_dir=str(tmp_path), experiment=EXPERIMENT)
     assert left.value.code == 1
-    assert capsys.readouterr().err.endswith("SIGINT: step 1 is saved. The same command resumes the sweep.\n")
+    assert capsys.readouterr().err.endswith("SIGINT: step 1 is saved. Run the same command to resume.\n")
