@@ -17,7 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be 
 
 
 @contextlib.contextmanager
-def told_in_words() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Turn errors of the user and of the system into `SystemExit`, with the reason on stderr."""
     with _standard_streams() as stdout:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxgpt.cli import convert, on_experiments, on_runs
-from jaxgpt.cli.console import told_in_words
+from jaxgpt.cli.console import report_errors
 from jaxgpt.cli.experiment_file import close, load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
@@ -66,7 +66,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command `jaxgpt`. Exit status 0: success; 2: the user's mistake, in a line or two; 1: anything else."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with told_in_words():
+    with report_errors():
         if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
             print(usage())
         else:

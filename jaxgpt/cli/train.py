@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from jaxgpt.cli.console import say, told_in_words
+from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
@@ -114,7 +114,7 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
 
 def run_experiment(experiment: Experiment) -> None:
     """Train an experiment with the options of the command line: the main function of an experiment file."""
-    with told_in_words():
+    with report_errors():
         example = f"{shell_line('python', sys.argv[0])} --train.seed 1"
         parse(train, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
 

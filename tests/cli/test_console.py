@@ -19,8 +19,8 @@ from tests.conftest import REPOSITORY
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
 PROGRAM = """
 import json, os
-from jaxgpt.cli.console import say, stdout_is_unicode, told_in_words
-with told_in_words():
+from jaxgpt.cli.console import say, stdout_is_unicode, report_errors
+with report_errors():
     say("on the way")
     with open(os.devnull) as f:
         assert f.fileno() > 2, "a file has taken the place of a stream"
@@ -78,7 +78,7 @@ def test_a_stdout_of_ascii_alone():
 def test_what_is_changed_for_a_command_is_put_back():
     """`run_experiment` is called by programs that go on."""
     usual = (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors)
-    with console.told_in_words():
+    with console.report_errors():
         assert sys.unraisablehook is not usual[0] and sys.stderr is not usual[2]
     assert (sys.unraisablehook, warnings.showwarning, sys.stderr, sys.stdout.errors) == usual
 
@@ -93,14 +93,14 @@ def test_what_is_changed_for_a_command_is_put_back():
     ],
 )
 def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):
-    with pytest.raises(SystemExit) as left, console.told_in_words():
+    with pytest.raises(SystemExit) as left, console.report_errors():
         raise error
     assert left.value.code == status and capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("error", [OSError(9, "Bad file descriptor"), BrokenPipeError(32, "Broken pipe"), KeyError(1)])
 def test_a_mistake_of_ours_keeps_its_traceback(error):
-    with pytest.raises(type(error)), console.told_in_words():
+    with pytest.raises(type(error)), console.report_errors():
         raise error
 
 
