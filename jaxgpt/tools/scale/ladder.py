@@ -18,7 +18,7 @@ LEAST_TOP = 3  # width of the smallest ladder's largest size, in smallest widths
 # Of the shortest runs. Before it, models learn what any size can learn, and the law is off by percents.
 LEAST_STEPS, LEAST_TOKENS = 150, 150_000
 # Least tokens per parameter of the largest run of a ladder with more than LEAST_TOP smallest widths. About 20 are optimal
-# (Hoffmann et al.). Far fewer, and the test run is a model that learns its text by heart, of which the law knows nothing.
+# (Hoffmann et al.). Far fewer, and the test run would memorise its text, of which the law knows nothing.
 RATIO = 10
 # Up to 4 epochs, repeated tokens are nearly as good as new ones (arXiv:2305.16264). The ladder has at most one.
 MOST_EPOCHS = 4
