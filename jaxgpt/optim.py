@@ -77,9 +77,9 @@ def make_optimizer(config: OptimConfig, steps: int, *, width_ratio: float = 1.0)
 
 
 def scale_by_width(ratio: float) -> optax.GradientTransformation:
-    """Multiply Adam's steps by muP's ratio, base width / width, where it says so (arXiv:2203.03466, table 8).
+    """Multiply Adam's updates of matrices in blocks and of the last norm by muP's ratio, base width / width.
 
-    Initial variance and learning rate of the blocks' matrices take the ratio. So do the logits, by the last norm: its
+    Table 8 of arXiv:2203.03466: initial variance and learning rate of the blocks' matrices take the ratio. So do the logits, by the last norm: its
     scale starts at the ratio, with a learning rate of the same factor (lemma J.1). All else is the same at every width.
     """
 

@@ -14,7 +14,7 @@ def study():
 
 
 def losses(study, best, seeds=5, noise=0.0):
-    """Of a parabola over log2 of the rate."""
+    """Return losses [R, S] that are a parabola over log2 of the rate, plus noise."""
     powers_R1 = np.log2(study.RATES)[:, None]
     return 2 + 0.1 * (powers_R1 - best) ** 2 + noise * np.random.default_rng(0).normal(size=(len(powers_R1), seeds))
 

@@ -86,7 +86,7 @@ def test_two_languages_one_lesson(name):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Where lessons run: a tree like ours, away from it, and nothing of theirs in the user's directories.
+    """Make a copy of the tree in which lessons run, so that they write nothing into ours or the user's directories.
 
     The code of a lesson is the same in both languages: what one has compiled and trained the other finds there.
     """

@@ -28,7 +28,7 @@ assert len(again) == 5 and again == run.sample("The ", max_new_tokens=5, seed=0)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Where JAX keeps programs: what one has compiled the next ones read."""
+    """Return environment variables for a compilation cache that all rings share."""
     directory = str(tmp_path_factory.mktemp("compiled"))
     return {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import decode_source
 from pathlib import Path
 
 from jaxgpt.config import Experiment
 from jaxgpt.config.presets import EXPERIMENTS, find_preset
+from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes
 
@@ -31,7 +31,7 @@ def load_experiment(named: str) -> Experiment:
     if path.suffix != ".py" or not is_there(path, "Give a .py file."):
         why = "there is no such file" if path.suffix == ".py" else "it is neither a built-in name nor a .py file"
         raise UserError(
-            f"no experiment {named!r}: {why}{close(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}, depth:N"
+            f"no experiment {named!r}: {why}{suggest(named, EXPERIMENTS)}. Built in: {', '.join(EXPERIMENTS)}, depth:N"
         )
     found = vars(_run(path))
     experiment = found.get(attribute)
@@ -106,9 +106,3 @@ def _folder_of(module: types.ModuleType | None) -> str | None:
     folders = list(getattr(module, "__path__", []))
     file = folders[0] if folders else getattr(module, "__file__", None)
     return None if file is None else str(Path(file).parent)
-
-
-def close(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the known word with the closest spelling; empty if there is none."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""

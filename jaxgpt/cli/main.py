@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from jaxgpt.cli import convert, on_experiments, on_runs
 from jaxgpt.cli.console import report_errors
-from jaxgpt.cli.experiment_file import close, load_experiment
+from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
 from jaxgpt.cli.serve import serve
 from jaxgpt.cli.train import resumed_run, train
 from jaxgpt.config.presets import EXPERIMENTS, quickstart
+from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 
 
@@ -77,7 +78,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     if name not in COMMANDS:
         raise UserError(
-            f"unknown command {name!r}{close(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
+            f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
     command, arguments = COMMANDS[name], list(options)
     defaults: dict[str, Any] = {}

@@ -148,7 +148,7 @@ def audit(
     Args:
         run: run directory; None: the newest under runs/
         steps: most steps to take again; as many as the run has: all; None: 3.5% of them, less the time of validations
-        seed: seed of the random draw; None: one that nobody knows before
+        seed: seed of the random draw; None: a new one each time, which a forger cannot know
         data: the text, if it is elsewhere now; None: where the run read it
         json: print JSON instead of text
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import difflib
 import functools
 import math
 import operator
@@ -56,6 +57,12 @@ def nearest(value: int, choices: Iterable[int]) -> str:
 def nearest_multiples(value: int, factor: int) -> str:
     """Return the multiples of a factor next below and above a value that is not one, in words: "4 or 8"."""
     return nearest(value, range(factor, value + factor + 1, factor))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word with the closest spelling; empty if there is none."""
+    found = difflib.get_close_matches(word[:80], list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def to_python(value: Any) -> Any:

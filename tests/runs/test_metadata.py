@@ -228,7 +228,7 @@ for argv in json.loads(sys.argv[1]):
 
 
 def test_a_command_reads_experiment_json_once(moved):
-    """What it read is handed down: a second read could meet another file. Commands in a row, in one process."""
+    """A second read could find another file. The commands run one after another in one process."""
     run = str(moved(steps=[2, 4]))
     commands = [["train", "--run-dir", run], ["sample", run, "--max-new-tokens", "2"], ["evaluate", run]]
     done = run_command("-c", COUNT_READS, json.dumps(commands), cwd=REPOSITORY, JAX_PLATFORMS="cpu")

@@ -83,7 +83,7 @@ def audit(
         run: directory of the run, which must be complete. None means the newest under `runs/`.
         steps: most steps to take again; at least those from the seed to the first logged step after step 1. As many as
             the run has: all of them. None means 3.5% of them, less the time of validations.
-        seed: of the random draw. None draws one, which nobody knows before.
+        seed: of the random draw. None means a new one each time, which a forger cannot know.
         data: path of the text, if it is not where the run read it.
         say: receives a line of text before steps are taken.
 

@@ -44,11 +44,6 @@ class Comparison:
     equal: int = 0  # of all these, those that are equal bit for bit
     findings: list[str] = dataclasses.field(default_factory=list)
 
-    @property
-    def compared(self) -> int:
-        """Return the number of comparisons."""
-        return self.lines + self.states + self.validations
-
     def matches(self, name: str, claimed: Any, found: float) -> bool:
         """Return whether a claimed number is the one found, bit for bit or within the tolerance of that name."""
         if self.tolerance is None or not (isinstance(claimed, float | int) and math.isfinite(found)):

@@ -44,7 +44,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSummary:
-    """What metrics.jsonl says about a run."""
+    """Summary of a run's metrics.jsonl."""
 
     step: int  # the last one
     loss: float | None

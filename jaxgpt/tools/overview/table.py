@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import math
 import operator
@@ -11,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.tools.overview.rows import Row
 
@@ -50,9 +50,8 @@ def parse_condition(condition: str) -> Callable[[Row], bool]:
         raise UserError(f"--filter {condition!r}: needs FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
     name, sign, text = match.groups()
     if name not in (*NUMBERS, *WORDS):
-        close = difflib.get_close_matches(name, (*NUMBERS, *WORDS), n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"--filter {condition!r}: no field {name}{hint}. There are {', '.join((*WORDS, *NUMBERS))}")
+        known = (*WORDS, *NUMBERS)
+        raise UserError(f"--filter {condition!r}: no field {name}{suggest(name, known)}. There are {', '.join(known)}")
     if name in NUMBERS and sign == "~":
         raise UserError(f"--filter {condition!r}: ~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >")
     wanted = _number(condition, text) if name in NUMBERS else text

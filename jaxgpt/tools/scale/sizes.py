@@ -35,7 +35,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How long a run takes on this machine, apart from saving."""
+    """Time of compilation and of training on this machine, without saving."""
 
     first_step: float  # seconds, with compilation
     per_token: float  # seconds of training

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
 from jaxgpt.config import Experiment
-from jaxgpt.config.validate import check_value, short
+from jaxgpt.config.validate import check_value, field_hints, short, suggest
 from jaxgpt.errors import UserError
 
 VARIABLE = ("model", "optim", "lora")
@@ -68,9 +67,9 @@ def parse_axis(text: str) -> Axis:
     if not name or not values:
         raise UserError(f"--over {text}: needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
     if field not in hints:
-        close = difflib.get_close_matches(field[:80], hints, n=1)
-        asked = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"--over {text}: there is no field {short(field)}{asked}. See jaxgpt train --help-all")
+        raise UserError(
+            f"--over {text}: there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all"
+        )
     if field.split(".")[0] not in VARIABLE or field in FIXED:
         raise UserError(
             f"--over {text}: {field} cannot vary: it changes the data, the tokens or the steps of a run, or does not "
@@ -92,10 +91,9 @@ def parse_axis(text: str) -> Axis:
 def _field_types() -> dict[str, Any]:
     """Return the annotation of every field of an experiment, by names such as optim.learning_rate."""
     found: dict[str, Any] = {}
-    for section, kind in get_type_hints(Experiment).items():
+    for section, kind in field_hints(Experiment).items():
         if dataclasses.is_dataclass(kind):
-            hints = get_type_hints(kind, include_extras=True)
-            found |= {f"{section}.{name}": hint for name, hint in hints.items()}
+            found |= {f"{section}.{name}": hint for name, hint in field_hints(kind).items()}
     return found
 
 

@@ -24,7 +24,7 @@ ServiceName = Literal["tensorboard", "wandb", "trackio"]
 
 @dataclasses.dataclass(kw_only=True)
 class Tracked:
-    """What a service has received, kept in `RUN/tracked-SERVICE.json`: a second call sends what is new."""
+    """The steps that a service has received, in `RUN/tracked-SERVICE.json`, so that a second call sends only new ones."""
 
     key: str  # of the run, at the service
     sent: dict[str, int]  # the last step sent, by scalar
