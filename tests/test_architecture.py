@@ -23,6 +23,7 @@ ROWS = [
     ["run"],
     ["runs"],
     ["parallel"],
+    ["gguf"],
     ["hf"],
     ["interventions"],
     ["sample"],

@@ -116,6 +116,10 @@ class BPETokenizer:
         """Return the text of tokenizer.json, unchanged."""
         return self._json
 
+    def parts(self) -> dict[str, Any]:
+        """Return tokenizer.json parsed, with the fields that it leaves out, as the installed library writes them."""
+        return json.loads(self._tokenizer.to_str())
+
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.

@@ -24,7 +24,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str | None:
     if isinstance(tokenizer, ByteTokenizer):
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         return _render(
-            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(_byte_names())}, "merges": []},
+            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(list_byte_names())}, "merges": []},
             pre_tokenizer=byte_level,
             decoder=byte_level,
         )
@@ -36,7 +36,7 @@ def _render(**parts: Any) -> str:
     return json.dumps(empty | {"post_processor": None} | parts, ensure_ascii=False, indent=2) + "\n"
 
 
-def _byte_names() -> list[str]:
+def list_byte_names() -> list[str]:
     """Return the character for each byte in byte-level vocabularies (GPT-2, Radford et al. 2019).
 
     A visible character stands for itself, other bytes have the characters from U+0100 on.

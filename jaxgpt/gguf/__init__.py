@@ -1,0 +1,1 @@
+"""Write models as GGUF, the format of llama.cpp, and read them back."""
