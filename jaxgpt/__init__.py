@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from jaxgpt.session import fit as fit
     from jaxgpt.tools.xray.xray import xray as xray
 
+    __version__: str
+
 _HOME = {
     "DataConfig": "config",
     "Decoding": "sample.decoding",
@@ -61,6 +63,8 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("jaxgpt")
     if name not in _HOME:
         raise AttributeError(f"module 'jaxgpt' has no attribute {name!r}")
     return getattr(import_module(f"jaxgpt.{_HOME[name]}"), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from jaxgpt.cli import convert, on_experiments, on_runs
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with report_errors():
         if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
             print(usage())
+        elif arguments[0] == "--version":
+            print(f"jaxgpt {version('jaxgpt')}")
         else:
             bind_command(*arguments)()
 
@@ -103,5 +106,6 @@ usage: jaxgpt COMMAND [OPTIONS]
 {commands}
 
 `jaxgpt COMMAND --help` lists its options.
+`jaxgpt --version` prints the version.
 RUN is a run directory; without it, the newest under runs/.
 EXPERIMENT is a Python file that defines `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""
