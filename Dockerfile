@@ -1,0 +1,22 @@
+# syntax=docker/dockerfile:1
+
+# jaxgpt on the CPU; for Nvidia GPUs build with --build-arg EXTRAS=cuda,hf,serve. docs/quickstart.md has the commands.
+ARG PYTHON=3.13
+FROM python:${PYTHON}-slim
+
+# Extras of pyproject.toml, separated by commas.
+ARG EXTRAS=hf,serve
+RUN --mount=type=bind,target=/source \
+    pip install --no-cache-dir "/source[${EXTRAS}]" \
+    && useradd --uid 1000 --home-dir /work --no-create-home jaxgpt \
+    && install --directory --owner jaxgpt --group jaxgpt /work
+
+# Runs, corpora and compiled programs: a volume, so that they outlive the container. HOME is for users that the image
+# does not know, as by --user "$(id -u)".
+ENV HOME=/work
+USER 1000
+WORKDIR /work
+VOLUME /work
+EXPOSE 8000
+ENTRYPOINT ["jaxgpt"]
+CMD ["--help"]
