@@ -46,7 +46,7 @@ MODELS = [
     ("layers_list", "layer_types=['full_attention']: needs 2"),
     ("missing", "missing transformer.h.0-1.ln_2.bias, transformer.wpe.weight"),
     ("extra", "unknown transformer.h.0-1.attn.q_norm.weight"),
-    ("misshapen", "transformer.wte.weight is [61, 8], config.json implies [60, 8]"),
+    ("misshapen", "transformer.wte.weight is [61, 8], the configuration implies [60, 8]"),
     ("all_at_once", "missing transformer.ln_f.bias; unknown adapter; transformer.wpe.weight is [4, 8]"),
     ("integers", "transformer.wpe.weight holds I32, needs one of F32, F16, BF16"),
     ("cut", "model.safetensors is not a valid safetensors file"),
@@ -64,7 +64,7 @@ MODELS = [
     ("index_pickle", "names 'model.bin': needs the name of a .safetensors file"),
     ("index_gone", "model-2.safetensors is missing, but model.safetensors.index.json needs it"),
     ("index_lies", "lists more in model.safetensors, which has no such tensor"),
-    ("tokenizer_large", "tokenizer.json has ids up to 77, config.json a vocab_size of 60"),
+    ("tokenizer_large", "tokenizer.json has ids up to 77, the model a vocab_size of 60"),
     ("tokenizer_damaged", "tokenizer.json is not a tokenizer.json"),
 ]
 

@@ -25,7 +25,7 @@ from jaxgpt.hf.config_rules import (
     window_everywhere,
     windows,
 )
-from jaxgpt.hf.family import OUTPUT, SANDWICH, Family, WeightRule, canonical_form, linear, llama_like, norm, qkv
+from jaxgpt.hf.family import OUTPUT, SANDWICH, Family, WeightRule, find_differences, linear, llama_like, norm, qkv
 from jaxgpt.hf.rotations import rope, rope_by_layer
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
@@ -249,16 +249,14 @@ def get_family(hf: dict[str, Any]) -> Family:
 
 def find_family(config: GPTConfig, wanted: str | None = None) -> Family:
     """Return a family that can express this architecture, `wanted` if it can. Raises `UserError` if none can."""
-    ours, missing = canonical_form(config), {}
+    missing = {}
     for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted):
         try:
-            theirs = canonical_form(family.read(family.write(config)))
+            missing[family.model_type] = find_differences(config, family.read(family.write(config)))
         except UserError:  # too different to compare field by field
             continue
-        differs = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
-        if not differs:
+        if not missing[family.model_type]:
             return family
-        missing[family.model_type] = sorted(f"{name}={getattr(config, name, ours.get(name))}" for name in differs)
     nearest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(
         f"no family on the Hub has this architecture. The nearest, {nearest}, does not support "

@@ -14,7 +14,9 @@ from jaxgpt.hf.rotations import SCALINGS
 
 # Layout of the elements in a file. same: as ours. transposed: [out, in], where ours is [in, out]. columns: q, k and v
 # concatenated along the last axis (GPT-2's Conv1D). heads: q, k and v of the first head, of the second, ... (GPT-NeoX).
-Layout = Literal["same", "transposed", "columns", "heads"]
+# rows: transposed q, k and v, concatenated (GGUF). pairs: transposed, and in each head the elements that rotate together
+# are neighbours, which here are half a head apart (Llama in GGUF).
+Layout = Literal["same", "transposed", "columns", "heads", "rows", "pairs"]
 
 
 class WeightRule(NamedTuple):
@@ -29,7 +31,7 @@ def linear(ours: str, theirs: str, layout: Layout = "transposed") -> list[Weight
     """Return the rules of a linear layer: kernel and bias."""
     return [
         WeightRule((f"{ours}/kernel",), f"{theirs}.weight", layout),
-        WeightRule((f"{ours}/bias",), f"{theirs}.bias"),
+        WeightRule((f"{ours}/bias",), f"{theirs}.bias", layout),
     ]
 
 
@@ -55,39 +57,48 @@ SANDWICH = {
 }
 
 
-def split(theirs: np.ndarray, layout: Layout, n_head: int) -> list[np.ndarray]:
-    """Split a tensor of a file into our arrays, views where possible."""
+def split(theirs: np.ndarray, layout: Layout, head_dim: int) -> list[np.ndarray]:
+    """Split a tensor of a file into our arrays, views where possible. head_dim: elements per head."""
     if layout == "transposed":
         return [theirs.T]
     if layout == "columns":
         return np.split(theirs, 3, axis=-1)
     if layout == "heads":
-        x_N3HD = theirs.reshape(n_head, 3, -1, *theirs.shape[1:])
-        parts = [x_N3HD[:, i].reshape(-1, *theirs.shape[1:]) for i in range(3)]
-        return [x.T for x in parts] if theirs.ndim == 2 else parts
+        x_N3HD = theirs.reshape(-1, 3, head_dim, *theirs.shape[1:])
+        return [x_N3HD[:, i].reshape(-1, *theirs.shape[1:]).T for i in range(3)]
+    if layout == "rows":
+        return [x.T for x in np.split(theirs, 3)]
+    if layout == "pairs":
+        x_KR2D = theirs.reshape(-1, head_dim // 2, 2, *theirs.shape[1:])
+        return [x_KR2D.swapaxes(1, 2).reshape(theirs.shape).T]
     return [theirs]
 
 
-def join(ours: Sequence[np.ndarray], layout: Layout, n_head: int) -> np.ndarray:
+def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarray:
     """Join our arrays into the tensor of a file, the inverse of `split`."""
     if layout == "transposed":
         return ours[0].T
     if layout == "columns":
         return np.concatenate(ours, axis=-1)
     if layout == "heads":
-        x_N3HD = np.stack([x.T.reshape(n_head, -1, *x.shape[:-1]) for x in ours], axis=1)
+        x_N3HD = np.stack([x.T.reshape(-1, head_dim, *x.shape[:-1]) for x in ours], axis=1)
         return x_N3HD.reshape(-1, *x_N3HD.shape[3:])
+    if layout == "rows":
+        return np.concatenate([x.T for x in ours])
+    if layout == "pairs":
+        x = ours[0].T
+        return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
     return ours[0]
 
 
 def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
     """Return the shape of the tensor that `join` makes of arrays with these shapes."""
     first = ours[0]
-    if layout == "transposed":
+    if layout in ("transposed", "pairs"):
         return first[::-1]
     if layout == "columns":
         return (*first[:-1], sum(shape[-1] for shape in ours))
-    if layout == "heads":
+    if layout in ("heads", "rows"):
         return (sum(shape[-1] for shape in ours), *first[:-1])
     return first
 
@@ -123,15 +134,24 @@ IGNORED = frozenset(
 # Fields that only matter in training, and fields that `canonical_form` replaces by a list over the layers.
 TRAINING = ("dropout", "residual_init", "mup_base_width", "scan_layers", "remat")
 BY_LAYER = ("sliding_window", "global_every")
+# Parts of the canonical form that are not fields, with the fields that decide them.
+PARTS = {
+    "windows": BY_LAYER,
+    "rope": ("rope_theta", "rope_scaling", "rope_factor", "rope_local_theta"),
+    "rope_size": ("rope_fraction",),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: names in transformers, and the rules for config.json and for the tensors."""
+    """A model family in a format: its names, and the rules for the configuration and for the tensors.
+
+    The comments are about Hugging Face's format; `jaxgpt.gguf.families` has those of GGUF.
+    """
 
     model_type: str  # transformers' name for it, in config.json
-    architecture: str  # transformers' class
-    prefix: str  # of all tensors except the output matrix; absent in checkpoints of the base model
+    architecture: str | None = None  # transformers' class. None: another format, whose configuration has neither name
+    prefix: str = ""  # of all tensors except the output matrix; absent in checkpoints of the base model
     config_rules: tuple[ConfigRule, ...]
     weight_rules: tuple[WeightRule, ...]
     buffers: tuple[str, ...] = ()  # suffixes of tensors in older checkpoints that are not weights
@@ -147,7 +167,9 @@ class Family:
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
         """Return the config.json of an architecture, without the keys of the tokenizer."""
-        hf: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
+        hf: dict[str, Any] = {}
+        if self.architecture is not None:
+            hf |= {"model_type": self.model_type, "architectures": [self.architecture]}
         for rule in self.config_rules:
             hf |= rule.write(config.explicit())
         return hf
@@ -221,3 +243,14 @@ def canonical_form(config: GPTConfig) -> dict[str, Any]:
     if not c.qk_norm:
         del form["qk_norm_over"]
     return form
+
+
+def find_differences(config: GPTConfig, other: GPTConfig) -> list[str]:
+    """Return "name=value" of the fields, sorted, by which `other` describes another model than `config`."""
+    ours, theirs = canonical_form(config), canonical_form(other)
+    fields: list[str] = []
+    for part in ours.keys() | theirs.keys():
+        if ours.get(part) != theirs.get(part):
+            names = PARTS.get(part, (part,))
+            fields += [n for n in names if getattr(config, n) != getattr(GPTConfig, n)] or names
+    return sorted(f"{name}={getattr(config, name)}" for name in fields)

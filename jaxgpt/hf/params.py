@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.hf.family import Family, join, split, their_shape
-from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_finite, read, summarize_names
+from jaxgpt.hf.safetensors_files import DTYPES, LazyTensor, Tensor, is_finite, summarize_names
 from jaxgpt.model import GPT
 
 
@@ -49,13 +49,13 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
     if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
         extra -= {rule.theirs for rule in family.weight_rules if rule.ours == ("lm_head",)}
     there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
-    misshapen = [f"{n} is {list(x.shape)}, config.json implies {list(s)}" for n, x, s in there if x.shape != s]
+    misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
     misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
     missing = wanted.keys() - tensors.keys()
     problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
     if problems := problems + misshapen:
         raise UserError(
-            f"the tensors do not fit config.json ({family.model_type}): {'; '.join(problems)}. Is it of another model?"
+            f"the tensors do not fit the configuration ({family.model_type}): {'; '.join(problems)}. Is it of another model?"
         )
 
 
@@ -83,12 +83,13 @@ def read_params(
     _check_tied(tensors, family, config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, Any] = {}
-    broken = []
+    head_dim, broken = config.explicit().head_dim, []
+    assert head_dim is not None
     for rule in family.expand_rules(config, shapes_of(config)):
-        tensor = read(rule.theirs, tensors[rule.theirs])
+        tensor = tensors[rule.theirs].read()
         if not is_finite(tensor):
             broken.append(rule.theirs)
-        for path, part in zip(rule.ours, split(tensor, rule.layout, config.n_head), strict=True):
+        for path, part in zip(rule.ours, split(tensor, rule.layout, head_dim), strict=True):
             params[path] = _place(part, dtype, here if places is None else places[path])
     if broken:
         warnings.warn(
@@ -106,7 +107,7 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
     if not config.tie_embeddings or head not in tensors:
         return
     if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
-        x, y = read(embedding, tensors[embedding]), read(head, tensors[head])
+        x, y = tensors[embedding].read(), tensors[head].read()
         if ((x == y) | (np.isnan(x) & np.isnan(y))).all():
             return
     raise UserError(
@@ -127,14 +128,15 @@ def to_tensors(
 
     dtype: of the tensors. None means that of the parameters.
     """
-    flat = _flat(params)
+    flat, head_dim = _flat(params), config.explicit().head_dim
+    assert head_dim is not None
     made = {}
     for rule in family.expand_rules(config, flat):
         ours = [flat.pop(path) for path in rule.ours]
         kind = np.dtype(ours[0].dtype if dtype is None else dtype)
 
         def make(ours=ours, rule=rule, kind=kind) -> np.ndarray:
-            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, config.n_head)
+            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
 
         made[rule.theirs] = LazyTensor(shape=their_shape([x.shape for x in ours], rule.layout), dtype=kind, make=make)
     assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"

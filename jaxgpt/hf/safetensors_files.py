@@ -29,11 +29,17 @@ PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """File, shape and dtype of a stored tensor, from the header of its file."""
+    """Name, file, shape and dtype of a stored tensor, from the header of its file."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     kind: str  # dtype in the format's spelling, such as F32
+
+    def read(self) -> np.ndarray:
+        """Read the elements. Opens and closes the file, because pages of a mapped file count as memory until then."""
+        with _open(self.file) as f:
+            return f.get_tensor(self.name)
 
 
 def list_tensors(directory: Path) -> dict[str, Tensor]:
@@ -103,15 +109,9 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     with _open(file) as f:
         parts = {name: f.get_slice(name) for name in list(f.keys())}
         return {
-            name: Tensor(file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
+            name: Tensor(name=name, file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
             for name, part in parts.items()
         }
-
-
-def read(name: str, tensor: Tensor) -> np.ndarray:
-    """Read one tensor. Opens and closes its file, because pages of a mapped file count as memory until it is closed."""
-    with _open(tensor.file) as f:
-        return f.get_tensor(name)
 
 
 def is_finite(tensor: np.ndarray) -> bool:

@@ -107,24 +107,35 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
 
 
 def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:
-    assert config.vocab_size is not None
-    if named == "ids":
-        return IdTokenizer(config.vocab_size)
-    path = directory / "tokenizer.json" if named is None else Path(named)
+    path = directory / "tokenizer.json"
     if named is None and not path.exists():
         raise UserError(
             f"{directory} has no tokenizer.json. If it has other tokenizer files, transformers converts them: "
             f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'). Or give another "
             "tokenizer with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
         )
-    tokenizer = load_tokenizer(path)
+    return load_named_tokenizer(str(path) if named is None else named, config)
+
+
+def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
+    """Load the tokenizer of a model: a tokenizer.json, or "ids" for none. Raises `UserError` if it has too many ids."""
+    assert config.vocab_size is not None
+    if name == "ids":
+        return IdTokenizer(config.vocab_size)
+    tokenizer = load_tokenizer(name)
+    check_vocabulary(tokenizer, name, config)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, name: str | Path, config: GPTConfig) -> None:
+    """Raise `UserError` if a tokenizer has more ids than the model. name: of its file."""
+    assert config.vocab_size is not None
     over = config.vocab_size - tokenizer.vocab_size
-    both = f"{path} has ids up to {tokenizer.vocab_size - 1:,}, config.json a vocab_size of {config.vocab_size:,}"
+    both = f"{name} has ids up to {tokenizer.vocab_size - 1:,}, the model a vocab_size of {config.vocab_size:,}"
     if over < 0:
         raise UserError(f"{both}: it is not this model's tokenizer. Give the right one with --tokenizer FILE")
     if over > PADDING:
-        warnings.warn(f"{both}: is it this model's tokenizer?", UserWarning, stacklevel=3)
-    return tokenizer
+        warnings.warn(f"{both}: is it this model's tokenizer?", UserWarning, stacklevel=4)
 
 
 def end_tokens(run: Path) -> list[int]:

@@ -31,7 +31,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, read, write
+from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, write
 from jaxgpt.runs.metadata import FORMAT, read_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.resume import describe_data_changes
@@ -159,7 +159,7 @@ def _read_model(path: Path) -> None:
 
 def _read_tensors(path: Path) -> None:
     for name, tensor in list_tensors(path.parent).items():
-        x = read(name, tensor)
+        x = tensor.read()
         assert x.shape == tensor.shape and x.dtype == DTYPES[tensor.kind]
 
 

@@ -23,7 +23,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.safetensors_files import INDEX, list_tensors, read, summarize_names
+from jaxgpt.hf.safetensors_files import INDEX, list_tensors, summarize_names
 from jaxgpt.hf.source import open_source
 from jaxgpt.hf.tokenizers import tokenizer_json
 from jaxgpt.tools.convert.export_hf import export_hf
@@ -129,9 +129,9 @@ def test_several_files_and_an_index(exported, tmp_path):
     assert len(files) > 3 and files[0].startswith("model-00001-of-000")
     one, many = list_tensors(out), list_tensors(several)
     assert one.keys() == many.keys() == index["weight_map"].keys()
-    assert index["metadata"]["total_size"] == sum(read(name, t).nbytes for name, t in many.items())
+    assert index["metadata"]["total_size"] == sum(t.read().nbytes for name, t in many.items())
     for name in one:
-        np.testing.assert_array_equal(read(name, one[name]), read(name, many[name]), strict=True)
+        np.testing.assert_array_equal(one[name].read(), many[name].read(), strict=True)
 
 
 def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
@@ -143,8 +143,8 @@ def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
     assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
     first, second = list_tensors(out), list_tensors(again)
     for name in first:
-        half = read(name, first[name]).astype("bfloat16")
-        np.testing.assert_array_equal(half, read(name, second[name]), strict=True)
+        half = first[name].read().astype("bfloat16")
+        np.testing.assert_array_equal(half, second[name].read(), strict=True)
     config = json.loads((again / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert "unchanged" in (again / "README.md").read_text()

@@ -17,7 +17,7 @@ import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
 from jaxgpt.hf.family import IGNORED, canonical_form
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import LazyTensor, list_tensors, read, write
+from jaxgpt.hf.safetensors_files import LazyTensor, list_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
@@ -166,7 +166,7 @@ def test_half_precision_is_kept_and_parameters_go_where_they_are_told(imported, 
     assert {x.dtype for x in jax.tree.leaves(widened)} == {jnp.dtype("float32")}
     out = to_tensors(kept, family, config)
     for key, tensor in tensors.items():
-        np.testing.assert_array_equal(out[key].make(), read(key, tensor), strict=True)
+        np.testing.assert_array_equal(out[key].make(), tensor.read(), strict=True)
 
 
 def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_path):

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.params import check, read_params
-from jaxgpt.hf.safetensors_files import INDEX, ONE, list_tensors, read
+from jaxgpt.hf.safetensors_files import INDEX, ONE, list_tensors
 from tests.bad_models import CONFIG, tensors_of
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -31,7 +31,7 @@ def test_of_a_tensor_that_is_there_twice_the_index_chooses(tmp_path, right):
     with pytest.warns(UserWarning, match=f"{stale} has a as well.*is not read"):
         found = list_tensors(tmp_path)
     assert found.keys() == {"a", "00001", "00002"}
-    assert read("a", found["a"]) == [1.0]
+    assert found["a"].read() == [1.0]
 
 
 def test_a_tensor_that_is_there_twice_and_not_in_the_index_is_refused(tmp_path):
