@@ -58,11 +58,13 @@ COMMANDS = {
     "scale": Command(
         on_experiments.scale, "[EXPERIMENT]", "jaxgpt scale quickstart --data.path mytext.txt", takes_experiment=True
     ),
-    "import-hf": Command(convert.import_hf, "MODEL", "jaxgpt import-hf openai-community/gpt2 --run-dir runs/gpt2"),
-    "export-hf": Command(convert.export_hf, "[RUN]", "jaxgpt export-hf runs/mine --out mine-hf"),
+    "import": Command(convert.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
+    "export": Command(convert.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
     "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
     "audit": Command(on_runs.audit, "[RUN]", "jaxgpt audit runs/mine --steps 100"),
 }
+# Older names, with the words that they stand for.
+ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,11 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
+    name, *expanded = ALIASES.get(name, (name,))
     if name not in COMMANDS:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
-    command, arguments = COMMANDS[name], list(options)
+    command, arguments = COMMANDS[name], [*expanded, *options]
     defaults: dict[str, Any] = {}
     if command.takes_experiment and arguments and not arguments[0].startswith("-"):
         defaults["experiment"] = load_experiment(arguments.pop(0))
@@ -105,7 +108,7 @@ usage: jaxgpt COMMAND [OPTIONS]
 
 {commands}
 
-`jaxgpt COMMAND --help` lists its options.
+`jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.
 RUN is a run directory; without it, the newest under runs/.
 EXPERIMENT is a Python file that defines `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

@@ -158,7 +158,7 @@ def _read_model(path: Path) -> None:
 
 
 def _read_tensors(path: Path) -> None:
-    for name, tensor in list_tensors(path.parent).items():
+    for tensor in list_tensors(path.parent).values():
         x = tensor.read()
         assert x.shape == tensor.shape and x.dtype == DTYPES[tensor.kind]
 

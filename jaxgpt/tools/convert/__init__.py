@@ -1,1 +1,1 @@
-"""Convert models to and from Hugging Face's format."""
+"""Convert models to and from Hugging Face's format and GGUF."""

@@ -1,4 +1,4 @@
-"""Export a run in Hugging Face's format, which transformers, vLLM and the converters of llama.cpp read."""
+"""Export a run in Hugging Face's format, which transformers and vLLM read."""
 
 from __future__ import annotations
 

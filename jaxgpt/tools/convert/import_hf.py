@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from jax.typing import DTypeLike
@@ -37,33 +38,57 @@ def import_hf(
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
     """
     source = open_source(name, tokenizer)
-    directory = Path(run_dir)
+    write_run(
+        source,
+        Path(run_dir),
+        imported={"from": name, "model_type": source.family.model_type},
+        dtype=dtype,
+        write_companions=lambda directory: keep_companions(source.directory, directory),
+    )
+    return source
+
+
+def write_run(
+    source: Source,
+    directory: Path,
+    *,
+    imported: dict[str, str],
+    dtype: DTypeLike | None,
+    write_companions: Callable[[Path], None],
+) -> None:
+    """Write a model into a new run directory, whole or not at all.
+
+    Args:
+        source: the model.
+        directory: the run directory, absent or empty.
+        imported: the record of its source: "from" and "model_type".
+        dtype: of the parameters. None means as stored.
+        write_companions: writes what belongs to the tokenizer into the directory.
+
+    Raises:
+        UserError: the directory is not empty.
+    """
     if is_there(directory, "Name another directory with --run-dir.") and (
         not directory.is_dir() or any(directory.iterdir())
     ):
         raise UserError(f"{directory} exists and is not empty: name another directory with --run-dir")
     with lock_run(directory, fresh=False):
         try:
-            _write(source, directory, name, dtype)
+            params = read_params(source.tensors, source.family, source.config, dtype=dtype)
+            with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+                checkpoints.save_params(params, 0)
+            write_companions(directory)
+            write_metadata(
+                directory,
+                Experiment(name=_name(imported["from"]), model=source.config),
+                source.tokenizer,
+                data={"tokenizer_sha256": fingerprint(source.tokenizer)},
+                vocab_size=source.config.vocab_size,
+                imported=imported,
+            )
         except BaseException:  # leave it empty for the next attempt
             shutil.rmtree(directory, ignore_errors=True)
             raise
-    return source
-
-
-def _write(source: Source, directory: Path, name: str, dtype: DTypeLike | None) -> None:
-    params = read_params(source.tensors, source.family, source.config, dtype=dtype)
-    with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
-        checkpoints.save_params(params, 0)
-    keep_companions(source.directory, directory)
-    write_metadata(
-        directory,
-        Experiment(name=_name(name), model=source.config),
-        source.tokenizer,
-        data={"tokenizer_sha256": fingerprint(source.tokenizer)},
-        vocab_size=source.config.vocab_size,
-        imported={"from": name, "model_type": source.family.model_type},
-    )
 
 
 def _name(name: str) -> str:

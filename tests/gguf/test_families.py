@@ -1,0 +1,200 @@
+"""Models become files that the gguf package reads, and come back with the same parameters."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import traverse_util
+
+from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.gguf.families import FAMILIES, write_fields
+from jaxgpt.gguf.file import write_gguf
+from jaxgpt.gguf.model import NORM_PARAMETERS, open_gguf, to_gguf
+from jaxgpt.gguf.tokenizers import tokenizer_fields
+from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
+from jaxgpt.hf.family import canonical_form
+from jaxgpt.hf.params import read_params, shapes_of
+from tests.hf.peers import BODY, GPT2, LLAMA3, NEOX
+
+gguf = pytest.importorskip("gguf", reason="without the gguf package")
+
+SMALL = dict(vocab_size=260, num_hidden_layers=2, hidden_size=32, intermediate_size=40)
+BODY = BODY | SMALL
+LINEAR = dict(rope_type="linear", rope_theta=5e5, factor=4.0)
+WINDOWS = dict(head_dim=12, sliding_window=6, query_pre_attn_scalar=12)
+# (model_type, its config.json): each family, and what its architecture can vary.
+MODELS = {
+    "gpt2": ("gpt2", GPT2 | dict(vocab_size=260, n_embd=24)),
+    "gpt2-untied-erf": ("gpt2", GPT2 | dict(vocab_size=260, tie_word_embeddings=False, activation_function="gelu")),
+    "llama": ("llama", BODY),
+    "llama-3": ("llama", BODY | dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "llama-biases": ("llama", BODY | dict(attention_bias=True, mlp_bias=True, head_dim=10, num_key_value_heads=1)),
+    "llama-linear": ("llama", BODY | dict(rope_parameters=LINEAR)),
+    "mistral": ("mistral", BODY | dict(sliding_window=None, head_dim=12)),
+    "qwen2": ("qwen2", BODY | dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", BODY | dict(head_dim=12)),
+    "gemma": ("gemma", BODY | dict(head_dim=16, num_key_value_heads=1)),
+    "gemma2": ("gemma2", BODY | WINDOWS),
+    "gemma3": ("gemma3_text", BODY | WINDOWS | dict(sliding_window_pattern=2, final_logit_softcapping=9.0)),
+    "gemma3-every-6": ("gemma3_text", BODY | WINDOWS | dict(num_hidden_layers=7)),
+    "neox": ("gpt_neox", NEOX | SMALL | dict(num_attention_heads=2)),
+    "neox-in-series": ("gpt_neox", NEOX | SMALL | dict(use_parallel_residual=False, tie_word_embeddings=True)),
+    "olmo2": ("olmo2", BODY),
+    "olmo2-tied": ("olmo2", BODY | dict(tie_word_embeddings=True)),
+}
+ONE_EACH = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "neox", "olmo2")
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox"}
+
+
+def make(name):
+    """(model_type, configuration, random parameters by path)."""
+    kind, hf = MODELS[name]
+    config = HF_FAMILIES[kind].read(hf)
+    rng = np.random.default_rng(0)
+    return kind, config, {p: rng.standard_normal(s).astype(np.float32) for p, s in shapes_of(config).items()}
+
+
+def model_parts(name):
+    """(fields, tensors)."""
+    kind, config, params = make(name)
+    return to_gguf(traverse_util.unflatten_dict(params, sep="/"), config, kind)
+
+
+def export(name, path, dtype=None, **changed):
+    _, config, params = make(name)
+    fields, tensors = model_parts(name)
+    fields |= tokenizer_fields(ByteTokenizer(), config.vocab_size, chat_template=None, ends=())
+    write_gguf(path, fields | changed, tensors, dtype)
+    return config, params
+
+
+def load(path):
+    """(configuration, parameters by path)."""
+    source, _ = open_gguf(path)
+    params = read_params(source.tensors, source.family, source.config)
+    return source.config, {p: np.asarray(x) for p, x in traverse_util.flatten_dict(params, sep="/").items()}
+
+
+def peer(path):
+    """The file as the gguf package reads it: (values of fields, elements of tensors by name)."""
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: np.array(t.data).reshape(t.shape[::-1]) for t in reader.tensors if t.tensor_type.name == "F32"}
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
+
+
+def models():
+    return [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_model_comes_back_bit_for_bit(name, tmp_path):
+    config, params = export(name, tmp_path / "m.gguf")
+    back, loaded = load(tmp_path / "m.gguf")
+    assert canonical_form(back) == canonical_form(config)
+    assert loaded.keys() == params.keys()
+    for path, x in params.items():
+        np.testing.assert_array_equal(loaded[path], x, strict=True, err_msg=path)
+    kind = MODELS[name][0]
+    fields, tensors = peer(tmp_path / "m.gguf")
+    assert fields["general.architecture"] == ARCHITECTURES.get(kind, kind)
+    assert tensors["token_embd.weight"].shape == (260, config.n_embd)
+
+
+def test_llama_rotates_neighbours(tmp_path):
+    """llama.cpp turns elements 2i and 2i + 1 of a head together; here they are i and i + half a head."""
+    config, params = export("llama-biases", tmp_path / "m.gguf")
+    _, tensors = peer(tmp_path / "m.gguf")
+    half = config.head_dim // 2
+    for ours, theirs, heads in (("q", "attn_q", config.n_head), ("k", "attn_k", config.n_kv_head)):
+        for part, name in (("kernel", "weight"), ("bias", "bias")):
+            x, y = params[f"h_1/attn/{ours}/{part}"].T, tensors[f"blk.1.{theirs}.{name}"]
+            for head in range(heads):
+                x_H, y_H = (z[head * 2 * half : (head + 1) * 2 * half] for z in (x, y))
+                np.testing.assert_array_equal(y_H[0::2], x_H[:half])
+                np.testing.assert_array_equal(y_H[1::2], x_H[half:])
+    np.testing.assert_array_equal(tensors["blk.1.attn_v.weight"], params["h_1/attn/v/kernel"].T)
+
+
+def test_what_llama_cpp_wants_otherwise(tmp_path):
+    """Fused queries, keys and values, whole scales of Gemma, a second copy of tied matrices, factors of rotations."""
+    _, params = export("neox-in-series", tmp_path / "neox.gguf")
+    _, tensors = peer(tmp_path / "neox.gguf")
+    joined = np.concatenate([params[f"h_0/attn/{x}/kernel"].T for x in "qkv"])
+    np.testing.assert_array_equal(tensors["blk.0.attn_qkv.weight"], joined)
+    np.testing.assert_array_equal(tensors["output.weight"], tensors["token_embd.weight"])
+    _, params = export("gemma", tmp_path / "gemma.gguf")
+    _, tensors = peer(tmp_path / "gemma.gguf")
+    np.testing.assert_array_equal(tensors["blk.1.ffn_norm.weight"], params["h_1/ln_2/scale"] + 1)
+    export("llama-3", tmp_path / "llama3.gguf")
+    fields, tensors = peer(tmp_path / "llama3.gguf")
+    frequency = 5e5 ** (-np.arange(0, 8, 2) / 8)  # 4 heads of 8 elements
+    turns = 32 * frequency / (2 * np.pi)
+    kept = np.clip((turns - 1.0) / 3.0, 0, 1)
+    np.testing.assert_allclose(tensors["rope_freqs.weight"], 1 / (kept + (1 - kept) / 8.0), rtol=1e-5)
+    assert "llama.rope.scaling.type" not in fields
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+def test_matrices_are_rounded_and_vectors_are_not(dtype, tmp_path):
+    _, params = export("gpt2", tmp_path / "m.gguf", dtype)  # rows of 24 and 96 elements
+    _, loaded = load(tmp_path / "m.gguf")
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for path, x in params.items():
+        if x.ndim == 2 and path != "wpe/embedding":
+            if dtype == "q8_0" and path.endswith("mlp/c_proj/kernel"):
+                x = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(x.T), q8_0), q8_0).T
+            else:  # rows of 24 are not whole blocks
+                x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+        np.testing.assert_array_equal(loaded[path], x, strict=True, err_msg=path)
+
+
+def test_the_bits_of_gemmas_norms_are_those_of_the_tensor_if_they_differ(tmp_path):
+    config, params = export("gemma", tmp_path / "m.gguf", **{NORM_PARAMETERS: [0.5] * 160})
+    _, loaded = load(tmp_path / "m.gguf")
+    scale = params["ln_f/scale"]
+    np.testing.assert_array_equal(loaded["ln_f/scale"], (scale + 1) - 1)
+    assert config.n_embd * (2 * config.n_layer + 1) == 160 and (loaded["ln_f/scale"] != scale).any()
+
+
+WINDOWED = BODY | dict(use_sliding_window=True, sliding_window=9, max_window_layers=0)
+LOCAL = dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=dict(rope_theta=1e4)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hf", "said"),
+    [
+        ("gpt2", GPT2 | dict(activation_function="relu"), "gpt2 of llama.cpp does not support activation=relu"),
+        ("gpt2", GPT2 | dict(n_layer=513), "gpt2 of llama.cpp .*block_count=513: needs at most 512"),
+        ("llama", BODY | dict(hidden_act="gelu"), "llama of llama.cpp does not support activation=geglu"),
+        ("mistral", BODY | dict(sliding_window=7), "llama of llama.cpp does not support sliding_window=7"),
+        ("qwen2", WINDOWED, "qwen2 of llama.cpp does not support sliding_window=9"),
+        ("qwen2", BODY | dict(rope_parameters=LLAMA3), "qwen2 of llama.cpp .*rope_scaling=llama3"),
+        ("qwen3", WINDOWED, "sliding_window=9"),
+        ("qwen3", BODY | dict(attention_bias=True), "out_bias=True"),
+        ("gemma", BODY | dict(tie_word_embeddings=False), "tie_embeddings=False"),
+        (
+            "gemma2",
+            BODY | WINDOWS | dict(query_pre_attn_scalar=9),
+            "gemma2 of llama.cpp does not support query_scale=9",
+        ),
+        ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
+        ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
+        ("gemma2", BODY | WINDOWS | dict(rope_parameters=LLAMA3), "rope_scaling=llama3"),
+        ("gemma3_text", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "query_scale=9"),
+        ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
+        ("gpt_neox", NEOX | dict(hidden_act="relu", num_attention_heads=3), "gptneox of llama.cpp .*activation=relu"),
+        ("gpt_neox", NEOX | dict(attention_bias=False, num_attention_heads=3), "out_bias=False, qkv_bias=False"),
+        ("olmo2", BODY | dict(attention_bias=True), "out_bias=True"),
+        ("olmo2", BODY | dict(rope_parameters=LLAMA3), "rope_scaling=llama3"),
+    ],
+)
+def test_what_llama_cpp_would_not_compute_is_refused(kind, hf, said):
+    with pytest.raises(UserError, match=said):
+        write_fields(FAMILIES[kind], HF_FAMILIES[kind].read(hf))
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    fields = write_fields(FAMILIES["mistral"], HF_FAMILIES["mistral"].read(BODY | dict(sliding_window=96)))
+    assert "attention.sliding_window" not in fields
+    fields = write_fields(FAMILIES["gemma2"], HF_FAMILIES["gemma2"].read(BODY | WINDOWS | dict(sliding_window=96)))
+    assert fields["attention.sliding_window"] == 96
