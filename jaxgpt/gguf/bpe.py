@@ -15,6 +15,7 @@ from jaxgpt.hf.tokenizers import list_byte_names
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 SPACE = "\u2581"  # a space, in SentencePiece's vocabularies
 LONGEST = 2**10  # characters of a token that are cut in two at every place
+NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes
 PLAIN = dict.fromkeys(("dropout", "continuing_subword_prefix", "end_of_word_suffix"))  # other values are refused
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -61,7 +62,7 @@ SENTENCEPIECE = (
 
 
 def bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
-    """Return the fields of a BPE, without "tokenizer.ggml." in their names, and "never": a token that no text has.
+    """Return the fields of a BPE, without "tokenizer.ggml." in their names.
 
     Raises `UserError` for parts that llama.cpp does not have.
     """
@@ -94,6 +95,12 @@ def bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     return fields
 
 
+def find_never(tokens: list[str], kinds: list[int]) -> int | None:
+    """Return a token that no text has: one that is unused, or byte 0xFF, which UTF-8 never contains; None if there is none."""
+    never = [i for i, kind in enumerate(kinds) if kind == UNUSED or (kind == BYTE and tokens[i] == "<0xFF>")]
+    return next(iter(never), tokens.index("ÿ") if "ÿ" in tokens else None)
+
+
 def _refuse(part: str) -> NoReturn:
     raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
 
@@ -120,10 +127,12 @@ def _byte_level_fields(parts: Mapping[str, Any], tokens: dict[int, str]) -> dict
     names = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if (_drop_offsets(pre), whole) == wanted]
     if not names:
         _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
-    missing = [name for name in list_byte_names() if name not in model["vocab"]]
-    if missing:
-        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
-    return {"model": "gpt2", "pre": names[0], "never": model["vocab"][list_byte_names()[0xFF]]}
+    missing = [byte for byte, name in enumerate(list_byte_names()) if name not in model["vocab"]]
+    if model["unk_token"] is not None and missing:
+        _refuse(f"an unk_token, and no tokens for {len(missing)} of the 256 bytes")
+    if used := [f"0x{byte:02X}" for byte in missing if byte not in NOT_IN_UTF8]:
+        warnings.warn(f"this tokenizer drops bytes, and so does llama.cpp: {', '.join(used[:8])}", stacklevel=4)
+    return {"model": "gpt2", "pre": names[0]}
 
 
 def _drop_offsets(value: Any) -> Any:
@@ -164,7 +173,7 @@ def _sentencepiece_fields(
     fields = {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": found[0]}
     if model["unk_token"] in model["vocab"]:
         fields["unknown_token_id"] = model["vocab"][model["unk_token"]]
-    return fields | {"never": model["vocab"][byte_names[0xFF]]}
+    return fields
 
 
 def _check_merges(texts: list[str], vocab: set[str], merges: set[tuple[str, ...]]) -> None:

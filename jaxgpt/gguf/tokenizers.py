@@ -2,15 +2,17 @@ r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes
 
 - Characters and bytes are written as model "rwkv", the only one in llama.cpp without special tokens: it takes the
   longest token that matches the bytes of the text. A character outside the vocabulary has token -1, which
-  `llama_decode` refuses; but if its first byte is that of a character in the vocabulary, llama.cpp never returns.
-- Byte-level BPE is "gpt2". llama.cpp identifies a pattern of words by a name (`jaxgpt.gguf.bpe.PRE_TOKENIZERS`), has no
-  normalizers (NFC is left out, with a warning) and always has an end token: without one of its own, a tokenizer gets
-  the byte 0xFF, which UTF-8 never contains. Code points that Unicode has not assigned are words of their own there.
+  `llama_decode` refuses; but if its first byte is that of a character in the vocabulary, llama.cpp appends tokens until
+  the memory is full.
+- Byte-level BPE is "gpt2". llama.cpp identifies a pattern of words by a name (`jaxgpt.gguf.bpe.PRE_TOKENIZERS`), does not
+  normalize (Qwen's texts that are not in NFC differ), and always has an end token: a tokenizer without one gets a token
+  that no text contains.
 - BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's, with a score for each token: the rank of its
-  first merge. llama.cpp joins any two neighbours that make a token, so a tokenizer must have all these merges.
+  first merge. llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
 - Rows of the embedding without a token are UNUSED, and llama.cpp's own samplers never choose them.
-- llama.cpp treats tokens called `<|endoftext|>`, `</s>`, `<|im_end|>` and the like as special and as ends, whatever
-  the file says.
+- llama.cpp ends texts also at tokens that it knows by name, such as `<|endoftext|>`, `</s>` and `<|im_end|>`, and treats
+  them as special, whatever the file says.
+- Options of added tokens (`lstrip`, `rstrip`, `single_word`) are refused: llama.cpp has none.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from jaxgpt.gguf.bpe import (
     UNUSED,
     bpe_fields,
     byte_level_json,
+    find_never,
     find_pre_tokenizer,
     list_tokens,
     sentencepiece_json,
@@ -63,8 +66,8 @@ def tokenizer_fields(
         case CharTokenizer(characters=characters):
             if not characters.isascii():
                 warnings.warn(
-                    "llama.cpp never returns from encoding a character outside this vocabulary whose first byte of UTF-8 "
-                    "is that of one in it: check the characters of prompts",
+                    "llama.cpp fills the memory when a text has a character outside this vocabulary whose first byte of "
+                    "UTF-8 is that of one in it: check the characters of prompts",
                     stacklevel=2,
                 )
             fields = _rwkv_fields([c.encode() for c in characters], vocab_size)
@@ -76,9 +79,13 @@ def tokenizer_fields(
         case _:
             raise UserError(f"a {type(tokenizer).__name__} cannot be written as GGUF: needs char, byte, ids or BPE")
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
-    never = [fields.pop("never")] if "never" in fields else []
-    fields |= _name_ends([*dict.fromkeys(ends)] or own or never)
-    if begin := [*tokenizer.prefix, *own, *never][:1]:
+    if isinstance(tokenizer, BPETokenizer):  # llama.cpp's default is token 11
+        never = find_never(fields["tokens"], fields["token_type"])
+        own = own or [*ends][:1] or [never]
+        if own == [None]:
+            raise UserError("the tokenizer has no token that ends a text, and no unused one: llama.cpp needs one")
+    fields |= _name_ends([*dict.fromkeys(ends)] or own)
+    if begin := [*tokenizer.prefix, *own][:1]:
         fields["bos_token_id"] = begin[0]
     if len(tokenizer.prefix) > 1:
         raise UserError(f"the tokenizer begins texts with {len(tokenizer.prefix)} tokens: llama.cpp adds one at most")

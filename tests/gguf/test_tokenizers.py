@@ -188,7 +188,7 @@ def test_characters(characters):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fields = fields_of(tokenizer, tokenizer.vocab_size + 3)
-    assert [str(w.message)[:24] for w in caught] == [] if characters.isascii() else ["llama.cpp never returns "]
+    assert [str(w.message)[:24] for w in caught] == [] if characters.isascii() else ["llama.cpp fills the mem"]
     assert read_tokenizer(fields).to_json() == tokenizer.to_json()
     for text in texts_of([*characters]) if characters != ODD else [ODD, ODD[::-1] * 3]:
         text = "".join(c for c in text if c in characters)
@@ -251,19 +251,24 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
     # llama.cpp would take token 11 for the end of a text
     endless = BPETokenizer(trained.to_json().replace("<|endoftext|>", "<|nothing|>"))
     assert endless.end_of_text is None
-    assert specials(endless)[0] == [
-        *endless.encode("\xff").tolist()[:0],
-        *[endless.parts()["model"]["vocab"]["ÿ"]] * 2,
-        None,
-        None,
-    ]
+    byte_0xff = endless.parts()["model"]["vocab"]["ÿ"]
+    assert specials(endless)[0] == [byte_0xff, byte_0xff, None, None]
+    assert specials(endless, [9])[0] == [9, 9, None, None]
+    few = {t: i for t, i in endless.parts()["model"]["vocab"].items() if t not in "ÿÀÁ"}  # as GPT-NeoX's
+    kept = [pair for pair in endless.parts()["model"]["merges"] if not {*"".join(pair)} & {*"ÿÀÁ"}]
+    without = change(endless, model={"vocab": few, "merges": kept})
+    fields = fields_of(without)
+    assert fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.eos_token_id"]].startswith("[PAD")
+    with pytest.raises(UserError, match="no token that ends a text"):
+        fields_of(change(without, model={"vocab": {t: i for i, t in enumerate(few)}}, added_tokens=[]))
     assert specials(CharTokenizer("ab"))[0] == [None] * 4
     assert specials(CharTokenizer("ab"), [1])[0] == [None, 1, None, None]
     with pytest.raises(UserError, match="4 tokens end a text"):
         specials(trained, [1, 2, 3, 4])
 
 
-FLAG = {"id": 0, "content": "<|endoftext|>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+END = "<|endoftext|>"
+FLAG = {"id": 0, "content": END, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 REFUSED = {
     "a normalizer Lowercase": {"normalizer": {"type": "Lowercase"}},
@@ -273,7 +278,7 @@ REFUSED = {
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "end_of_word_suffix '</w>'": {"model": {"end_of_word_suffix": "</w>"}},
     "lstrip of the added token": {"added_tokens": [FLAG | {"special": True}]},
-    "no tokens for 255 of the 256 bytes": {"model": {"vocab": {"a": 1, "<|endoftext|>": 0}, "merges": []}},
+    "an unk_token, and no tokens for 255": {"model": {"vocab": {END: 0, "a": 1}, "merges": [], "unk_token": "a"}},
     "the normalizer null and the pre-tokenizer .*ByteLevel": {"model": {"byte_fallback": True}},
 }
 
