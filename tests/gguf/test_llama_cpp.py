@@ -1,0 +1,185 @@
+"""The outside oracle of GGUF files: llama.cpp loads them, reads text into the same tokens and computes what we compute.
+
+To run it: `python -m pip install llama-cpp-python` (compiled from its source distribution), then
+`python -m pytest -m slow tests/gguf/test_llama_cpp.py -rP`, which prints the figures of each model.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+
+import jaxgpt
+from jaxgpt.config import GPTConfig
+from jaxgpt.data.bpe import train_bpe
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.gguf.file import write_gguf
+from jaxgpt.gguf.model import to_gguf
+from jaxgpt.gguf.tokenizers import tokenizer_fields
+from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
+from jaxgpt.hf.params import shapes_of
+from jaxgpt.layers.mlp import ACTIVATIONS
+from jaxgpt.model import GPT
+from jaxgpt.tools.convert.export_gguf import export_gguf
+from tests.conftest import TEXT
+from tests.gguf.test_families import MODELS
+from tests.helpers import make_model, tiny_experiment
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: nothing here judges GGUF files")
+pytestmark = pytest.mark.slow
+
+CONTEXT, NEW_TOKENS = 128, 100
+F32 = 0  # ggml's number: llama.cpp keeps keys and values in float16 unless told otherwise
+
+
+@functools.cache
+def tokenizers():
+    return {"char": CharTokenizer(TEXT), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 300)}
+
+
+def draw(path, shape, rng, config):
+    """Return random parameters as large as trained ones, for logits in which few are nearly equal."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    if path.endswith(("kernel", "lm_head", "embedding")):
+        return x * np.float32(0.5 if path.endswith("embedding") else shape[0] ** -0.5)
+    return np.float32(path.endswith("scale") and not config.norm_offset) + np.float32(0.2) * x
+
+
+def rounded_gelu(x):
+    """Compute GELU as llama.cpp does on CPU: by tanh, and from a table of float16."""
+    rounded = jax.nn.gelu(x.astype(jnp.float16).astype(jnp.float32), approximate=True).astype(jnp.float16)
+    return jnp.where(jnp.abs(x) < 10, rounded, jax.nn.relu(x))
+
+
+@contextlib.contextmanager
+def llama(path, context=CONTEXT):
+    """Load a model, without the kernels for AMX, which end in a general protection fault on some virtual machines."""
+    defaults = llama_cpp.llama_model_default_params()
+    defaults.use_extra_bufts = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: defaults)
+        model = load(path, context)
+    with contextlib.closing(model):
+        yield model
+
+
+def load(path, context):
+    return llama_cpp.Llama(
+        str(path), n_ctx=context, n_batch=context, logits_all=True, type_k=F32, type_v=F32, n_threads=2, verbose=False
+    )
+
+
+def evaluate(model, tokens):
+    """Return llama.cpp's logits, [len(tokens), V]."""
+    model.reset()
+    model.eval([int(t) for t in tokens])
+    return model.scores[: len(tokens)].copy()
+
+
+def continue_greedily(next_logits, prompt):
+    """Return the likeliest tokens, one after the other. next_logits: tokens -> logits of the next one."""
+    tokens = [int(t) for t in prompt]
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(next_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_log_probabilities_and_greedy_text(name, tmp_path, monkeypatch):
+    """In float32. Where llama.cpp computes GELU from a table, so do we; by how much that changes the result is printed."""
+    tokenizer = list(tokenizers().values())[list(MODELS).index(name) % 3]
+    kind, hf = MODELS[name]
+    context = {"n_positions": CONTEXT} if kind == "gpt2" else {"max_position_embeddings": CONTEXT}
+    config = HF_FAMILIES[kind].read(hf | context | {"vocab_size": tokenizer.vocab_size})
+    rng = np.random.default_rng(0)
+    params = traverse_util.unflatten_dict({p: draw(p, s, rng, config) for p, s in shapes_of(config).items()}, sep="/")
+    fields, tensors = to_gguf(params, config, kind)
+    fields |= tokenizer_fields(tokenizer, config.vocab_size, chat_template=None, ends=())
+    write_gguf(tmp_path / "m.gguf", fields, tensors)
+
+    apply = jax.jit(GPT(config).apply)
+
+    def ours(tokens):
+        padded = np.pad(tokens, (0, CONTEXT - len(tokens)))
+        return np.asarray(apply({"params": params}, padded[None])[0, : len(tokens)])
+
+    ids = tokenizer.encode(TEXT)[:96]
+    with llama(tmp_path / "m.gguf") as model:
+        assert model.tokenize(TEXT.encode(), add_bos=False)[:96] == ids.tolist()
+        theirs = evaluate(model, ids)
+        evaluate(model, ids[:20])
+
+        def next_logits(tokens):
+            if len(tokens) > model.n_tokens:
+                model.eval(tokens[model.n_tokens :])
+            return model.scores[len(tokens) - 1]
+
+        text = continue_greedily(next_logits, ids[:20])
+    same = np.mean(np.equal(text, continue_greedily(lambda tokens: ours(tokens)[-1], ids[:20])))
+    exact = ours(ids)
+    error = [np.abs(jax.nn.log_softmax(theirs) - jax.nn.log_softmax(exact)).max()]
+    if config.activation.startswith(("gelu", "geglu")):
+        monkeypatch.setitem(ACTIVATIONS, config.activation, rounded_gelu)
+        rounded = GPT(config).apply({"params": params}, ids[None])[0]
+        error.append(np.abs(jax.nn.log_softmax(theirs) - jax.nn.log_softmax(rounded)).max())
+    print(
+        f"{name}: log-probabilities differ by {' and '.join(f'{e:.1e}' for e in error)} (logits up to "
+        f"{np.abs(exact).max():.1f}), {same:.0%} of {NEW_TOKENS} greedy tokens are equal"
+    )
+    assert error[-1] < (1e-3 if len(error) == 1 else 2e-3) and same == 1.0
+
+
+ALPHABET = "aA zZ09,.'’\"!?-\n\t\r  ñé ß 中文日本 🙂\u2581\u0301\xa0 \\x41 <|endoftext|> don't WE'LL 12345 \x00"
+
+
+def make_texts(kind):
+    """Return 200 texts: of the corpus, and for tokenizers that know every character of anything."""
+    rng = random.Random(0)
+    of_corpus = [TEXT[i : i + rng.randint(1, 60)] for i in rng.sample(range(len(TEXT) - 60), 100)]
+    letters = TEXT if kind == "char" else ALPHABET
+    return of_corpus + ["".join(rng.choices(letters, k=rng.randint(1, 40))) for _ in range(100)]
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_texts_become_the_same_tokens(kind, tmp_path):
+    tokenizer = tokenizers()[kind]
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=8, bias=True)
+    _, params = make_model(config)
+    fields, tensors = to_gguf(params, config, "gpt2")
+    fields |= tokenizer_fields(tokenizer, config.vocab_size, chat_template=None, ends=())
+    write_gguf(tmp_path / "m.gguf", fields, tensors)
+    with llama(tmp_path / "m.gguf", context=8) as model:
+        for text in make_texts(kind):
+            ids = tokenizer.encode(text).tolist()
+            assert model.tokenize(text.encode(), add_bos=False, special=False) == ids, repr(text)
+            assert model.detokenize(ids).decode() == text, repr(text)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_a_run_trained_here_keeps_its_perplexity(kind, text_file, tmp_path):
+    experiment = tiny_experiment(text_file, steps=100, batch_size=8)
+    model = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)
+    data = dataclasses.replace(experiment.data, tokenizer=kind, bpe_vocab_size=300)
+    run = jaxgpt.fit(dataclasses.replace(experiment, model=model, data=data), tmp_path / "run", progress=False)
+    ids = run.tokenizer.encode(TEXT)[:64]
+    expected = jax.nn.log_softmax(run.model.apply({"params": run.params}, ids[None])[0])
+    perplexity = {}
+    for dtype in ("float32", "float16", "q8_0"):
+        path = export_gguf(run.directory, tmp_path / f"{dtype}.gguf", dtype=dtype)
+        with llama(path) as model:
+            assert model.tokenize(TEXT.encode(), add_bos=False)[:64] == ids.tolist()
+            found = jax.nn.log_softmax(evaluate(model, ids))
+        perplexity[dtype] = float(np.exp(-np.mean(np.take_along_axis(found[:-1], ids[1:, None], 1))))
+    ours = float(np.exp(-np.mean(np.take_along_axis(expected[:-1], ids[1:, None], 1))))
+    print(
+        f"{kind}: perplexity {ours:.4f} here, in llama.cpp "
+        + ", ".join(f"{p:.4f} ({d})" for d, p in perplexity.items())
+    )
+    for dtype, most in {"float32": 1e-4, "float16": 1e-3, "q8_0": 1e-2}.items():
+        assert abs(perplexity[dtype] / ours - 1) < most
