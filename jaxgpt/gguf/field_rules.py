@@ -133,8 +133,9 @@ def _read_llama3(values: Json) -> Json:
     names = SCALINGS["llama3"].values()
     fields = {name: values.get(f"jaxgpt.{name}", value) for name, value in zip(names, usual, strict=True)}
     rotation = _read_rotation(values) | {"head_dim": head_size(values), "rope_scaling": "llama3"} | fields
-    computed = _llama3_factors(dataclasses.replace(GPTConfig(), **rotation))
-    if computed.shape != np.shape(factors) or not np.allclose(computed, factors, rtol=1e-4):
+    config = dataclasses.replace(GPTConfig(), **rotation)
+    same_size = np.shape(factors) == (head_size(values) // 2,)
+    if not same_size or not np.allclose(_llama3_factors(config), factors, rtol=1e-4):
         named = ", ".join(f"{name}={value}" for name, value in fields.items())
         raise UserError(f"the factors in {FREQUENCIES} are not those of {named}")
     return {"rope_scaling": "llama3"} | fields
@@ -204,8 +205,8 @@ def windows(size: int | None, every: int) -> ConfigRule:
         return {"sliding_window": window, "global_every": pattern or None}
 
     def write(config: GPTConfig) -> Json:
-        if config.sliding_window is None:
-            return {keys[1]: 1}
+        if config.window(0) is None:  # then no layer has one
+            return {}
         return {keys[0]: config.sliding_window, keys[1]: config.global_every or 0}
 
     return ConfigRule(keys, read, write)

@@ -49,6 +49,8 @@ def find_directory(name: str) -> Path:
     if is_there(path, "Give a directory with config.json, tokenizer.json and .safetensors files."):
         if path.is_dir():
             return path
+        if path.suffix == ".gguf":
+            raise UserError(f"{path} is a file: make it a run with `jaxgpt import {path} --run-dir DIR`, and give that")
         raise UserError(f"{path} is a file: give the directory that has config.json and tokenizer.json")
     if not HUB_ID.fullmatch(name):
         raise UserError(
