@@ -20,6 +20,7 @@ def prepare_place(place: Path, run: Path) -> None:
     """run: a trained one, of which the damaged are made."""
     shutil.copytree(run, place / "runs/tiny", symlinks=True)
     (place / "t.txt").write_text(TEXT)
+    (place / "m.gguf").write_text(TEXT)
     _texts(place)
     _shards(place)
     _tokenizers(place)

@@ -575,6 +575,42 @@ MUTATIONS = (
         "jnp.tanh(logits_BTV)",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma2]",
     ),
+    # GGUF
+    Mutation(
+        "llama-rotates-halves",
+        "hf/family.py",
+        "return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)",
+        "return x",
+        "gguf/test_families.py::test_llama_rotates_neighbours",
+    ),
+    Mutation(
+        "gemma-scales-without-one",
+        "gguf/model.py",
+        "_constant(x + 1)",
+        "_constant(x)",
+        "gguf/test_families.py::test_what_llama_cpp_wants_otherwise",
+    ),
+    Mutation(
+        "bits-of-norms-forgotten",
+        "gguf/model.py",
+        "np.where(self.parameter + 1 == scale, self.parameter, scale - 1)",
+        "scale - 1",
+        "gguf/test_families.py::test_a_model_comes_back_bit_for_bit[gemma]",
+    ),
+    Mutation(
+        "unsupported-fields-written",
+        "gguf/families.py",
+        "    if differs:\n        raise",
+        "    if not values:\n        raise",
+        "gguf/test_families.py::test_what_llama_cpp_would_not_compute_is_refused",
+    ),
+    Mutation(
+        "sizes-in-a-gguf-trusted",
+        "gguf/file.py",
+        "if self._at > self._size:",
+        "if self._at < 0:",
+        "gguf/test_file.py::test_damaged_headers_are_refused_in_a_line_and_little_memory",
+    ),
     # Adapters
     Mutation(
         "adapters-not-over-their-rank",

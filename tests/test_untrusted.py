@@ -110,6 +110,7 @@ NAMES = [
     "safetensors",
     "safetensors index",
     "conversations",
+    "GGUF",
     "tokenizer_config.json",
 ]
 

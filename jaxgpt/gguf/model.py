@@ -17,6 +17,7 @@ from jaxgpt.gguf.families import ARCHITECTURES, FAMILIES, write_fields
 from jaxgpt.gguf.field_rules import FREQUENCIES, OUTPUT
 from jaxgpt.gguf.file import Fields, StoredTensor, read_gguf
 from jaxgpt.gguf.tokenizers import read_tokenizer
+from jaxgpt.hf.family import Family
 from jaxgpt.hf.params import check, to_tensors
 from jaxgpt.hf.safetensors_files import LazyTensor
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
@@ -98,12 +99,8 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Fields]
     """
     fields, tensors = read_gguf(path)
     try:
-        name = fields.get("general.architecture")
-        if not isinstance(name, str) or name not in ARCHITECTURES:
-            raise UserError(f"general.architecture={short(name)} is unknown: needs one of {', '.join(ARCHITECTURES)}")
-        family = ARCHITECTURES[name]
-        config = family.read(_values(fields, tensors, name))
-        if config.n_layer > len(tensors):
+        family, config = read_config(fields, tensors)
+        if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
         if config.norm_offset:
             tensors = _subtract_offset(tensors, fields.get(NORM_PARAMETERS))
@@ -118,12 +115,14 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Fields]
     return Source(directory=path, family=family, config=config, tokenizer=found, tensors=dict(tensors)), fields
 
 
-def _values(fields: Fields, tensors: dict[str, StoredTensor], architecture: str) -> Fields:
-    """Return what the rules of a family read: fields without prefix, and the tensors that belong to the configuration."""
-    embedding = tensors.get(EMBEDDING)
+def read_config(fields: Fields, tensors: dict[str, StoredTensor]) -> tuple[Family, GPTConfig]:
+    """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
+    name, embedding = fields.get("general.architecture"), tensors.get(EMBEDDING)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UserError(f"general.architecture={short(name)} is unknown: needs one of {', '.join(ARCHITECTURES)}")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"it has no {EMBEDDING} with two axes")
-    values = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
+    values = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
     values |= dict.fromkeys(tensors, True) | {"vocab_size": embedding.shape[0]}
     if FREQUENCIES in tensors:
         if tensors[FREQUENCIES].bytes > LARGEST_FACTORS:
@@ -131,4 +130,5 @@ def _values(fields: Fields, tensors: dict[str, StoredTensor], architecture: str)
                 f"{FREQUENCIES} has {tensors[FREQUENCIES].bytes:,} bytes, needs a number per pair of a head"
             )
         values[FREQUENCIES] = tensors[FREQUENCIES].read()
-    return values
+    family = ARCHITECTURES[name]
+    return family, family.read(values)

@@ -29,7 +29,11 @@ from jaxgpt.data.shards import open_shard, scan
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
-from jaxgpt.hf.families import get_family
+from jaxgpt.gguf.families import LLAMA, write_fields
+from jaxgpt.gguf.file import read_gguf, write_gguf
+from jaxgpt.gguf.model import read_config
+from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
+from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, write
 from jaxgpt.runs.metadata import FORMAT, read_metadata
@@ -37,7 +41,7 @@ from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.resume import describe_data_changes
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
-from tests.hf.peers import SHAPES
+from tests.hf.peers import BODY, LLAMA3, SHAPES
 
 SWAPS = [
     b"null",
@@ -163,6 +167,17 @@ def _read_tensors(path: Path) -> None:
         assert x.shape == tensor.shape and x.dtype == DTYPES[tensor.kind]
 
 
+def _read_gguf(path: Path) -> None:
+    """What import makes of a GGUF file, up to tracing its model."""
+    fields, tensors = read_gguf(path)
+    for tensor in tensors.values():
+        assert tensor.read().shape == tensor.shape
+    read_config(fields, tensors)
+    read_tokenizer(fields)
+    read_ends(fields)
+    read_chat_template(fields)
+
+
 def _read_messages(path: Path) -> None:
     for _, messages in read_messages(path):
         assert messages
@@ -176,6 +191,16 @@ def _read_template(path: Path) -> None:
         template.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
+def _write_gguf(path: Path) -> None:
+    """A Llama 3 of an embedding alone."""
+    hf = BODY | {"vocab_size": 4, "hidden_size": 16, "rope_parameters": LLAMA3}
+    tokenizer = tokenizer_fields(CharTokenizer("ab\n"), 4, chat_template="{{ messages }}", ends=[1])
+    fields = {f"llama.{key}": value for key, value in write_fields(LLAMA, FAMILIES["llama"].read(hf)).items()}
+    tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(4, 16)}
+    made = {n: LazyTensor(shape=x.shape, dtype=np.dtype(np.float32), make=lambda x=x: x) for n, x in tensors.items()}
+    write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
+
+
 def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
     """What comes with a model in Hugging Face's format, and what is asked of one."""
     folders = {name: directory / name for name in ("tensors", "index", "template")}
@@ -185,6 +210,7 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
     made = {n: LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()}
     write(folders["tensors"], made)
     write(folders["index"], made, shard=100)
+    _write_gguf(directory / "m.gguf")
     configs = [json.dumps({"model_type": kind} | options).encode() for kind, options in SHAPES.values()]
     chat = [{"role": "user", "content": "a 🐎"}, {"role": "assistant", "content": "b"}] * 2
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -197,6 +223,7 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
         ),
         "safetensors index": (_read_tensors, folders["index"] / INDEX, [(folders["index"] / INDEX).read_bytes()]),
         "conversations": (_read_messages, directory / "c.jsonl", [json.dumps({"messages": chat}).encode() + b"\n"]),
+        "GGUF": (_read_gguf, directory / "m.gguf", [(directory / "m.gguf").read_bytes()]),
         "tokenizer_config.json": (
             _read_template,
             folders["template"] / "tokenizer_config.json",

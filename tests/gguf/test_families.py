@@ -180,6 +180,7 @@ LOCAL = dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=dict(
         ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
         ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
         ("gemma2", BODY | WINDOWS | dict(rope_parameters=LLAMA3), "rope_scaling=llama3"),
+        ("gemma2", BODY | WINDOWS | dict(layer_types=["full_attention"] * 2), "sliding_window=None"),  # it would abort
         ("gemma3_text", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "query_scale=9"),
         ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
         ("gpt_neox", NEOX | dict(hidden_act="relu", num_attention_heads=3), "gptneox of llama.cpp .*activation=relu"),

@@ -10,7 +10,9 @@ from jaxgpt.data.bpe import BPETokenizer, train_bpe
 from jaxgpt.data.chat.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.chat.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.tools.convert.export_gguf import export_gguf
 from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
+from jaxgpt.tools.convert.import_gguf import import_gguf
 from jaxgpt.tools.convert.import_hf import import_hf
 from tests.conftest import TEXT
 from tests.data.test_documents import tokenizer_json
@@ -86,9 +88,13 @@ def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files
     assert run.prompt_format.stop_tokens(chat=False) == ends
 
 
-def test_a_conversation_is_read_the_same_when_it_comes_back(chat, tmp_path):
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_a_conversation_is_read_the_same_when_it_comes_back(chat, kind, tmp_path):
     run, out = chat
-    import_hf(str(out), tmp_path / "back")
+    if kind == "hf":
+        import_hf(str(out), tmp_path / "back")
+    else:
+        import_gguf(export_gguf(run.directory, tmp_path / "m.gguf"), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
     assert back.prompt_format.encode("1 and 2?", chat=True) == run.prompt_format.encode("1 and 2?", chat=True)
     assert back.prompt_format.stop_tokens(chat=True) == run.prompt_format.stop_tokens(chat=True) == [0, 261]
