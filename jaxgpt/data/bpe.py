@@ -51,7 +51,8 @@ class BPETokenizer:
             )
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
-        known = (self._tokenizer.token_to_id(t) for t in END_OF_TEXT)
+        # Special ones first: in Gemma's vocabulary "</s>" is HTML, not the end of a text.
+        known = [self.specials.get(t) for t in END_OF_TEXT] + [self._tokenizer.token_to_id(t) for t in END_OF_TEXT]
         self.end_of_text = next((i for i in known if i is not None), None)
         # Tokens that its template puts before a text. Llama and Gemma models generate poorly without them.
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")

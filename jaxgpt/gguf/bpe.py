@@ -237,10 +237,6 @@ def sentencepiece_json(
         raise UserError(
             f"tokenizer.ggml.unknown_token_id is {short(unknown)}: needs the id of one of {len(tokens):,} tokens"
         )
-    # In files of llama.cpp's converter, tokens of spaces are USER_DEFINED and have real spaces.
-    spaces = [kind == USER_DEFINED and " " in text for text, kind in zip(tokens, kinds, strict=True)]
-    tokens = [text.replace(" ", SPACE) if is_space else text for text, is_space in zip(tokens, spaces, strict=True)]
-    kinds = [NORMAL if is_space else kind for kind, is_space in zip(kinds, spaces, strict=True)]
     ids = {text: i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind in (NORMAL, USER_DEFINED)}
     merges: list[tuple[float, str, str]] = []
     for text, i in ids.items():

@@ -40,6 +40,7 @@ from jaxgpt.gguf.bpe import (
 GGML = "tokenizer.ggml."
 JSON, CHAT_TEMPLATE = "tokenizer.huggingface.json", "tokenizer.chat_template"
 ENDS = ("eos", "eom", "eot")  # llama.cpp ends a text at each of them
+BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")  # what chat templates call bos_token: Llama 3, Llama 2, Gemma
 ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
@@ -85,7 +86,7 @@ def tokenizer_fields(
         if own == [None]:
             raise UserError("the tokenizer has no token that ends a text, and no unused one: llama.cpp needs one")
     fields |= _name_ends([*dict.fromkeys(ends)] or own)
-    if begin := [*tokenizer.prefix, *own][:1]:
+    if begin := [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own][:1]:
         fields["bos_token_id"] = begin[0]
     if len(tokenizer.prefix) > 1:
         raise UserError(f"the tokenizer begins texts with {len(tokenizer.prefix)} tokens: llama.cpp adds one at most")

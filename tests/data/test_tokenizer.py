@@ -143,6 +143,14 @@ def test_any_tokenizer_of_the_library_loads(tmp_path):
     assert json.loads(loaded.to_json())["model"]["type"] == "WordLevel"
 
 
+def test_a_special_token_ends_a_text_and_not_one_of_html():
+    hf = pytest.importorskip("tokenizers", reason="BPE is an extra")
+    tokenizer = hf.Tokenizer(hf.models.BPE({"</s>": 0, "<eos>": 1, "a": 2}, []))
+    assert BPETokenizer(tokenizer.to_str()).end_of_text == 0
+    tokenizer.add_special_tokens(["<eos>"])
+    assert BPETokenizer(tokenizer.to_str()).end_of_text == 1
+
+
 def test_a_panic_of_the_library_is_told(tmp_path, monkeypatch):
     """What Rust raises is no Exception; a keyboard interrupt is not one either, and passes."""
 

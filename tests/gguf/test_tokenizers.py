@@ -248,6 +248,8 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
     assert found[0] == end and fields["tokenizer.ggml.add_bos_token"]
     found, fields = specials(make("spaced", trained))
     assert found[:2] == [1, 2] and fields["tokenizer.ggml.unknown_token_id"] == 0
+    found, fields = specials(change(make("spaced", trained), post_processor=None))
+    assert found[:2] == [1, 2] and not fields["tokenizer.ggml.add_bos_token"]  # a chat template may write it
     # llama.cpp would take token 11 for the end of a text
     endless = BPETokenizer(trained.to_json().replace("<|endoftext|>", "<|nothing|>"))
     assert endless.end_of_text is None
@@ -270,6 +272,22 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
 END = "<|endoftext|>"
 FLAG = {"id": 0, "content": END, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def test_tokens_of_spaces_in_files_of_llama_cpps_converter():
+    """They are matched before anything else, so that of three spaces the first two are one token."""
+    fields = fields_of(sentencepiece(spaced=False))
+    i = fields["tokenizer.ggml.tokens"].index(SPACE * 2)
+    fields["tokenizer.ggml.tokens"][i], fields["tokenizer.ggml.token_type"][i] = "  ", USER_DEFINED
+    fields["tokenizer.ggml.scores"][i] = -1000.0
+    del fields["tokenizer.huggingface.json"]
+    tokenizer = read_tokenizer(fields)
+    for text in ("a   the", "  ", "   the  a", "and the"):
+        assert tokenizer.encode(text).tolist() == spm(fields, text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert fields_of(tokenizer)["tokenizer.ggml.token_type"] == fields["tokenizer.ggml.token_type"]
+
+
 REFUSED = {
     "a normalizer Lowercase": {"normalizer": {"type": "Lowercase"}},
     'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": words(WORDS[0].replace("1,3", "1,4"))},
