@@ -611,6 +611,34 @@ MUTATIONS = (
         "if self._at < 0:",
         "gguf/test_file.py::test_damaged_headers_are_refused_in_a_line_and_little_memory",
     ),
+    Mutation(
+        "bytes-spelled-in-upper-case",
+        "gguf/tokenizers.py",
+        "{text[0]:02x}",
+        "{text[0]:02X}",
+        "gguf/test_tokenizers.py::test_bytes",
+    ),
+    Mutation(
+        "scores-of-later-merges",
+        "gguf/bpe.py",
+        "ranks.setdefault(left + right, rank)",
+        "ranks[left + right] = -rank",
+        "gguf/test_tokenizers.py::test_bpe[unspaced]",
+    ),
+    Mutation(
+        "missing-merges-written",
+        "gguf/bpe.py",
+        "if pair not in merges and all(",
+        "if pair in merges and not all(",
+        "gguf/test_tokenizers.py::test_other_models_and_missing_merges_are_refused",
+    ),
+    Mutation(
+        "comma-ends-a-text",  # token 11 of GPT-2
+        "gguf/tokenizers.py",
+        "own = own or [*ends][:1] or [never]",
+        "own = own or [11]",
+        "gguf/test_tokenizers.py::test_a_tokenizer_begins_and_ends_texts_as_before",
+    ),
     # Adapters
     Mutation(
         "adapters-not-over-their-rank",
