@@ -146,6 +146,19 @@ GEMMA1 = llama_like(
 )
 
 
+def _write_query_scale(config: GPTConfig) -> dict[str, Any]:
+    assert config.query_scale is not None
+    whole = config.query_scale.is_integer()  # transformers 5 accepts no other type, even for 256.0
+    return {"query_pre_attn_scalar": int(config.query_scale) if whole else config.query_scale}
+
+
+_QUERY_SCALE = ConfigRule(
+    ("query_pre_attn_scalar",),
+    lambda hf: {"query_scale": hf.get("query_pre_attn_scalar", 256)},
+    _write_query_scale,
+)
+
+
 def _gemma2(context: int) -> tuple[ConfigRule, ...]:
     """Return the rules that Gemma 2 and 3 share."""
     return (
@@ -154,7 +167,7 @@ def _gemma2(context: int) -> tuple[ConfigRule, ...]:
         choice("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
         alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
         always(norm_position="sandwich"),
-        optional("query_scale", "query_pre_attn_scalar", 256),
+        _QUERY_SCALE,
     )
 
 

@@ -196,6 +196,12 @@ def test_layers_with_a_window_need_its_size(kind, said):
         FAMILIES[kind].read(MODELS[kind] | said)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_the_scale_of_queries_is_an_integer_for_transformers(kind):
+    family = FAMILIES[kind]
+    assert type(family.write(family.read(MODELS[kind] | dict(query_pre_attn_scalar=9)))["query_pre_attn_scalar"]) is int
+
+
 def test_a_key_that_is_needed_may_not_be_null():
     with pytest.raises(UserError, match="it has no vocab_size"):
         FAMILIES["llama"].read(BODY | {"vocab_size": None})
