@@ -7,7 +7,7 @@ FROM python:${PYTHON}-slim
 # Extras of pyproject.toml, separated by commas.
 ARG EXTRAS=hf,serve
 RUN --mount=type=bind,target=/source \
-    pip install --no-cache-dir "/source[${EXTRAS}]" \
+    pip install --no-cache-dir --root-user-action ignore "/source[${EXTRAS}]" \
     && useradd --uid 1000 --home-dir /work --no-create-home jaxgpt \
     && install --directory --owner jaxgpt --group jaxgpt /work
 
