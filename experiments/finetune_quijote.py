@@ -4,7 +4,7 @@ Reference   nanoGPT's finetune_shakespeare; adapters: Hu et al. 2021, arXiv:2106
 Weights     a GPT-2 of any size: a directory in Hugging Face's format, its id, or a run.
 Command     python experiments/finetune_quijote.py --train.init-from GPT2
             python experiments/finetune_quijote.py --train.init-from GPT2 --lora.rank 8 --optim.learning-rate 1e-3
-            jaxgpt export-hf runs/finetune-quijote --out quijote      (adapters merged into the weights)
+            jaxgpt export runs/finetune-quijote --to hf --out quijote   (adapters merged into the weights)
 Expected    a loss below that of random weights after as many steps. Adapters, with 2% of the parameters, between the
             two.
 Result      no published weights were available where this was written. A GPT-2 of 0.9M parameters pretrained on
