@@ -94,7 +94,7 @@ def test_the_last_norm_starts_at_the_ratio():
 
 
 def test_decay_is_not_scaled():
-    """With zero gradients a step shrinks a matrix by learning_rate * weight_decay, at any width."""
+    """Without gradients, a step multiplies a matrix by 1 - learning_rate * weight_decay at any width."""
     params = {"h_0": {"kernel": jnp.ones((2, 3))}}
     tx = make_optimizer(OptimConfig(schedule="constant", warmup_steps=0), 10, width_ratio=0.25)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)

@@ -168,7 +168,7 @@ def _read_tensors(path: Path) -> None:
 
 
 def _read_gguf(path: Path) -> None:
-    """What import makes of a GGUF file, up to tracing its model."""
+    """Read all that an import reads of a GGUF file."""
     fields, tensors = read_gguf(path)
     for tensor in tensors.values():
         assert tensor.read().shape == tensor.shape

@@ -1,4 +1,4 @@
-"""What is written is read back, and a model of llama.cpp's encoders, after its llama-vocab.cpp, gives our ids.
+"""Tokenizers survive the way to GGUF and back, and short imitations of llama.cpp's encoders give the same ids.
 
 llama.cpp itself is asked in test_llama_cpp.py.
 """
@@ -214,7 +214,7 @@ def test_ids():
 @pytest.mark.parametrize("name", BPE)
 @pytest.mark.filterwarnings("ignore:llama.cpp does not normalize")
 def test_bpe(name, trained):
-    """With its tokenizer.json it comes back byte for byte; rebuilt without, it encodes as before."""
+    """A file with tokenizer.json gives the same bytes; one without gives a tokenizer with the same ids."""
     tokenizer = make(name, trained)
     size = tokenizer.vocab_size
     fields = fields_of(tokenizer, size + 5, chat_template="{{ messages }}", ends=[7, 8])
