@@ -352,9 +352,7 @@ def test_a_finished_run_is_left_as_it_is(run, experiment):
 
 def test_fit_leaves_the_allocator_of_its_process_alone(run, experiment, monkeypatch):
     """Only commands change malloc's settings."""
-    monkeypatch.setattr(
-        "jaxgpt.parallel.device._tune_malloc", lambda **_: pytest.fail("malloc's settings were changed")
-    )
+    monkeypatch.setattr("jaxgpt.parallel.heap._tune_malloc", lambda **_: pytest.fail("malloc's settings were changed"))
     fit(experiment, run.directory, progress=False)
 
 

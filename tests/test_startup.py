@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
-from jaxgpt.parallel import device
+from jaxgpt.parallel import device, heap
 from jaxgpt.parallel.device import enable_compilation_cache
 from tests.conftest import keep_compiled
 from tests.helpers import run_command
@@ -60,7 +60,7 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
         events.append("device")
         raise Left
 
-    monkeypatch.setattr(device, "_tune_malloc", lambda **options: events.append(sorted(options)))
+    monkeypatch.setattr(heap, "_tune_malloc", lambda **options: events.append(sorted(options)))
     monkeypatch.setattr(device, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr("jaxgpt.session.first_device", first_device)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])

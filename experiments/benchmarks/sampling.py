@@ -50,7 +50,7 @@ def jaxgpt_generate(weights: str):
 
     import jaxgpt
     from jaxgpt.config.presets import gpt2
-    from jaxgpt.parallel.device import keep_freed_memory
+    from jaxgpt.parallel.heap import keep_freed_memory
 
     keep_freed_memory()
     model = jaxgpt.GPT(gpt2())

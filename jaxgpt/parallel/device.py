@@ -1,10 +1,8 @@
 """The devices at hand: their memory, and the dtype and attention kernel to compute with."""
 
-import ctypes
 import dataclasses
 import math
 import os
-import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +25,6 @@ KERNELS: dict[str, AttentionFn] = {
     "splash": splash_attention,
 }
 CAPPED = "it cannot cap scores (model.attention_softcap)"
-MALLOC = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4, "M_ARENA_MAX": -8}  # from malloc.h
 PACKED = "it cannot separate the conversations that are packed into a row"
 
 
@@ -181,39 +178,6 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
             f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
             f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
         )
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory that a step frees for the next step, instead of returning it to the kernel.
-
-    XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
-    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
-    stays as large as its largest step. Call this before a device is first used: its threads would get heaps of their
-    own. Without glibc, nothing happens.
-    """
-    _tune_malloc(
-        M_MMAP_MAX=0,  # allocate all sizes from the heap
-        M_TRIM_THRESHOLD=2**31 - 1,  # never shrink the heap
-        M_ARENA_MAX=1,  # one heap for all threads
-    )
-
-
-def return_freed_memory() -> None:
-    """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
-
-    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one; a tenth of a model's size then
-    stays behind in holes. Call this early, like `keep_freed_memory`. Without glibc, nothing happens.
-    """
-    _tune_malloc(
-        M_MMAP_THRESHOLD=2**17,  # glibc's initial value, which it no longer raises once it is set
-        M_ARENA_MAX=1,
-    )
-
-
-def _tune_malloc(**options: int) -> None:
-    if platform.libc_ver()[0] == "glibc":
-        for name, value in options.items():
-            ctypes.CDLL(None).mallopt(MALLOC[name], value)
 
 
 def enable_compilation_cache() -> None:

@@ -27,7 +27,8 @@ def configure_jax(*, computes: bool = True) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     skip_cuda_check()
     try:
-        from jaxgpt.parallel.device import enable_compilation_cache, keep_freed_memory, return_freed_memory
+        from jaxgpt.parallel.device import enable_compilation_cache
+        from jaxgpt.parallel.heap import keep_freed_memory, return_freed_memory
     except ValueError as e:  # JAX cannot parse one of its environment variables
         raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
     _try_flags()

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.parallel.device import keep_freed_memory
+from jaxgpt.parallel.heap import keep_freed_memory
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.session import fit
 
