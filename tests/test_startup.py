@@ -66,7 +66,7 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     with pytest.raises(Left):
         train(experiment=quickstart()) if command == "train" else run_experiment(quickstart())
-    assert events == [["M_ARENA_MAX", "M_MMAP_MAX", "M_TRIM_THRESHOLD"], "device"]
+    assert events == [["M_MMAP_MAX", "M_TOP_PAD", "M_TRIM_THRESHOLD"], "device"]
 
 
 # How many times XLA compiled each program of a run, and how many it read from the cache.
