@@ -125,6 +125,44 @@ def test_the_training_benchmark_shrunken(tmp_path):
     assert len(found["seconds"]["jaxgpt"]) == 2 and found["first"]["jaxgpt"] > max(found["seconds"]["jaxgpt"]) > 0
 
 
+def test_a_profile_shares_the_elapsed_time():
+    """Equal parts where events overlap, also two of one name; a gap belongs to a product that ended last."""
+    profile = script("benchmarks/step_profile")
+    events = [(0.0, 4.0, "a"), (1.0, 3.0, "b"), (2.0, 3.0, "b"), (6.0, 7.0, "dot"), (9.0, 10.0, "a")]
+    shares = profile.share_time(events)
+    assert shares == pytest.approx({"a": 1 + 1 / 2 + 1 / 3 + 1 + 1, "b": 1 / 2 + 2 / 3, "dot": 1})
+    assert sum(shares.values()) == pytest.approx(4 + 1 + 1)
+    assert profile.share_time(events, {"dot"}) == pytest.approx(shares | {"dot": 1 + 2})
+
+
+def test_a_profile_counts_what_a_program_computes():
+    """Products are counted wherever they are; a transposition is a copy, and what is not differentiated the optimiser."""
+    profile = script("benchmarks/step_profile")
+
+    def step(x, y):
+        loss, gradient = jax.value_and_grad(lambda x: jnp.sum(jnp.tanh(x @ y)))(x)
+        return loss, x - 0.1 * gradient, jnp.copy(y.T)
+
+    shapes = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    found = profile.read_operations(jax.jit(step).lower(*shapes).compile().as_text()).values()
+    assert max(each.flops for each in found) == 2 * 8 * 16 * 32
+    assert {profile.PRODUCTS, profile.MOVES, profile.ELEMENTS, profile.OPTIMISER} <= {each.kind for each in found}
+    assert profile.count_bytes("(f32[8,16]{1,0}, bf16[3]{0}, pred[], s8[5])") == 512 + 6 + 1 + 5
+
+
+@pytest.mark.slow
+def test_the_profile_shrunken(tmp_path):
+    sizes = json.dumps({"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "batch_size": 2})
+    argv = ["--profile", "--sizes", sizes, "--seconds", "0.05"]
+    path = REPOSITORY / "experiments/benchmarks/training.py"
+    done = run_command(str(path), *argv, cwd=tmp_path, deadline=120, JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    kinds = [line for line in done.stdout.splitlines() if line.endswith("|")][2:8]
+    assert [line.split(" | ")[0].strip("| ") for line in kinds][0::5] == ["matrix products", "dispatch and idle"]
+    parts = [float(line.split(" | ")[1]) for line in kinds]
+    assert all(part >= 0 for part in parts)
+
+
 @pytest.mark.slow
 def test_the_compilation_benchmark_shrunken(tmp_path):
     argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 1]

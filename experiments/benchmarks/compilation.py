@@ -15,6 +15,8 @@ import tempfile
 
 from training import arguments, start_worker, systems
 
+from jaxgpt.parallel.processor import describe_processor
+
 
 def main() -> None:
     """Measure all systems in turns, and print the table."""
@@ -29,6 +31,7 @@ def main() -> None:
                     worker.close()
                     took[name][kind].append(worker.facts["first"])
 
+    print(f"{describe_processor()}; the shape {options.shape}\n")
     print("| system | cold cache, s: median (least to most) | over jaxgpt's | warm cache, s | over jaxgpt's |")
     print("|---|---|---|---|---|")
     for name in names:

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 
+from jaxgpt.parallel.processor import describe_processor
+
 PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
 
 
@@ -139,6 +141,7 @@ def main() -> None:
     def median(name: str, batch: int, what: str) -> float:
         return statistics.median(run[str(batch)][what] for run in runs[name])
 
+    print(f"{describe_processor()}\n")
     print("| system | MB | batch | tokens/s (rounds) | ratio | decode only | ratio | prefill and first token, ms |")
     print("|---|---|---|---|---|---|---|---|")
     for name in systems:

@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from jaxgpt.parallel.processor import describe_processor
+
 SPEEDRUN = Path(__file__).parents[1] / "speedrun_shakespeare.py"
 LONGEST = 3600  # seconds of a run
 
@@ -78,6 +80,7 @@ def main() -> None:
     if options.keep and options.keep.exists():
         parser.error(f"{options.keep} exists: a record needs new runs, so name another directory")
     runs = []
+    print(f"{describe_processor()}\n")
     print("| seed | validation loss | seconds to it | to the end |\n|---|---|---|---|")
     for seed in range(options.seeds):
         keep = options.keep and options.keep / str(seed)

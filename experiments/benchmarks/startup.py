@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from jaxgpt.parallel.processor import describe_processor
+
 TRAIN = """
 import json, sys, time
 began = float(sys.argv.pop(1))
@@ -128,6 +130,7 @@ def main() -> None:
                 runs[kind].append(trained(directory, cache))
 
     base = statistics.median(took["import jax, flax.linen"])
+    print(f"{describe_processor()}\n")
     print("| command | median, s | least to most | relative to import jax, flax.linen |")
     print("|---|---|---|---|")
     for name, seconds in took.items():

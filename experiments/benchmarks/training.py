@@ -4,9 +4,11 @@ Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm c
            way of fetching a batch.
 Command:   python experiments/benchmarks/training.py --nanogpt DIR        (needs pip install ".[bench]", and
            for the compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
+           --profile: where jaxgpt's step spends its time; --busy 1: beside so many busy processes as well
 Method:    each system runs in a process of its own, compiled and warm. They take turns: a few seconds of steps each,
            round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
-           within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place.
+           within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place. With --busy each round
+           has its turns twice, alone and beside processes that count. Fewer cores: `taskset -c 0 python ...`.
 Result:    see LOG.md.
 """
 
@@ -22,6 +24,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from turns import print_table, spread, take_turns
+
 SHAPES = {  # nanoGPT's CPU configuration from its README, and config/train_shakespeare_char.py with a smaller batch
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0},
     "wide": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 12, "dropout": 0.0},
@@ -31,8 +35,8 @@ PEERS = ("nanogpt", "nanogpt-compiled", "transformers", "transformers-compiled")
 Steps = Callable[[int], float]  # number of steps -> the last loss, when all are done
 
 
-def jaxgpt_steps(shape: dict, options) -> Steps:
-    """Build jaxgpt's training step for a shape."""
+def make_jaxgpt(shape: dict) -> tuple:
+    """Return jaxgpt's trainer for a shape, and its batches."""
     from jaxgpt.parallel.jax_setup import configure_jax
 
     configure_jax()
@@ -54,7 +58,7 @@ def jaxgpt_steps(shape: dict, options) -> Steps:
     )
     text = Tokens([np.random.default_rng(0).integers(0, VOCAB, TEXT).astype(np.uint16)])
     batches = training_batches(text, block_size=shape["block_size"], batch_size=shape["batch_size"], seed=0)
-    return trainer_steps(trainer, batches)
+    return trainer, batches
 
 
 def trainer_steps(trainer, batches: Iterator) -> Steps:
@@ -151,7 +155,11 @@ def worker(options) -> None:
     """Build a system, and serve its steps."""
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     began = time.perf_counter()
-    run = jaxgpt_steps(shape, options) if options.worker == "jaxgpt" else torch_steps(shape, options, options.worker)
+    run = (
+        trainer_steps(*make_jaxgpt(shape))
+        if options.worker == "jaxgpt"
+        else torch_steps(shape, options, options.worker)
+    )
     serve(run, began)
 
 
@@ -236,42 +244,52 @@ def systems(options) -> list[str]:
     return options.systems or ["jaxgpt", *(p for p in PEERS if options.nanogpt or not p.startswith("nanogpt"))]
 
 
+def compare(options, shape: dict) -> None:
+    """Measure all systems in turns, and print the tables."""
+    workers = {name: start_worker(name, options) for name in systems(options)}
+    steps = {name: max(1, round(options.seconds / each.seconds(3))) for name, each in workers.items()}
+    alone, beside = take_turns(
+        {n: lambda n=n: workers[n].seconds(steps[n]) for n in workers}, options.rounds, options.busy
+    )
+    for each in workers.values():
+        each.close()
+    tokens = shape["batch_size"] * shape["block_size"]
+    print(f"{tokens} tokens a step, {options.rounds} rounds of {options.seconds} s")
+    first = {name: each.facts["first"] for name, each in workers.items()}
+    rates = {name: tokens / statistics.median(seconds) for name, seconds in alone.items()}
+    print_table(
+        alone, "tokens/s | first step, s", {name: f"{rates[name]:,.0f} | {first[name]:.1f}" for name in workers}
+    )
+    if options.busy:
+        slower = {name: spread(beside[name], alone[name]) for name in workers}
+        print_table(beside, f"beside {options.busy} busy: over its time alone", slower)
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump({"shape": shape, "seconds": alone, "busy": beside, "first": first}, f)
+
+
 def main() -> None:
-    """Measure all systems in turns, and print the table."""
+    """Compare the systems, or print the profile of jaxgpt's step."""
     parser = arguments(__doc__, rounds=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
+    parser.add_argument("--busy", type=int, default=0, help="measure beside that many busy processes as well")
+    parser.add_argument("--profile", action="store_true", help="print where the time of jaxgpt's step goes, on CPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
-    names = systems(options)
-    shape = SHAPES[options.shape] | json.loads(options.sizes)
-    tokens = shape["batch_size"] * shape["block_size"]
-    workers = {name: start_worker(name, options) for name in names}
-    steps = {name: max(1, round(options.seconds / each.seconds(3))) for name, each in workers.items()}
-    turns = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name, each in workers.items():
-            turns[name].append(each.seconds(steps[name]))
-    for each in workers.values():
-        each.close()
+    from jaxgpt.parallel.processor import describe_processor
 
-    print(f"{shape}, {tokens} tokens a step, {options.rounds} rounds of {options.seconds} s; {os.cpu_count()} cores")
-    print(
-        "| system | ms a step: median (least to most) | tokens/s | jaxgpt's speed over it (least to most) | first step, s |"
-    )
-    print("|---|---|---|---|---|")
-    for name in names:
-        ratios = [theirs / ours for theirs, ours in zip(turns[name], turns[names[0]], strict=True)]
-        ms = sorted(1e3 * x for x in turns[name])
-        print(
-            f"| {name} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | {1e3 * tokens / statistics.median(ms):,.0f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {workers[name].facts['first']:.1f} |"
-        )
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump({"shape": shape, "seconds": turns, "first": {n: w.facts["first"] for n, w in workers.items()}}, f)
+    shape = SHAPES[options.shape] | json.loads(options.sizes)
+    print(f"{describe_processor()}\n{shape}")
+    if options.profile:
+        from step_profile import print_profile
+
+        trainer, batches = make_jaxgpt(shape)
+        print_profile(trainer, batches, trainer_steps(trainer, batches), options.seconds)
+    else:
+        compare(options, shape)
 
 
 if __name__ == "__main__":
