@@ -39,7 +39,7 @@ def skip_bad_steps(
 
     def init(params: optax.Params) -> SkipState:
         skipped, in_a_row = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two arrays, since each is donated
-        return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan), spikes)
+        return SkipState(optimizer.init(params), skipped, in_a_row, jnp.full(NUM_NORMS, jnp.nan, jnp.float32), spikes)
 
     def update(updates, state: SkipState, params=None, *, value: jax.Array, grad_norm: jax.Array, step: jax.Array):
         count, good = count_taken(state, step), jnp.isfinite(value) & jnp.isfinite(grad_norm)

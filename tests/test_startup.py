@@ -1,5 +1,6 @@
 """What a start costs, by what does not vary with the clock: modules imported, programs compiled, bytes kept."""
 
+import dataclasses
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
 from jaxgpt.parallel import device, heap
 from jaxgpt.parallel.device import enable_compilation_cache
+from jaxgpt.parallel.trainer import make_trainer
 from tests.conftest import keep_compiled
 from tests.helpers import run_command
 
@@ -104,6 +106,14 @@ def test_each_program_is_compiled_once_and_never_again_in_a_second_process(tmp_p
         assert sum(n for fun, n in cold.items() if name in fun) == 1, cold
     assert cold["cache_misses"] > 3 and not cold.get("cache_hits"), cold
     assert warm["cache_hits"] == cold["cache_misses"] and not warm.get("cache_misses"), warm
+
+
+def test_a_resumed_run_finds_the_step_compiled():
+    """An initial state has the types of a restored one, none of them weak: otherwise the step is another program."""
+    experiment = quickstart()
+    experiment = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=65))
+    state = jax.eval_shape(make_trainer(experiment).init_state, jax.random.key(0))
+    assert [x for x in jax.tree.leaves(state) if x.weak_type] == []
 
 
 def test_the_cache_of_compiled_programs_is_bounded(tmp_path, monkeypatch, private_cache):
