@@ -4,7 +4,7 @@ Question:  tokens per second of the same GPT, batch and optimiser (AdamW, norm c
            way of fetching a batch.
 Command:   python experiments/benchmarks/training.py --nanogpt DIR        (needs pip install ".[bench]", and
            for the compiled peers a C++ compiler); --shape wide; --json FILE; --systems jaxgpt nanogpt-compiled
-           --profile: where jaxgpt's step spends its time; --busy 1: beside so many busy processes as well
+           --profile: print where jaxgpt's step spends its time; --busy N: measure again beside N busy processes
 Method:    each system runs in a process of its own, compiled and warm. They take turns: a few seconds of steps each,
            round after round, so that a busy minute of the machine affects all of them. Ratios are medians of the ratios
            within a round. --nanogpt: a checkout of github.com/karpathy/nanoGPT, used in place. With --busy each round
@@ -272,7 +272,7 @@ def main() -> None:
     """Compare the systems, or print the profile of jaxgpt's step."""
     parser = arguments(__doc__, rounds=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
-    parser.add_argument("--busy", type=int, default=0, help="measure beside that many busy processes as well")
+    parser.add_argument("--busy", type=int, default=0, help="measure again beside that many busy processes")
     parser.add_argument("--profile", action="store_true", help="print where the time of jaxgpt's step goes, on CPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -19,14 +19,14 @@ def keep_freed_memory() -> None:
     holes that they leave slow down each product of each step. But only the first thread's heap keeps blocks above
     64 MB, so steps run in the thread that calls them: call this before a device is first used.
     """
-    import jax
-
-    _tune_malloc(
+    is_tuned = _tune_malloc(
         M_MMAP_MAX=0,  # allocate all sizes from the heaps
         M_TRIM_THRESHOLD=2**31 - 1,  # never shrink a heap
         M_TOP_PAD=2**26,  # nor give an empty one back
     )
-    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+    if is_tuned and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        import jax
+
         jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
@@ -42,7 +42,9 @@ def return_freed_memory() -> None:
     )
 
 
-def _tune_malloc(**options: int) -> None:
-    if platform.libc_ver()[0] == "glibc":
-        for name, value in options.items():
-            ctypes.CDLL(None).mallopt(OPTIONS[name], value)
+def _tune_malloc(**options: int) -> bool:
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    for name, value in options.items():
+        ctypes.CDLL(None).mallopt(OPTIONS[name], value)
+    return True
