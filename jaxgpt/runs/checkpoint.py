@@ -109,7 +109,8 @@ class Checkpoints(CheckpointIndex):
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
         for thread in threading.enumerate():
             if type(thread).__module__.startswith("orbax."):  # after one has failed, the others still write
-                thread.join(MOST_SECONDS)
+                with contextlib.suppress(Exception):  # joining one raises its exception again
+                    thread.join(MOST_SECONDS)
         shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
         last = max(self.steps(), default="none")
         return CheckpointSaveError(

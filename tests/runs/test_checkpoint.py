@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import random
 import shutil
 import subprocess
+import threading
+import time
 import warnings
 
 import jax
@@ -370,6 +373,25 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
         checkpoints.close()
     assert found(small_disk / "checkpoints") == (1, [])
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
+
+
+def test_a_failed_save_is_reported_although_its_other_writes_fail_after_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(small_state(1), 1, None)
+    checkpoints.wait()
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    class Write(threading.Thread):
+        __module__ = "orbax.write"
+
+        def join(self, timeout=None):  # like Orbax's own threads
+            super().join(timeout)
+            raise full
+
+    Write(target=time.sleep, args=(0.1,)).start()
+    error = checkpoints._fail(2, full)
+    checkpoints.close()
+    assert "step 2 could not be saved" in str(error) and "The last checkpoint is step 1." in str(error)
 
 
 @pytest.mark.slow
