@@ -18,6 +18,7 @@ from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import check_memory, first_device
+from jaxgpt.parallel.strategy import StepFn
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.callbacks import RunCallbacks, introduction
@@ -178,6 +179,7 @@ class Session(Training):
 
     def train(self, start: int, watchdog: Watchdog, *, progress: bool) -> None:
         """Train to the end, from the checkpoint of step `start`. 0 means from the initial parameters."""
+        train_step = self.start_compiling(start)
         state, batches = self.restore_or_init(start), self.batches(start)
         log = RunLog(self, start, show=progress and multihost.is_process_0())
         is_lost = False
@@ -186,7 +188,7 @@ class Session(Training):
                 log.say(line)
             with catch_signals() as stop:
                 callbacks = RunCallbacks(training=self, watchdog=watchdog, log=log, stop=stop, compared=start)
-                self._run_loop(callbacks, state, batches, start)
+                self._run_loop(callbacks, train_step, state, batches, start)
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise
@@ -199,7 +201,9 @@ class Session(Training):
                 with contextlib.suppress(OSError):  # a full disk has been reported by now
                     plot_losses(log.lines, self.directory / "loss.png", self.experiment.name)
 
-    def _run_loop(self, callbacks: RunCallbacks, state: TrainState, batches: Iterator[Batch], start: int) -> None:
+    def _run_loop(
+        self, callbacks: RunCallbacks, train_step: StepFn, state: TrainState, batches: Iterator[Batch], start: int
+    ) -> None:
         config = self.experiment.train
         losses = map(self.checkpoints.val_loss, self.checkpoints.steps())  # unlike metrics.jsonl, these have checksums
         best = min((loss for loss in losses if loss is not None), default=math.inf)
@@ -211,7 +215,7 @@ class Session(Training):
             if (signal := callbacks.stop(None)) is not None:
                 raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
             loop.train(
-                self.trainer.train_step,
+                train_step,
                 state,
                 batches,
                 config=config,

@@ -143,6 +143,10 @@ class MeshStrategy(Strategy):
             jax.shard_map(gather_checksums, mesh=self.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
         )
 
+    def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and sharding of a training batch's tokens."""
+        return jax.ShapeDtypeStruct((B, T), np.int32, sharding=self._batch)
+
     def local_rows(self, B: int) -> np.ndarray:
         """Return the sorted indices of the rows that this process's devices need."""
         parts = self._batch.addressable_devices_indices_map((B, 1)).values()

@@ -39,7 +39,6 @@ class Strategy(abc.ABC):
     num_replicas: int | None = None  # programs, if each has its own rows and dropout key; None: one
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
     _checkpoint: Sharding  # for restoring checkpoints, if all arrays of the state share it
-    _batch: Sharding  # of the global batch, if the strategy has one
 
     def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
         """Return an attention kernel that runs on this strategy's devices."""
@@ -77,8 +76,8 @@ class Strategy(abc.ABC):
         return None
 
     def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a training batch's tokens, for ahead-of-time compilation."""
-        return jax.ShapeDtypeStruct((B, T), np.int32, sharding=self._batch)
+        """Return the shape of a training batch's tokens, with their sharding if `shard_batch` shards them."""
+        return jax.ShapeDtypeStruct((B, T), np.int32)
 
     def local_rows(self, B: int) -> np.ndarray:
         """Return the indices, in a batch of B rows, of the rows that this process reads."""
@@ -105,7 +104,7 @@ class SingleDevice(Strategy):
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         """Use the first of `devices`, by default of this process's devices."""
         self.devices = ((devices or jax.local_devices())[0],)
-        self._checkpoint = self._batch = SingleDeviceSharding(self.devices[0])
+        self._checkpoint = SingleDeviceSharding(self.devices[0])
 
     def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
         """Compile `step` and donate the state."""

@@ -56,7 +56,7 @@ class Trainer:
     def lower(self) -> Any:
         """Lower `train_step` for this experiment's states and batches, to be compiled by XLA."""
         jitted: Any = self.train_step
-        return jitted.lower(self.abstract_state, self.abstract_batch, jax.eval_shape(lambda: jax.random.key(0)))
+        return jitted.lower(self.abstract_state, self.abstract_batch, _abstract_key())
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     optimizer = make_optimizer(experiment.optim, train.steps, width_ratio=experiment.model.width_ratio)
     optimizer = skip_bad_steps(optimizer, spikes=experiment.optim.skip_spikes)
     init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
-    state = strategy.abstract_state(jax.eval_shape(init, jax.random.key(0)), experiment.model, optimizer)
+    state = strategy.abstract_state(jax.eval_shape(init, _abstract_key(), None), experiment.model, optimizer)
     step = functools.partial(
         train_step,
         model=model,
@@ -120,6 +120,10 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         abstract_batch=_abstract_batch(experiment, strategy),
         fallback=fallback,
     )
+
+
+def _abstract_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:

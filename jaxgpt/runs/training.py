@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jaxgpt.callbacks import Metrics
 from jaxgpt.config import DataConfig, Experiment
 from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
 from jaxgpt.data.tokens import Dataset
+from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import RunMetadata
@@ -55,6 +57,22 @@ class Training:
             return strategy.from_checkpoint(state)
         init_key, _ = init_and_dropout_keys(self.experiment.train.seed)
         return self.trainer.init_state(init_key, None if read is None else strategy.from_checkpoint(read))
+
+    def start_compiling(self, start: int) -> StepFn:
+        """Compile the step in a thread from now on, if one device takes it. Return a `train_step` that waits for it.
+
+        start: steps taken so far. If they are all, nothing is compiled.
+        """
+        trainer = self.trainer
+        if start == self.experiment.train.steps or not isinstance(trainer.strategy, SingleDevice):
+            return trainer.train_step
+        compiled = ThreadPoolExecutor(1).submit(lambda: trainer.lower().compile())
+
+        def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+            compiled.result()
+            return trainer.train_step(state, batch, key)  # JAX finds it compiled
+
+        return train_step
 
     def batches(self, start: int) -> Generator[Batch]:
         """Yield the batches of the steps after `start`, sharded over the devices."""

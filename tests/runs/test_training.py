@@ -1,0 +1,50 @@
+"""A run in training: its step is compiled in a thread, beside the making of the state."""
+
+import contextlib
+import dataclasses
+import logging
+
+import pytest
+
+from jaxgpt.parallel.trainer import Trainer
+from jaxgpt.session import check_session, fit
+from tests.data.test_documents import pairs_file
+from tests.helpers import chat_file, tiny_experiment
+
+STEPS = 7  # of no other test: trainers with equal fields are shared
+
+
+def experiment(kind, text_file, directory, **train):
+    path = {"conversations": chat_file, "pairs": pairs_file}.get(kind, lambda _: text_file)(directory)
+    made = tiny_experiment(path, steps=STEPS, **train)
+    sizes = {"conversations": {"block_size": 112}, "pairs": {"block_size": 16, "n_encoder_layer": 1}}.get(kind, {})
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, n_layer=1, dropout=0.1, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
+def test_the_step_is_compiled_once(kind, text_file, tmp_path, caplog):
+    """What the thread lowers from shapes is the program of the first step, and of the next."""
+    session = check_session(experiment(kind, text_file, tmp_path), tmp_path / "r", None)
+    with caplog.at_level(logging.DEBUG, logger="jax"), contextlib.closing(session.batches(0)) as batches:
+        train_step, state = session.start_compiling(0), session.restore_or_init(0)
+        for _ in range(2):
+            state, _ = train_step(state, next(batches), session.dropout_key)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if line.startswith("Finished XLA compilation of jit(train_step)")]) == 1
+
+
+def test_what_fails_in_the_thread_ends_the_run(text_file, tmp_path, monkeypatch):
+    calls = []
+
+    def lower(self):
+        calls.append(self)
+        raise MemoryError("of the compiler")
+
+    e = experiment("text", text_file, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="of the compiler"):
+        patch.setattr(Trainer, "lower", lower)
+        fit(e, tmp_path / "r", progress=False)
+    fit(e, tmp_path / "r", progress=False)
+    monkeypatch.setattr(Trainer, "lower", lower)
+    fit(e, tmp_path / "r", progress=False)  # it is complete: nothing is compiled
+    assert len(calls) == 1
