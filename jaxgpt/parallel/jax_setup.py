@@ -13,7 +13,7 @@ from jaxgpt.errors import UserError
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one: Windows Subsystem for Linux
 
 # Objects between two runs of Python's garbage collector. Importing JAX and tracing a step create a million objects and
-# leave few cycles; at Python's own 700 the collector takes 0.15 s of the quickstart's start.
+# leave few cycles; at Python's own 700 the collector takes 0.2 s of the quickstart's start.
 GC_THRESHOLD = 50_000
 
 
