@@ -3,6 +3,10 @@
 import ast
 import dataclasses
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -119,10 +123,32 @@ SMALL = json.dumps({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "ba
 
 @pytest.mark.slow
 def test_the_training_benchmark_shrunken(tmp_path):
-    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 2, "--seconds", 0.05]
+    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 2, "--seconds", 0.05, "--busy", 1]
     said, found = benchmark("training", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| jaxgpt |" in said and "16 tokens a step" in said
-    assert len(found["seconds"]["jaxgpt"]) == 2 and found["first"]["jaxgpt"] > max(found["seconds"]["jaxgpt"]) > 0
+    assert "| jaxgpt |" in said and "16 tokens a step" in said and "beside 1 busy" in said
+    alone, beside = found["seconds"]["jaxgpt"], found["busy"]["jaxgpt"]
+    assert len(alone) == len(beside) == 2 and found["first"]["jaxgpt"] > max(alone) > 0
+
+
+def test_turns_beside_busy_processes(monkeypatch):
+    """They run in those turns alone, and end with the process that started them."""
+    turns, started = script("benchmarks/turns"), []
+    popen = subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    count_running = {"us": lambda: sum(each.poll() is None for each in started)}
+    assert turns.take_turns(count_running, 2, busy=2) == ({"us": [0, 0]}, {"us": [2, 2]})
+    assert count_running["us"]() == 0
+    left = start([sys.executable, "-S", "-c", turns.BUSY], stdin=subprocess.PIPE)
+    try:
+        left.stdin.close()  # as when the process that started it is killed
+        assert left.wait(20) == 0
+    finally:
+        left.kill()
 
 
 def test_a_profile_shares_the_elapsed_time():
@@ -161,6 +187,20 @@ def test_the_profile_shrunken(tmp_path):
     assert [line.split(" | ")[0].strip("| ") for line in kinds][0::5] == ["matrix products", "dispatch and idle"]
     parts = [float(line.split(" | ")[1]) for line in kinds]
     assert all(part >= 0 for part in parts)
+
+
+def test_all_benchmarks_in_one_table(tmp_path, text_file):
+    """A part that is there is not measured again, and each part has its place in the table."""
+    path = REPOSITORY / "experiments/benchmarks/all.sh"
+    parts = re.findall(r"^ *part ([\w-]+) +\d", path.read_text(), re.MULTILINE)
+    for name in parts:
+        (tmp_path / f"{name}.md").write_text(f"## {name}\n\nmeasured before\n")
+    command = ["bash", path, tmp_path, "--nanogpt", tmp_path, "--text", text_file]
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, env=env, check=True, timeout=120, stderr=subprocess.DEVNULL)
+    table = (tmp_path / "table.md").read_text()
+    assert re.match(r"# Benchmarks, \d{4}-\d\d-\d\d\n\n.+ cores?\. Python .+, jax \d", table), table
+    assert sorted(re.findall("^## (.+)\n\nmeasured before$", table, re.MULTILINE)) == sorted(parts)
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ else
   missing peers "torch or transformers is not installed, so that jaxgpt is alone below"
 fi
 
-# Part, seconds at most. Not here: serving.py, 8 minutes a round; parallel.py, which has no peer; gpu.py.
+# Part, seconds at most. Not here: parallel.py, which has no peer; gpu.py; and most of serving.py, 8 minutes a round.
 part training-small     150 training.py "${nanogpt[@]}" "${systems[@]}" --rounds 5
 part training-wide      260 training.py "${nanogpt[@]}" "${systems[@]}" --rounds 3 --seconds 4 --shape wide
 part profile-small       60 training.py --profile
@@ -65,14 +65,15 @@ part startup             90 startup.py --rounds 3 --trains 2
 part products            60 products.py
 if [ ${#systems[@]} -eq 0 ]; then
   part sampling         240 sampling.py --weights int8 --rounds 1
+  part serving          240 serving.py --rounds 1 --clients 1 8 --system transformers-batching --system jaxgpt
   part interop          120 interop.py --size 124M --rounds 2
   part interventions    150 interventions.py --model gpt2 --rounds 2 --parts 3
 else
-  for name in sampling interop interventions; do missing $name "torch or transformers is not installed"; done
+  for name in sampling serving interop interventions; do missing $name "torch or transformers is not installed"; done
 fi
 if [ -n "$text" ]; then
-  part speedrun         180 speedrun.py "$text" --seeds 5
-  part speedrun-long    600 speedrun.py "$text" --experiment "$here/../speedrun_shakespeare_long.py" --seeds 1
+  part speedrun         120 speedrun.py "$text" --seeds 5
+  part speedrun-long    420 speedrun.py "$text" --experiment "$here/../speedrun_shakespeare_long.py" --seeds 1
   part data             160 data.py "$text" --megabytes 20 --gigabytes 1 --rounds 2
 else
   for name in speedrun speedrun-long data; do missing $name "it needs --text FILE"; done
@@ -91,8 +92,8 @@ for name in ("jaxgpt", "jax", "torch", "transformers"):
         print(f", no {name}", end="")
 print(".\n")
 VERSIONS
-  for name in peers training-{small,wide} profile-{small,wide} compilation startup products sampling interop interventions \
-    speedrun speedrun-long data; do
+  for name in peers training-{small,wide} profile-{small,wide} compilation startup products \
+    sampling serving interop interventions speedrun speedrun-long data; do
     [ -e "$results/$name.md" ] && cat "$results/$name.md" && echo
   done
 } >"$results/table.md"

@@ -32,7 +32,7 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-PROMPT, NEW, STREAMS, EACH = 64, 64, (1, 4, 8, 16), 2
+PROMPT, NEW, EACH = 64, 64, 2
 VOCAB = 50257
 LETTERS = 4  # tokens of a completion that may be letters without a space, of which the vocabulary has 26
 SYSTEMS = {
@@ -145,14 +145,14 @@ def server(system: str, directory: Path, peer_python: str, slots: int):
         process.wait()
 
 
-def measure(system: str, directory: Path, peer_python: str, slots: int, round_number: int) -> dict:
+def measure(system: str, directory: Path, options, round_number: int) -> dict:
     """Measure a system in a process of its own: {streams: figures}, and the texts by prompt's place."""
     model, found = "run" if system == "jaxgpt" else "./hf", {}
-    with server(system, directory, peer_python, slots) as port:
+    with server(system, directory, options.peer_python, options.slots) as port:
         if system == "jaxgpt":
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as response:
                 model = json.load(response)["data"][0]["id"]
-        for streams in STREAMS:
+        for streams in options.clients:
             asyncio.run(measure_streams(port, model, streams, seed=-1, each=1))  # warms up
             completions, seconds = asyncio.run(measure_streams(port, model, streams, seed=round_number))
             between = [b - a for c in completions for a, b in itertools.pairwise(c.arrivals)]
@@ -185,7 +185,9 @@ def print_table(rounds: dict[str, list[dict]]) -> None:
     )
     print("|---|---|---|---|---|---|---|")
     peers = [system for system in rounds if system != "jaxgpt"]
-    for system, streams in itertools.product(rounds, STREAMS):
+    systems = list(rounds)
+    clients = list(rounds[systems[0]][0])
+    for system, streams in itertools.product(systems, clients):
         pooled = {
             what: [x for found in rounds[system] for x in found[streams][what]]
             for what in ("first", "between", "stalls")
@@ -198,8 +200,7 @@ def print_table(rounds: dict[str, list[dict]]) -> None:
             f"| {', '.join(ranks['first'])} | {', '.join(ranks['between'])}, {1e3 * statistics.mean(pooled['between']):.0f} "
             f"| {', '.join(ranks['stalls'])} |"
         )
-    systems = list(rounds)
-    pairs = [(a, b) for found in zip(*rounds.values(), strict=True) for s in STREAMS
+    pairs = [(a, b) for found in zip(*rounds.values(), strict=True) for s in clients
              for texts in zip(*(f[s]["texts"] for f in found), strict=True) for a, b in itertools.pairwise(texts)]  # fmt: skip
     print(f"equal texts: {sum(a == b for a, b in pairs)} of {len(pairs)} pairs between {', '.join(systems)}")
 
@@ -208,6 +209,7 @@ def main() -> None:
     """Measure all systems in turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16], help="clients at once")
     parser.add_argument("--slots", type=int, default=8, help="of jaxgpt serve")
     parser.add_argument("--system", action="append", choices=SYSTEMS, help="measure only these")
     parser.add_argument("--peer-python", default=sys.executable, help="an interpreter that has transformers and torch")
@@ -226,7 +228,7 @@ def main() -> None:
         rounds: dict[str, list[dict]] = {system: [] for system in options.system or SYSTEMS}
         for number in range(options.rounds):
             for system in rounds:
-                rounds[system].append(measure(system, directory, options.peer_python, options.slots, number))
+                rounds[system].append(measure(system, directory, options, number))
                 print(f"round {number}: {system} measured", file=sys.stderr)
     print_table(rounds)
     if options.json:
