@@ -3,6 +3,7 @@
 #
 #   bash experiments/benchmarks/all.sh RESULTS [--nanogpt DIR] [--text FILE]
 #
+# The peers need pip install -e ".[bench,serve]" "transformers[serving]" transformer-lens, and a checkout of nanoGPT in DIR.
 # RESULTS/table.md is the table, RESULTS/PART.md and PART.log each part and what it wrote to stderr. A part that is already
 # there is not measured again, so that an interrupted call continues: delete the file to repeat it. Each part is killed at
 # its deadline; one that fails, or lacks a peer or a file, becomes a line that says so. The deadlines add up to 40 minutes.
@@ -36,7 +37,7 @@ part() { # NAME SECONDS SCRIPT ARGUMENTS...: measure a part, unless it is there
     case $status in
       0) ;;
       137) printf '\nStopped after %d s, its deadline.\n' "$seconds" ;;
-      *) printf '\nFailed with status %d: %s\n' "$status" "$(tail -n 1 "$results/$name.log")" ;;
+      *) printf '\nFailed with status %d: %s\n' "$status" "$(grep . "$results/$name.log" | tail -n 1)" ;;
     esac
   } >"$results/$name.md"
   rm "$results/$name.part"
@@ -67,7 +68,7 @@ if [ ${#systems[@]} -eq 0 ]; then
   part sampling         240 sampling.py --weights int8 --rounds 1
   part serving          240 serving.py --rounds 1 --clients 1 8 --system transformers-batching --system jaxgpt
   part interop          120 interop.py --size 124M --rounds 2
-  part interventions    150 interventions.py --model gpt2 --rounds 2 --parts 3
+  part interventions    150 interventions.py --model gpt2 --rounds 2 --parts 4
 else
   for name in sampling serving interop interventions; do missing $name "torch or transformers is not installed"; done
 fi
