@@ -186,7 +186,8 @@ def test_the_profile_shrunken(tmp_path):
     kinds = [line for line in done.stdout.splitlines() if line.endswith("|")][2:8]
     assert [line.split(" | ")[0].strip("| ") for line in kinds][0::5] == ["matrix products", "dispatch and idle"]
     parts = [float(line.split(" | ")[1]) for line in kinds]
-    assert all(part >= 0 for part in parts)
+    traced = float(re.search(r"while traced ([\d.]+) ms", done.stdout)[1])
+    assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(traced, abs=0.1)
 
 
 def test_all_benchmarks_in_one_table(tmp_path, text_file):
