@@ -31,7 +31,6 @@ class TrainState:
     frozen_params: Params | None = None  # the model's own, if `params` are adapters
 
 
-@functools.partial(jax.jit, static_argnums=0)  # one program, compiled at each start
 def init_and_dropout_keys(seed: int) -> tuple[jax.Array, jax.Array]:
     """Return a run's keys for initialisation and for dropout."""
     init_key, dropout_key = jax.random.split(jax.random.key(seed))

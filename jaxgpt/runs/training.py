@@ -43,9 +43,13 @@ class Training:
         return self.directory / "metrics.jsonl"
 
     @functools.cached_property
+    def _keys(self) -> tuple[jax.Array, jax.Array]:
+        return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()  # one program instead of four
+
+    @property
     def dropout_key(self) -> jax.Array:
         """Return the dropout key of the run."""
-        return init_and_dropout_keys(self.experiment.train.seed)[1]
+        return self._keys[1]
 
     def restore_or_init(self, step: int) -> TrainState:
         """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
@@ -55,8 +59,7 @@ class Training:
         if step:
             state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=read)
             return strategy.from_checkpoint(state)
-        init_key, _ = init_and_dropout_keys(self.experiment.train.seed)
-        return self.trainer.init_state(init_key, None if read is None else strategy.from_checkpoint(read))
+        return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
 
     def start_compiling(self, start: int) -> StepFn:
         """Compile the step in a thread from now on, if one device takes it. Return a `train_step` that waits for it.
