@@ -38,7 +38,7 @@ def compiled():
 
 @pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
 def test_the_step_is_compiled_once(kind, text_file, tmp_path, compiled):
-    """What the thread lowers from shapes is the program of the first step, and of the next."""
+    """The first two steps run the program that the thread compiled."""
     session = check_session(experiment(kind, text_file, tmp_path), tmp_path / "r", None)
     with contextlib.closing(session.batches(0)) as batches:
         train_step, state = session.start_compiling(0), session.restore_or_init(0)
