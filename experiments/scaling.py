@@ -37,7 +37,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.parallel.heap import keep_freed_memory, return_freed_memory
+from jaxgpt.parallel.jax_setup import keep_freed_memory, return_freed_memory
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.tools.plan.plan import memory_of_program
 from jaxgpt.tools.plan.program import read_program

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxgpt.config import TrainConfig as TrainConfig
     from jaxgpt.errors import UserError as UserError
     from jaxgpt.model import GPT as GPT
+    from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
     from jaxgpt.sample.decoding import Decoding as Decoding
@@ -48,6 +49,7 @@ _HOME = {
     "Score": "sample.score",
     "TrainConfig": "config",
     "UserError": "errors",
+    "configure_jax": "parallel.jax_setup",
     "fit": "session",
     "for_decoding": "sample.quantize",
     "generate": "sample.generate",

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from jaxgpt.train import TrainState
 
-# Enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
+# On CPU `configure_jax` turns asynchronous dispatch off, so that each step is done when it was dispatched. Elsewhere
+# enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
 # of steps are in flight.
 IN_FLIGHT = 2
 LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them

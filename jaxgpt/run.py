@@ -19,6 +19,7 @@ from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
 from jaxgpt.runs.find import find_run
@@ -216,7 +217,9 @@ class Run:
         return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
 
-def load(run: str | Path | None = None, *, which: str | int = "best", average: int | None = None) -> Run:
+def load(
+    run: str | Path | None = None, *, which: str | int = "best", average: int | None = None, setup: bool = True
+) -> Run:
     """Load the run in a directory, ready to sample on this machine. Raises `UserError` if it has no checkpoint.
 
     Args:
@@ -226,7 +229,10 @@ def load(run: str | Path | None = None, *, which: str | int = "best", average: i
             the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many. Best
             checkpoints that were kept count as well: for even spacing make `train.eval_every` a multiple of
             `train.checkpoint_every`.
+        setup: call `configure_jax` first. False leaves the process as it is.
     """
+    if setup:
+        configure_jax()
     return load_run(read_metadata(find_run(run)), which=which, average=average)
 
 

@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+from jaxgpt.parallel.jax_setup import NO_FUSED_REDUCTIONS, configure_jax
+
 # Tests compile thousands of tiny programs and run each once: compile fast, run slowly. Before jax is imported.
 # Without the fusion emitters a training step compiles in 1.2 s of CPU, with them in 3.1 (jax 0.10.2, AMD EPYC).
 # jax 0.12.0.1 takes the option that stops them, and uses them all the same.
@@ -14,6 +16,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
         "--xla_cpu_parallel_codegen_split_count=1",
+        NO_FUSED_REDUCTIONS,  # as every entrance sets it, but in time for what a test module computes at its import
     ]
 )
 
@@ -45,6 +48,7 @@ def private_cache(tmp_path_factory):
     """Corpora, token files and compiled programs of the tests, away from the user's."""
     directory = tmp_path_factory.mktemp("cache")
     os.environ["JAXGPT_CACHE"] = str(directory)
+    configure_jax()  # now, so that no test changes the process in its middle
     keep_compiled(directory)
     return directory
 

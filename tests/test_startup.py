@@ -11,8 +11,8 @@ import pytest
 
 from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
-from jaxgpt.parallel import device, heap
-from jaxgpt.parallel.device import enable_compilation_cache
+from jaxgpt.parallel import jax_setup
+from jaxgpt.parallel.jax_setup import enable_compilation_cache
 from jaxgpt.parallel.trainer import make_trainer
 from tests.conftest import keep_compiled
 from tests.helpers import run_command
@@ -62,8 +62,9 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
         events.append("device")
         raise Left
 
-    monkeypatch.setattr(heap, "_tune_malloc", lambda **options: events.append(sorted(options)))
-    monkeypatch.setattr(device, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(jax_setup, "_is_set_up", False)
+    monkeypatch.setattr(jax_setup, "_tune_malloc", lambda **options: events.append(sorted(options)))
+    monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr("jaxgpt.session.first_device", first_device)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     with pytest.raises(Left):

@@ -52,9 +52,8 @@ def jaxgpt_generate(weights: str):
 
     import jaxgpt
     from jaxgpt.config.presets import gpt2
-    from jaxgpt.parallel.heap import keep_freed_memory
 
-    keep_freed_memory()
+    jaxgpt.configure_jax()
     model = jaxgpt.GPT(gpt2())
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     model, params = jaxgpt.for_decoding(model, params, weights)

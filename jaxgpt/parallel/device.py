@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.files import cache_directory
 from jaxgpt.layers.kernels.fused import cudnn_attention, xla_attention
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
@@ -178,24 +177,3 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
             f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
             f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
         )
-
-
-def enable_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
-
-    JAX runs the programs it finds there, so only the user can access the directory (mode 0700); it is never in /tmp.
-    `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
-    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` is respected too.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
-    directory = cache_directory() / "xla"
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        directory.chmod(0o700)
-    except OSError:  # a read-only home, or another user's directory: run without a cache
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first

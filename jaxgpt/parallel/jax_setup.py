@@ -1,28 +1,50 @@
-"""Set up JAX for a command, and check environment variables whose bad values would make XLA end the process."""
+"""Set up the process for JAX: heap, XLA's flags, dispatch, garbage collector, logging and compilation cache."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
+import platform
 import re
 import warnings
 
 from jaxgpt.errors import UserError
+from jaxgpt.files import cache_directory
 
+_is_set_up = False  # by the first call of `configure_jax`
+SWITCH = "JAXGPT_SETUP"  # environment variable: 0 leaves the process as it is
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one: Windows Subsystem for Linux
+
+# XLA on CPU computes some programs wrongly when YNNPACK fuses a reduction into the product before it: jaxlib 0.10.2 to
+# 0.12.0.1, github.com/jax-ml/jax/issues/39103. `tests/test_canary.py` has such programs, and what the flag costs.
+REDUCTIONS_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
+NO_FUSED_REDUCTIONS = f"{REDUCTIONS_FLAG}=-reduce"
 
 # Objects between two runs of Python's garbage collector. Importing JAX and tracing a step create a million objects and
 # leave few cycles; at Python's own 700 the collector takes 0.2 s of the quickstart's start.
 GC_THRESHOLD = 50_000
 
+# from glibc's malloc.h
+MALLOC = {"M_TRIM_THRESHOLD": -1, "M_TOP_PAD": -2, "M_MMAP_THRESHOLD": -3, "M_MMAP_MAX": -4, "M_ARENA_MAX": -8}
+
 
 def configure_jax(*, computes: bool = True) -> None:
-    """Import JAX and configure it for a command, without starting a backend: several processes must connect first.
+    """Set up the process, once. Every command, `jaxgpt.fit` and `jaxgpt.load` call this first; a notebook may.
 
-    With `computes=False`, arrays are only read and written, in host memory, where models fit that no device can hold.
-    Raises `UserError` for environment variables with unusable values.
+    No backend is started, since several processes must connect first. Environment variables that are set already win,
+    and `JAXGPT_SETUP=0` leaves the process as it is. Warns if JAX has already started on a CPU with fused reductions.
+
+    Args:
+        computes: False if arrays are only read and written, in host memory, where models fit that no device can hold.
+
+    Raises:
+        UserError: an environment variable has an unusable value, with which XLA would end the process.
     """
+    global _is_set_up
+    if _is_set_up or os.environ.get(SWITCH) == "0":
+        return
     count = os.environ.get("JAX_NUM_CPU_DEVICES")
     if count is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):
         raise UserError(
@@ -33,18 +55,40 @@ def configure_jax(*, computes: bool = True) -> None:
     gc.set_threshold(GC_THRESHOLD)
     skip_cuda_check()
     try:
-        from jaxgpt.parallel.device import enable_compilation_cache
-        from jaxgpt.parallel.heap import keep_freed_memory, return_freed_memory
+        import jax
     except ValueError as e:  # JAX cannot parse one of its environment variables
         raise UserError(f"jax cannot be imported: {e}. Check the environment variables that begin with JAX_") from None
-    _try_flags()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _has_started(jax):
+        if jax.default_backend() == "cpu" and REDUCTIONS_FLAG not in flags:
+            warnings.warn(
+                f"JAX has started without {NO_FUSED_REDUCTIONS} in XLA_FLAGS, and may compute some sums wrongly: call "
+                "jaxgpt.configure_jax() before the first array, or set the variable",
+                stacklevel=2,
+            )
+    else:
+        _try_flags(flags)
+        if REDUCTIONS_FLAG not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_REDUCTIONS}".strip()
     for name in ("absl", "asyncio"):  # Orbax logs a dozen lines per save, a hundred if it fails
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if computes:
-        keep_freed_memory()
-    else:
+    if not computes:
         return_freed_memory()
+    elif keep_freed_memory() and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # steps run in the first thread: see the heap
     enable_compilation_cache()
+    _is_set_up = True
+
+
+def _has_started(jax) -> bool:
+    """Return whether a backend has started: from then on JAX refuses to change this option."""
+    devices = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", 1 if devices != 1 else 2)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", devices)
+    return False
 
 
 def skip_cuda_check() -> None:
@@ -56,9 +100,8 @@ def skip_cuda_check() -> None:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def _try_flags() -> None:
+def _try_flags(flags: str) -> None:
     """Raise `UserError` for XLA flags that XLA does not know. A fork tries them, since XLA would end the process."""
-    flags = os.environ.get("XLA_FLAGS")
     if not flags or not hasattr(os, "fork"):
         return
     from jaxlib import _jax
@@ -77,3 +120,64 @@ def _try_flags() -> None:
     if os.waitpid(child, 0)[1]:
         first = re.sub(r"^.*?\] ", "", output.splitlines()[0]) if output else "XLA ended"
         raise UserError(f"XLA cannot use XLA_FLAGS={flags!r}: {first}. Correct it, or unset it.")
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep the memory that a step frees for the next step, instead of returning it to the kernel.
+
+    XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
+    40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
+    stays as large as its largest step.
+
+    Each thread has a heap of its own. In one heap for all, the threads of the compiler wait for each other, and the
+    holes that they leave slow down each product of each step. But only the first thread's heap keeps blocks above
+    64 MB, so steps have to run in the thread that calls them, without asynchronous dispatch. Returns False without glibc.
+    """
+    return _tune_malloc(
+        M_MMAP_MAX=0,  # allocate all sizes from the heaps
+        M_TRIM_THRESHOLD=2**31 - 1,  # never shrink a heap
+        M_TOP_PAD=2**26,  # nor give an empty one back
+    )
+
+
+def return_freed_memory() -> None:
+    """Let the C library return an array's memory as soon as it is freed, for commands that only read and write.
+
+    By default glibc allocates arrays of up to 32 MB on the heap after it has freed one; a tenth of a model's size then
+    stays behind in holes.
+    """
+    _tune_malloc(
+        M_MMAP_THRESHOLD=2**17,  # glibc's initial value, which it no longer raises once it is set
+        M_ARENA_MAX=1,
+    )
+
+
+def _tune_malloc(**options: int) -> bool:
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    for name, value in options.items():
+        ctypes.CDLL(None).mallopt(MALLOC[name], value)
+    return True
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache directory, so that the second start skips most compilation.
+
+    JAX runs the programs it finds there, so only the user can access the directory (mode 0700); it is never in /tmp.
+    `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
+    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` is respected too.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    directory = cache_directory() / "xla"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.chmod(0o700)
+    except OSError:  # a read-only home, or another user's directory: run without a cache
+        return
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)  # bytes; the oldest go first

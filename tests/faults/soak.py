@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.parallel.heap import keep_freed_memory
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.session import fit
 
@@ -72,7 +71,6 @@ def soak(directory: Path, steps: int, *, saves: bool = True) -> Found:
         if "loss" in values and values["step"] % max(10, steps // 1000 * 10) == 0:
             samples.append(measure(values["step"]))
 
-    keep_freed_memory()
     jax.monitoring.register_event_duration_secs_listener(on_event)
     MetricsFile.write = watched  # type: ignore[method-assign]
     began = time.monotonic()

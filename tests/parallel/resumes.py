@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxgpt.config import ParallelConfig
-from jaxgpt.parallel.device import enable_compilation_cache
 from jaxgpt.run import load
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.session import fit
@@ -66,6 +65,5 @@ def resumed(name: str, text: Path, root: Path) -> dict:
 
 
 if __name__ == "__main__":
-    enable_compilation_cache()  # the three runs of a strategy are one program
     text, directory = map(Path, sys.argv[1:])
     print(json.dumps({name: resumed(name, text, directory / str(i)) for i, name in enumerate(STRATEGIES)}))

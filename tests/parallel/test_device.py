@@ -13,10 +13,10 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import (
     check_memory,
     compute_options,
-    enable_compilation_cache,
     first_device,
     memory_of,
 )
+from jaxgpt.parallel.jax_setup import enable_compilation_cache
 from jaxgpt.parallel.peaks import PEAKS
 from tests.conftest import keep_compiled
 

@@ -1,0 +1,107 @@
+"""The one function that sets up a process: what it changes, when it is too late, and how it is switched off."""
+
+import json
+import os
+import platform
+import warnings
+
+import jax
+import pytest
+
+from jaxgpt.parallel import jax_setup
+from tests.conftest import REPOSITORY
+from tests.helpers import run_command
+
+REPORT = """
+import gc, json, os, resource, sys
+import jaxgpt
+jaxgpt.configure_jax()
+found = {"jax": "jax" in sys.modules, "flags": os.environ.get("XLA_FLAGS"), "collector": gc.get_threshold()[0]}
+import jax, jax.numpy as jnp
+found["cache"] = jax.config.jax_compilation_cache_dir
+step = jax.jit(lambda x: jnp.tanh(x @ x.T) @ x)  # a temporary of 100 MB
+x = jax.block_until_ready(jnp.ones((5_000, 16)))
+for _ in range(8):  # the heap settles after two or three
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    jax.block_until_ready(step(x))
+found["faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(json.dumps(found))
+"""
+
+
+def report(tmp_path, **env):
+    env = {"JAX_NUM_CPU_DEVICES": "1", "JAXGPT_CACHE": str(tmp_path / "cache"), **env}
+    done = run_command("-c", REPORT, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_process_is_set_up(tmp_path):
+    found = report(tmp_path, XLA_FLAGS="")
+    assert found["flags"] == "--xla_cpu_experimental_ynn_fusion_type=-reduce"
+    assert found["collector"] == jax_setup.GC_THRESHOLD
+    assert found["cache"] == str(tmp_path / "cache" / "xla")
+    if platform.libc_ver()[0] == "glibc":
+        # Only the first thread's heap holds a block above 64 MB; mapped again, it has 24,000 pages.
+        assert found["faults"] < 1_000
+
+
+def test_a_switch_leaves_the_process_alone(tmp_path):
+    found = report(tmp_path, XLA_FLAGS="", JAXGPT_SETUP="0")
+    assert not found["jax"] and found["flags"] == "" and found["cache"] is None
+    assert found["collector"] != jax_setup.GC_THRESHOLD
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """This process, before it was set up: the rest of the set-up does nothing."""
+    monkeypatch.setattr(jax_setup, "_is_set_up", False)
+    for name in ("_tune_malloc", "enable_compilation_cache", "_try_flags"):
+        monkeypatch.setattr(jax_setup, name, lambda *_, **__: None)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, "--xla_cpu_experimental_ynn_fusion_type=-reduce"),
+        ("--xla_dump_to=x", "--xla_dump_to=x --xla_cpu_experimental_ynn_fusion_type=-reduce"),
+        ("--xla_cpu_experimental_ynn_fusion_type=dot", "--xla_cpu_experimental_ynn_fusion_type=dot"),
+    ],
+)
+def test_the_users_flags_win(unset, given, expected):
+    unset.setattr(jax_setup, "_has_started", lambda jax: False)
+    unset.setenv("XLA_FLAGS", "") if given is None else unset.setenv("XLA_FLAGS", given)
+    jax_setup.configure_jax()
+    assert os.environ["XLA_FLAGS"] == expected
+    jax_setup.configure_jax()  # the second call does nothing
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_a_backend_that_has_started_without_the_flag_is_named(unset):
+    jax.devices()
+    unset.setenv("XLA_FLAGS", "")
+    with pytest.warns(
+        UserWarning, match=r"has started without .*=-reduce in XLA_FLAGS.*: call jaxgpt.configure_jax\(\)"
+    ):
+        jax_setup.configure_jax()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_a_backend_that_has_started_with_the_flag_is_not(unset):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax_setup.configure_jax()
+
+
+def test_what_is_looked_at_is_not_changed():
+    """In a process of its own, a backend has not started, and the number of devices is as it was."""
+    code = """
+import jax
+from jaxgpt.parallel.jax_setup import _has_started
+before = jax.config.jax_num_cpu_devices
+assert not _has_started(jax) and jax.config.jax_num_cpu_devices == before
+assert len(jax.devices()) and _has_started(jax) and jax.config.jax_num_cpu_devices == before
+"""
+    done = run_command("-c", code, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
