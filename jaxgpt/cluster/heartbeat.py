@@ -33,8 +33,6 @@ class Heartbeat:
 
     def __str__(self) -> str:
         """Return the process's name for messages."""
-        if self.processes == 1:
-            return "this process"
         return f"process {self.process} of {self.processes} (host {self.host}, pid {self.pid})"
 
     def publish(self) -> None:

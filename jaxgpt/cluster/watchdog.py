@@ -1,8 +1,8 @@
-"""End a run that is stuck or has lost a process, with a message that names the process at fault.
+"""End a run of several processes that is stuck or has lost one, with a message that names the process at fault.
 
-In each process, a thread measures the time since the main thread last made progress. With several processes, the
-threads also publish how far each has come, once a second: if a collective fails or hangs, all processes are in the same
-call, and only these heartbeats identify the culprit.
+In each process, a thread measures the time since the main thread last made progress, and publishes it once a second: if
+a collective fails or hangs, all processes are in the same call, and only these heartbeats identify the culprit. A run in
+one process is never ended: whatever delays its step may pass, and nobody else waits for it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class Watchdog:
             elif self.main.is_compiling() or self.main.is_debugged():
                 self._since = now
             self._pulse += 1
-            if self._me.processes > 1:
-                self._peers.exchange(self._heartbeat())
+            self._peers.exchange(self._heartbeat())
             self._looked = time.monotonic()
             if ended := self._peers.find_ended():
                 self._end(*ended, stacks=str(self._me) in ended[0])  # another process may find this one stuck first
@@ -131,17 +130,14 @@ class Watchdog:
         return None
 
     def start(self) -> None:
-        """Start the thread if there is a limit or another process."""
-        if self._least or self._me.processes > 1:
-            self._thread.start()
+        """Start the thread."""
+        self._thread.start()
 
     def stop(self, words: str = "", status: int = 0) -> None:
         """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
         self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join(GRACE * self._interval)  # otherwise its last heartbeat might overwrite this one
-        if self._me.processes > 1:
-            self._heartbeat().publish_end(words, status)
+        self._thread.join(GRACE * self._interval)  # otherwise its last heartbeat might overwrite this one
+        self._heartbeat().publish_end(words, status)
 
     def stop_by(self, error: BaseException) -> None:
         """Stop watching because of an error in this process only; the others end."""
@@ -177,9 +173,7 @@ class Watchdog:
             saved = self.last_step()
         last = "There is no checkpoint" if saved is None else f"The last checkpoint is step {saved}"
         command = shell_line("jaxgpt", "train", "--run-dir", self.directory) if self.directory else ""
-        again = f" To continue: {command}" if command else ""
-        everywhere = ", on every process." if again and self._me.processes > 1 else ""
-        return f"{what}. {last}.{again}{everywhere}"
+        return f"{what}. {last}." + (f" To continue, on every process: {command}" if command else "")
 
     def _end(self, what: str, status: int, stacks: bool = False) -> None:
         if stacks:
@@ -191,21 +185,19 @@ class Watchdog:
                 ):
                     faulthandler.dump_traceback(file, all_threads=True)
         _say(self.words(what))
-        if self._me.processes > 1:
-            self._heartbeat().publish_end(what, status)
-            multihost.exit_now(status)
-        os._exit(status)
+        self._heartbeat().publish_end(what, status)
+        multihost.exit_now(status)
 
 
 @contextlib.contextmanager
 def watch(seconds: float | None) -> Iterator[Watchdog]:
-    """Watch the calling thread inside the context. Raises `ProcessLost` if another process is lost."""
+    """Watch the calling thread inside the context, if there are other processes. Raises `ProcessLost` if one is lost."""
     dog = Watchdog(seconds)
+    if not multihost.is_multiprocess():
+        yield dog
+        return
     dog.start()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(dog.main.listening())
-        if multihost.is_multiprocess():
-            stack.enter_context(_instead_of_abort(dog.on_abort))
+    with dog.main.listening(), _instead_of_abort(dog.on_abort):
         try:
             yield dog
         except RaisedOnAllProcesses:
@@ -213,7 +205,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
             raise
         except BaseException as e:
             # The type of the error of a failed collective depends on the backend.
-            is_broken = isinstance(e, Exception) and not isinstance(e, UserError) and multihost.is_multiprocess()
+            is_broken = isinstance(e, Exception) and not isinstance(e, UserError)
             if is_broken and (cause := dog.explain()):
                 dog.stop(*cause)
                 raise ProcessLost(dog.words(cause[0]), cause[1]) from None

@@ -42,8 +42,8 @@ class ParallelConfig:
     processes: Size | None = None  # number of processes, with a coordinator; None: without one
     process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
     connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
-    # seconds without progress (or the time of 20 steps, if longer) after which a run counts as stuck and its process is
-    # ended; 0: never. With a single process this holds for commands, not for programs that call jaxgpt.fit
+    # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
+    # ended; 0: never. A single process is never ended
     watchdog: NonNegativeFloat = 60.0
     # steps between comparisons of the replicas of the state on different devices; None: only before a checkpoint
     check_replicas_every: PositiveInt | None = 100

@@ -119,7 +119,7 @@ def commands_for(directory, monkeypatch):
     yield str(none.value).split("`")[1:-1], ["jaxgpt", "train", "--run-dir", str(directory)]
     dog = Watchdog(None)
     dog.directory = directory
-    yield [dog.words("stuck").partition("To continue: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
+    yield [dog.words("stuck").partition("on every process: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
     monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
     yield [metadata._command()], ["python", "x.py", "--run-dir", str(directory)]
     place = autopsy.autopsy_directory(directory, 3)

@@ -146,7 +146,7 @@ def named(process, processes):
     return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
 
 
-CONTINUE = r"The last checkpoint is step \d+\. To continue: jaxgpt train --run-dir run, on every process\."
+CONTINUE = r"The last checkpoint is step \d+\. To continue, on every process: jaxgpt train --run-dir run"
 
 
 @pytest.mark.slow
