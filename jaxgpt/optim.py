@@ -12,11 +12,24 @@ MATRICES = ("kernel", "embedding", "lm_head", "lora_a", "lora_b")  # names of pa
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     """Return the learning rate relative to its peak at each step: linear warm-up, then `config.schedule`.
 
+    In a run that was extended, the steps up to each of `config.horizons` follow the schedule that ends there.
+
     The warm-up starts at 1 / (warm-up steps + 1), so that step 0 counts. cosine and wsd reach the minimum at `steps`;
     inverse_sqrt decays as 1 / sqrt(step) without end (Vaswani et al. 2017, equation 3, with a peak of
     1 / sqrt(n_embd warmup_steps)).
     """
-    warmup, low = config.warmup(steps), config.min_lr_ratio
+    *earlier, last = (_schedule_until(end, config, config.warmup(steps)) for end in (*config.horizons, steps))
+    if not earlier:
+        return last
+
+    def extended(step):
+        return jnp.select([step < end for end in config.horizons], [s(step) for s in earlier], last(step))
+
+    return extended
+
+
+def _schedule_until(steps: int, config: OptimConfig, warmup: int) -> optax.Schedule:
+    low = config.min_lr_ratio
     rest = max(1, steps - warmup)
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(1.0, rest, alpha=low)

@@ -18,6 +18,7 @@ from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.errors import Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel.device import check_memory, first_device
+from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.strategy import StepFn
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import Run, load_run
@@ -26,27 +27,33 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.find import RUNS, is_run
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metadata import RunMetadata, read_metadata, write_metadata
+from jaxgpt.runs.metadata import RunMetadata, extend_metadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset
+from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset, with_horizons
 from jaxgpt.runs.sessions import record_session
 from jaxgpt.runs.training import Training
 from jaxgpt.train import TrainState
 
 
 def fit(
-    experiment: Experiment, run_dir: str | Path | None = None, *, fresh: bool = False, progress: bool = True
+    experiment: Experiment,
+    run_dir: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    extend: bool = False,
+    progress: bool = True,
+    setup: bool = True,
 ) -> Run:
     """Train an experiment, or resume its run from the last good checkpoint. Return the run with its best parameters.
-
-    The watchdog, which ends a process that hangs, runs only if there are several processes: see `cluster.watchdog`.
 
     Args:
         experiment: what to train, and how.
         run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
         fresh: move an old run aside and start over.
+        extend: let a run whose schedule depends on `train.steps` go on to more steps.
         progress: show a live bar on a terminal, or lines elsewhere.
+        setup: call `configure_jax` first. False leaves the process as it is.
 
     Raises:
         UserError: for a mistake of the user, before anything is written.
@@ -54,44 +61,15 @@ def fit(
         Diverged: if the run no longer learns.
         CheckpointSaveError: if a checkpoint or metrics.jsonl cannot be written.
     """
-    return _fit(experiment, run_dir, fresh=fresh, progress=progress, metadata=None, owns_process=False)
-
-
-def fit_as_command(
-    experiment: Experiment,
-    run_dir: str | Path | None = None,
-    *,
-    fresh: bool = False,
-    progress: bool = True,
-    metadata: RunMetadata | None = None,
-) -> Run:
-    """Do what `fit` does, in a process that does nothing else: the watchdog ends it if it hangs.
-
-    metadata: of the run in `run_dir`, if the command has read it already.
-    """
-    return _fit(experiment, run_dir, fresh=fresh, progress=progress, metadata=metadata, owns_process=True)
-
-
-def _fit(
-    experiment: Experiment,
-    run_dir: str | Path | None,
-    *,
-    fresh: bool,
-    progress: bool,
-    metadata: RunMetadata | None,
-    owns_process: bool,
-) -> Run:
+    if setup:
+        configure_jax()
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # here, so that JAX reports a missing device before anything else is done
-    has_watchdog = owns_process or multihost.is_multiprocess()
-    with watch(experiment.parallel.watchdog if has_watchdog else None) as watchdog:
-        if not is_resumable(directory, fresh):
-            metadata = None
-        elif metadata is None or metadata.directory != directory:
-            metadata = read_metadata(directory)
-        _train(experiment, directory, metadata, watchdog, fresh=fresh, progress=progress)
-        return load_run(metadata or read_metadata(directory))
+    with watch(experiment.parallel.watchdog) as watchdog:
+        metadata = read_metadata(directory) if is_resumable(directory, fresh) else None
+        _train(experiment, directory, metadata, watchdog, fresh=fresh, extend=extend, progress=progress)
+        return load_run(read_metadata(directory))
 
 
 def _train(
@@ -101,10 +79,11 @@ def _train(
     watchdog: Watchdog,
     *,
     fresh: bool,
+    extend: bool,
     progress: bool,
 ) -> None:
     """Check everything before anything is written, lock the directory, and train."""
-    session = check_session(experiment, directory, resumed)
+    session = check_session(experiment, directory, resumed, extend=extend)
     multihost.barrier("everything is checked")
     watchdog.directory, watchdog.last_step = directory, session.checkpoints.last
     with contextlib.ExitStack() as lock:
@@ -112,12 +91,19 @@ def _train(
         session.train(start, watchdog, progress=progress)
 
 
-def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata | None) -> Session:
+def check_session(
+    experiment: Experiment, directory: Path, resumed: RunMetadata | None, *, extend: bool = False
+) -> Session:
     """Check all that the user decides, without writing anything. Raises `UserError`.
 
-    resumed: metadata of the run to resume. None means a new run.
+    Args:
+        experiment: as the user configured it.
+        directory: the run directory.
+        resumed: metadata of the run to resume. None means a new run.
+        extend: see `fit`.
     """
     if resumed is not None:
+        experiment = with_horizons(resumed, experiment, extend=extend)
         check_same_configuration(resumed, experiment)
     resolved, weights = resolve_init_from(experiment, resumed)
     if resumed is None:
@@ -135,6 +121,7 @@ def check_session(experiment: Experiment, directory: Path, resumed: RunMetadata 
         experiment=resolved,
         directory=directory,
         is_new=resumed is None,
+        is_extended=resumed is not None and resumed.given.train.steps < train.steps,
         dataset=dataset,
         trainer=trainer,
         weights=weights,
@@ -148,12 +135,15 @@ class Session(Training):
 
     given: Experiment  # as the user configured it
     is_new: bool
+    is_extended: bool  # beyond the steps that are recorded
 
     def begin(self, lock: contextlib.ExitStack, *, fresh: bool) -> int:
         """Lock the directory, make it a run, and rewind it to its newest good checkpoint, whose step is returned."""
         lock.enter_context(lock_run(self.directory, fresh))
         if self.is_new:
             self._write_metadata()
+        elif self.is_extended:
+            extend_metadata(self.directory, self.given)
         self.checkpoints.remove_partial()
         step = self.checkpoints.latest_valid() or 0
         self.checkpoints.quarantine_after(step)

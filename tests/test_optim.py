@@ -203,3 +203,16 @@ def test_muon_is_its_formula():
             step = newton_schulz(ahead) if name == "wide" else newton_schulz(ahead.T).T
             x = x - float(rate(t)) * (length * step + 0.3 * x)
             np.testing.assert_allclose(found[t]["h_0"][name]["kernel"], x, rtol=1e-3, atol=1e-5, err_msg=f"{name}, {t}")
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "inverse_sqrt", "constant"])
+def test_an_extended_run_keeps_the_schedule_up_to_each_earlier_end(schedule):
+    """Of 50 steps, extended to 80 and to 200: the steps up to 50 have the warm-up and the rates of a run of 50."""
+    config = OptimConfig(learning_rate=2.0, schedule=schedule)
+    extended = learning_rate(dataclasses.replace(config, horizons=(50, 80)), 200)
+    first, second, last = (
+        learning_rate(dataclasses.replace(config, warmup_steps=config.warmup(50)), steps) for steps in (50, 80, 200)
+    )
+    expected = [first(n) if n < 50 else second(n) if n < 80 else last(n) for n in range(200)]
+    np.testing.assert_array_equal([extended(n) for n in range(200)], expected)
+    np.testing.assert_array_equal(first(49), learning_rate(config, 50)(49))

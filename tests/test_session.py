@@ -350,10 +350,46 @@ def test_a_finished_run_is_left_as_it_is(run, experiment):
     assert again.step == run.step and losses(run.directory) == before
 
 
-def test_fit_leaves_the_allocator_of_its_process_alone(run, experiment, monkeypatch):
-    """Only commands change malloc's settings."""
-    monkeypatch.setattr("jaxgpt.parallel.heap._tune_malloc", lambda **_: pytest.fail("malloc's settings were changed"))
-    fit(experiment, run.directory, progress=False)
+@pytest.mark.parametrize("setup", [True, False])
+def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, experiment, monkeypatch, setup):
+    calls = []
+    for module in ("session", "run"):
+        monkeypatch.setattr(f"jaxgpt.{module}.configure_jax", lambda: calls.append("set up"))
+    fit(experiment, run.directory, progress=False, setup=setup)
+    load(run.directory, setup=setup)
+    assert calls == ["set up", "set up"] * setup
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
+    """As if its first schedule had been given from the start; where the rate rises again, it has to be confirmed."""
+
+    def of(steps, **optim):
+        optim = {"schedule": schedule, "warmup_steps": None} | optim
+        return dataclasses.replace(
+            experiment,
+            optim=dataclasses.replace(experiment.optim, **optim),
+            train=dataclasses.replace(experiment.train, steps=steps),
+        )
+
+    directory = tmp_path / "run"
+    fit(of(4), directory, progress=False)
+    before = (directory / "experiment.json").read_bytes()
+    if schedule == "cosine":
+        said = r"cosine schedule ends at step 4 with a learning rate of 0.000.*rises to 0.000.* add --extend"
+        with pytest.raises(UserError, match=said):
+            fit(of(6), directory, progress=False)
+        assert (directory / "experiment.json").read_bytes() == before
+    longer = fit(of(6), directory, progress=False, extend=schedule == "cosine")
+    assert longer.step == 6 and longer.experiment.train.steps == 6 and longer.experiment.optim.horizons == (4,)
+    whole = fit(of(6, horizons=(4,)), tmp_path / "whole", progress=False)
+    assert losses(directory) == losses(whole.directory) and len(losses(directory)) == 6
+    one, other = (load(place, which="last").params for place in (directory, whole.directory))
+    chex.assert_trees_all_equal(one, other)
+    again = fit(of(6), directory, progress=False)  # nothing is left to do, and nothing has to be confirmed
+    assert again.step == longer.step and replay(directory, 3).equal and replay(directory, 6).equal
+    with pytest.raises(UserError, match="another configuration: .*train.steps 6 -> 4"):
+        fit(of(4), directory, progress=False)
 
 
 def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, monkeypatch):

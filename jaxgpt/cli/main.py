@@ -93,7 +93,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
         defaults["experiment"] = load_experiment(arguments.pop(0))
     elif command.takes_experiment:
         metadata = resumed_run(arguments) if name == "train" else None
-        defaults = {"experiment": quickstart() if metadata is None else metadata.given, "metadata": metadata}
+        defaults["experiment"] = quickstart() if metadata is None else metadata.given
     operand = command.operand if command.takes_experiment else ""
     return parse(command.run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
 

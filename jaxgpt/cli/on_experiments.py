@@ -43,12 +43,12 @@ def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None 
     """
     variants = load_variants(experiment)
     configure_jax()
-    from jaxgpt.session import fit_as_command
+    from jaxgpt.session import fit
     from jaxgpt.tools.study.study import STUDY, format_study, run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
     with same_command_resumes():
-        found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit_as_command)
+        found = run_study(variants, place, seeds=seeds, say=say, fit_one=fit)
     write_whole(place / STUDY, render_json(found, indent=1, ensure_ascii=False) + "\n")
     print(render_json(found) if json else format_study(found))
 
@@ -80,14 +80,14 @@ def sweep(
 
     axes = tuple(parse_axes(over))
     configure_jax()
-    from jaxgpt.session import fit_as_command
+    from jaxgpt.session import fit
     from jaxgpt.tools.sweep.report import format_sweep, write_report
     from jaxgpt.tools.sweep.sweep import Sweep, run_sweep
 
     place = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
     given = Sweep(experiment=experiment, axes=axes, trials=trials, seeds=seeds, seed=seed)
     with same_command_resumes():
-        found = run_sweep(given, place, say=say, fit_one=fit_as_command)
+        found = run_sweep(given, place, say=say, fit_one=fit)
     write_report(given, found, place)
     print(render_json(found) if json else format_sweep(given, found, place))
 
@@ -111,13 +111,13 @@ def scale(
         experiment: its fields are options too
     """
     configure_jax()
-    from jaxgpt.session import fit_as_command
+    from jaxgpt.session import fit
     from jaxgpt.tools.scale.report import format_scale
     from jaxgpt.tools.scale.scale import run_scale
 
     place = Path(run_dir) if run_dir else RUNS / "scale" / experiment.name
     with same_command_resumes():
-        found = run_scale(experiment, place, minutes=minutes, say=say, fit_one=fit_as_command)
+        found = run_scale(experiment, place, minutes=minutes, say=say, fit_one=fit)
     print(render_json(found) if json else format_scale(found))
 
 

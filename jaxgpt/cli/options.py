@@ -39,17 +39,15 @@ def parse(
     """Return a command with its options bound. Turn tyro's framed messages into one line of a `UserError`.
 
     operand: what the usage line shows before the options. example: a command line for the help.
-    defaults: override those in the signature. A parameter annotated as Any is not an option.
+    defaults: override those in the signature.
     """
 
     @functools.wraps(command)
     def bind(*arguments: Any, **options: Any) -> functools.partial[None]:
-        return functools.partial(command, *arguments, **options, **fixed)
+        return functools.partial(command, *arguments, **options)
 
     signature = inspect.signature(command, eval_str=True)
-    given = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-    fixed = {p.name: p.default for p in given if p.annotation is Any}
-    parameters = [p for p in given if p.name not in fixed]
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
     vars(bind)["__signature__"] = signature.replace(parameters=parameters)
     words = set(itertools.takewhile(lambda word: word != "--", argv))
     wants_help = not words.isdisjoint(("-h", "--help", "--help-all"))

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
@@ -30,8 +30,8 @@ def train(
     *,
     run_dir: str | None = None,
     fresh: bool = False,
+    extend: bool = False,
     experiment: Annotated[Experiment, arg(name="")],
-    metadata: Any = None,
 ) -> None:
     """Train an experiment, or resume a run.
 
@@ -40,8 +40,8 @@ def train(
     Args:
         run_dir: run directory, resumed if it exists; None: runs/NAME
         fresh: move an old run aside, start over
+        extend: continue to more train.steps, although the learning rate rises again
         experiment: its fields are options too
-        metadata: `RunMetadata` of the run to resume, if it has been read
     """
     configure_jax()
     import jax
@@ -49,14 +49,14 @@ def train(
     from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_process_0
     from jaxgpt.cluster.replicas import ReplicasDiffer
     from jaxgpt.cluster.signals import second_leaves_at_once
-    from jaxgpt.session import fit_as_command
+    from jaxgpt.session import fit
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit_as_command(experiment, run_dir, fresh=fresh, metadata=metadata)
+            run = fit(experiment, run_dir, fresh=fresh, extend=extend)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))

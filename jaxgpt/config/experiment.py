@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Annotated, Literal
 
 from jaxgpt.config.lora import LoraConfig
@@ -81,6 +82,8 @@ class OptimConfig:
     # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
     warmup_steps: NonNegativeInt | None = None  # linear from 0; None: train.steps / 10, at most 100
+    # earlier train.steps of a run that was extended: the steps up to each follow the schedule that ends there
+    horizons: tuple[int, ...] = ()
     decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
     min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate / peak
     beta1: Decay = 0.9  # decay of AdamW's first moment
@@ -107,7 +110,7 @@ class OptimConfig:
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
-        return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        return min(100, (*self.horizons, steps)[0] // 10) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +176,11 @@ class Experiment:
         if chunk is not None and chunk < context and context % chunk:
             near = nearest(chunk, (n for n in range(1, context + 1) if context % n == 0))
             raise UserError(f"parallel.loss_chunk={chunk} does not divide model.block_size={context}: take {near}")
+        ends = (0, *self.optim.horizons, self.train.steps)
+        if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
+            raise UserError(
+                f"optim.horizons={self.optim.horizons}: needs rising numbers of steps below train.steps={self.train.steps}"
+            )
         if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.train.steps:
             raise UserError(
                 f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"

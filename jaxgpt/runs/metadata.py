@@ -114,7 +114,20 @@ def write_metadata(
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
         write_template(directory, tokenizer_config)
-    # On the second line, where it is easily deleted by hand.
+    _write(directory, record)
+
+
+def extend_metadata(directory: Path, experiment: Experiment) -> None:
+    """Record that a run continues to `experiment.train.steps`, with the schedule's earlier ends in `optim.horizons`."""
+    record = read_json(directory / "experiment.json", LARGEST_METADATA)
+    del record["sha256"]
+    record["experiment"]["train"]["steps"] = experiment.train.steps
+    record["experiment"]["optim"]["horizons"] = experiment.optim.horizons
+    _write(directory, record)
+
+
+def _write(directory: Path, record: dict[str, Any]) -> None:
+    """Write `experiment.json` with its digest on the second line, where it is easily deleted by hand."""
     sealed = {"format": FORMAT, "sha256": json_sha256(record), **record}
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
 

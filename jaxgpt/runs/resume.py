@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, differences
 from jaxgpt.data.dataset import prepare_for
@@ -12,6 +15,7 @@ from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
+from jaxgpt.optim import learning_rate
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer
 
@@ -47,8 +51,29 @@ def is_resumable(directory: Path, fresh: bool) -> bool:
     return False
 
 
+def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool) -> Experiment:
+    """Return the experiment with the schedule that the run has followed so far, if it asks for more steps.
+
+    Raises `UserError` if the learning rate would rise again, which has to be confirmed by `extend`.
+    """
+    recorded, steps = metadata.given.optim, metadata.given.train.steps
+    if experiment.optim.horizons not in ((), recorded.horizons) or experiment.train.steps < steps:
+        return experiment  # refused below
+    if experiment.train.steps == steps:
+        return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
+    optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
+    rates = [np.asarray(learning_rate(optim, experiment.train.steps)(step)) for step in (steps - 1, steps)]
+    if rates[1] > rates[0] and not extend:
+        raise UserError(
+            f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
+            f"With train.steps={experiment.train.steps} the rate rises to {rates[1]:.3g} there, and falls again until the new end. "
+            "To continue so, add --extend (extend=True)"
+        )
+    return dataclasses.replace(experiment, optim=optim)
+
+
 def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
-    """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run."""
+    """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run. More steps may be asked for."""
     directory = metadata.directory
     if metadata.imported is not None:
         raise UserError(
@@ -64,6 +89,8 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
     optim, steps = metadata.given.optim, metadata.given.train.steps
     if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # left out, or the same number
         changed.pop("optim.warmup_steps", None)
+    if experiment.optim.horizons == (*optim.horizons, steps):  # see `with_horizons`
+        del changed["train.steps"], changed["optim.horizons"]
     if None not in changed.get("train.init_from", (None,)):
         del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
     if changed:

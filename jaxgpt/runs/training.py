@@ -69,13 +69,10 @@ class Training:
         trainer = self.trainer
         if start == self.experiment.train.steps or not isinstance(trainer.strategy, SingleDevice):
             return trainer.train_step
-        compiled = ThreadPoolExecutor(1).submit(lambda: trainer.lower().compile())
-
-        def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-            compiled.result()
-            return trainer.train_step(state, batch, key)  # JAX finds it compiled
-
-        return train_step
+        pool = ThreadPoolExecutor(1)
+        compiled = pool.submit(lambda: trainer.lower().compile())
+        pool.shutdown(wait=False)  # after this one task
+        return lambda state, batch, key: compiled.result()(state, batch, key)
 
     def batches(self, start: int) -> Generator[Batch]:
         """Yield the batches of the steps after `start`, sharded over the devices."""

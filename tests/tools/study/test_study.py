@@ -318,7 +318,7 @@ def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
     def stopped(*args, **how):
         raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
-    monkeypatch.setattr("jaxgpt.session.fit_as_command", stopped)
+    monkeypatch.setattr("jaxgpt.session.fit", stopped)
     monkeypatch.setattr(on_experiments, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
         on_experiments.study("s.py", run_dir=str(tmp_path))
