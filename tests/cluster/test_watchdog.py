@@ -12,6 +12,7 @@ from jaxgpt.cluster import watchdog
 from jaxgpt.cluster.heartbeat import Heartbeat, find_stuck
 from jaxgpt.config import Experiment, ParallelConfig
 
+
 def beat(process, turn, idle, limit=60.0, **rest):
     return Heartbeat(process=process, host="h", pid=process, turn=turn, idle=idle, limit=limit, **rest)
 
