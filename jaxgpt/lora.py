@@ -1,8 +1,7 @@
 """Low-rank adapters: a matrix W [D, F] becomes W + alpha / rank a b, of which only a [D, R] and b [R, F] are trained.
 
-Hu et al. 2021, arXiv:2106.09685. Adapters are merged into W before the model is applied, in training as after it, so
-that both compute the same by construction. A step computes the gradient of each W with an adapter, and of no other
-matrix.
+Hu et al. 2021, arXiv:2106.09685. In training a dense layer adds (x a) b to x W, so that a step computes no gradient of a
+W. After training the adapters are merged into W.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from flax import traverse_util
 
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
-
-A, B = "lora_a", "lora_b"
+from jaxgpt.layers.linear import LORA_A as A
+from jaxgpt.layers.linear import LORA_B as B
 
 
 def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
@@ -44,6 +43,13 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
             a_DR = jax.random.normal(jax.random.fold_in(key, number), (*layers, D, config.rank)) / D**0.5
             adapters |= {(*path, A): a_DR, (*path, B): jnp.zeros((*layers, config.rank, F))}
     return traverse_util.unflatten_dict(adapters)
+
+
+def join_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
+    """Return the parameters with the adapters beside their kernels, as `layers.linear.Dense` takes them."""
+    assert config.rank is not None
+    flat = {path: x * (config.alpha / config.rank) if path[-1] == A else x for path, x in _flat(adapters).items()}
+    return traverse_util.unflatten_dict(_flat(params) | flat)
 
 
 def merge_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 DECODE_MATRIX = "decode_matrix"  # name of a `quantize.DecodeMatrix` in the parameters
+LORA_A, LORA_B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters: see `jaxgpt.lora`
 
 
 def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
@@ -26,14 +27,25 @@ def _dot_general(x, kernel, dimension_numbers, precision=None, preferred_element
     return out.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
+def _matmul(x_BTD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
+    return _dot_general(x_BTD, kernel_DF, (((x_BTD.ndim - 1,), (0,)), ((), ())))
+
+
 class Dense(nn.Dense):
-    """linen's Dense, x_BTD -> x_BTF: `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`."""
+    """linen's Dense, x_BTD -> x_BTF: `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`.
+
+    With an adapter in the parameters, (x_BTD @ lora_a [D, R]) @ lora_b [R, F] is added: its gradient takes two narrow
+    products, and none by the kernel's shape.
+    """
 
     dtype: Any = jnp.float32
     dot_general: Any = _dot_general
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Compute x_BTD @ kernel + bias."""
+        if self.has_variable("params", LORA_A):
+            a_DR, b_RF = (self.get_variable("params", name).astype(self.dtype) for name in (LORA_A, LORA_B))
+            return super().__call__(x_BTD) + _matmul(_matmul(x_BTD.astype(self.dtype), a_DR), b_RF)
         if not self.has_variable("params", DECODE_MATRIX):
             return super().__call__(x_BTD)
         y_UF = self.get_variable("params", DECODE_MATRIX).matmul(x_BTD.reshape(-1, x_BTD.shape[-1]))

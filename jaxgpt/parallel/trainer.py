@@ -15,7 +15,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.in_flight import IN_FLIGHT
 from jaxgpt.layers.hooks import NO_SHARDING
-from jaxgpt.lora import init_adapters, merge_adapters
+from jaxgpt.lora import init_adapters, join_adapters
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -50,7 +50,7 @@ class Trainer:
     fallback: str | None = None  # message if the strategy is not the recorded one
 
     def merged_params(self, state: TrainState) -> Params:
-        """Return the parameters for `eval_step`, with adapters, if any, merged into the model's."""
+        """Return the parameters for `eval_step`: the model's, with adapters, if any, beside their kernels."""
         return self.merge(state.params, state.frozen_params)
 
     def lower(self) -> Any:
@@ -90,7 +90,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         experiment.model, dtype=options.dtype, attention_fn=attention_fn, sharding=strategy.sharding_hooks
     )
     adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
-    merge = only_trained if lora.rank is None else functools.partial(merge_adapters, lora)
+    merge = only_trained if lora.rank is None else functools.partial(join_adapters, lora)
     optimizer = make_optimizer(experiment.optim, train.steps, width_ratio=experiment.model.width_ratio)
     optimizer = skip_bad_steps(optimizer, spikes=experiment.optim.skip_spikes)
     init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
@@ -114,7 +114,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         init_state=strategy.jit_init_state(init, state),
         train_step=strategy.jit_train_step(step, state, accumulates=accumulates),
         eval_step=strategy.jit_eval_step(functools.partial(eval_step, model=model, head_loss=head_loss)),
-        merge=merge if lora.rank is None else jax.jit(merge),
+        merge=merge,
         checksums=strategy.jit_checksums(state),
         abstract_state=state,
         abstract_batch=_abstract_batch(experiment, strategy),

@@ -91,7 +91,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
 def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
     """Gather the parameters of the model on one device; return None if this process holds only shards of them.
 
-    Adapters are merged in afterwards, since one process cannot launch a program over all devices.
+    Adapters are joined with them afterwards, since one process cannot launch a program over all devices.
     """
     held = multihost.on_one_device((state.params, state.frozen_params))
     return None if held is None else trainer.merge(*held)

@@ -115,7 +115,9 @@ def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp
     config = trainer.model.config
     assert (config.scan_layers, config.n_layer, config.block_size, config.dropout) == (scan, 2, 8, 0.1)
     T = {"wpe": {"embedding": source.params["wpe"]["embedding"][:8]}}
-    assert_same(unstack_layers(trainer.model, trainer.merged_params(state))[1], source.params | T)
+    params = flat(unstack_layers(trainer.model, trainer.merged_params(state))[1])
+    assert any("lora" in path for path in params) == (lora is not None)
+    assert_same({path: x for path, x in params.items() if "lora" not in path}, flat(source.params | T))
 
 
 def test_what_is_learned_is_kept(source, retrained):
@@ -217,7 +219,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
 
 
 def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
-    """On one device, adapters merged in: the model is examined as the step computed with it."""
+    """On one device, with the adapters: the model is examined as the step computed with it."""
     trainer, state = first_state(tuning(text_file, source.directory, lora=LORA), tmp_path)
     assert_same(gather_params(trainer, state), trainer.merged_params(state))
 
