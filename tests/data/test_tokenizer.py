@@ -1,4 +1,6 @@
+import concurrent.futures
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -54,6 +56,29 @@ def test_special_tokens_written_by_a_user_are_text(bpe):
     assert bpe.end_of_text is not None
     assert bpe.end_of_text not in bpe.encode("a <|endoftext|> b")
     assert bpe.decode(bpe.encode("a <|endoftext|> b")) == "a <|endoftext|> b"
+
+
+def test_special_tokens_of_one_thread_are_text_in_another(bpe, monkeypatch):
+    """Also in long texts, whose words are kept for the next."""
+    text, sides = "a <|endoftext|> b", threading.Barrier(3)
+    expected = bpe.encode(text).tolist()
+    assert bpe.end_of_text in bpe.locate(text, specials=True)[0] and bpe.end_of_text not in expected
+    monkeypatch.setattr(bpe_module, "LONG_TEXT", 20)
+    monkeypatch.setattr(bpe_module, "MOST_WORDS", 3)
+
+    def conversations():
+        sides.wait()
+        return [bpe.locate(text, specials=True)[0].tolist() for _ in range(1000)]
+
+    def texts(longer):
+        sides.wait()
+        return [bpe.encode(text + longer * (n % 9)).tolist()[: len(expected)] for n in range(1000)]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(conversations), pool.submit(texts, " the horse"), pool.submit(texts, "\nthe lance")]
+        first, *others = [each.result(60) for each in found]
+    assert all(bpe.end_of_text in ids for ids in first)
+    assert all(ids == expected for held in others for ids in held)
 
 
 def test_character_ids_are_nanogpts():
