@@ -25,7 +25,6 @@ from jaxgpt.serve.parameters import (
     DetokenizeParameters,
     Parameters,
     TokenizeParameters,
-    XrayParameters,
     parse,
     parse_object,
 )
@@ -33,7 +32,6 @@ from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.responses import DONE, Envelope, render_body, render_event
 from jaxgpt.serve.scheduler import Scheduler, Ticket
 from jaxgpt.serve.served import Served
-from jaxgpt.tools.xray.xray import xray
 
 GRACE = 10.0  # seconds in which running requests may end, after a signal
 
@@ -47,7 +45,6 @@ class Service:
     metrics: Metrics
     compilations: Callable[[], int]  # since the warm-up, for requests
     log: Callable[[str], None] | None = None  # prints prompts and completions; None: they are not printed
-    xrays: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # one page at a time: it may take seconds
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -97,18 +94,6 @@ class Service:
         info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "bos_token": begin}
         info |= {"eos_token": tokenizer.decode([find_start_token(tokenizer)[0]]), "pad_token": None}
         return _json(info | {"model_max_length": self.served.limits.block_size})
-
-    async def xray(self, request: Request) -> Response:
-        """Return the X-ray page of a text."""
-        p = parse(XrayParameters, parse_object(await request.body()))
-        if self.xrays.locked():
-            raise RequestError("another X-ray page is being made: try again later", status=429, wait=5)
-        async with self.xrays:
-            try:
-                page = await asyncio.to_thread(xray, self.served.run, p.prompt, corpus_tokens=0)
-            except UserError as e:
-                raise RequestError(str(e), param="prompt") from None
-        return HTMLResponse(page)
 
     async def playground(self, request: Request) -> Response:
         """Return the page."""
@@ -212,7 +197,6 @@ def make_app(service: Service) -> Starlette:
         Route("/tokenize", service.tokenize, methods=["POST"]),
         Route("/detokenize", service.detokenize, methods=["POST"]),
         Route("/tokenizer_info", service.tokenizer_info),
-        Route("/xray", service.xray, methods=["POST"]),
         Route("/health", service.health),
         Route("/metrics", service.measured),
         Route("/", service.playground),

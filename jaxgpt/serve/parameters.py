@@ -207,13 +207,6 @@ class DetokenizeParameters:
     tokens: tuple[int, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class XrayParameters:
-    """Parameters of `/xray`."""
-
-    prompt: str | tuple[int, ...] = ""  # a text, or token ids
-
-
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object that a body holds. Raises `RequestError` for anything else."""
     try:
