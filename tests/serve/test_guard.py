@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from jaxgpt.serve import app as app_module
+from jaxgpt.serve.parameters import parse_object
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.test_parameters import JSON, refused
 
@@ -107,6 +109,23 @@ def test_a_slow_body_is_refused(faked):
     begin = {"type": "http.request", "body": b"{", "more_body": True}
     start, _ = call(client.guard, [(0, begin), (5, begin)])
     assert start["status"] == 408
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_others_are_answered_while_a_request_is_read(faked, monkeypatch, path):
+    client, begun, go_on, done = faked(), threading.Event(), threading.Event(), []
+
+    def slow(raw):
+        begun.set()
+        done.append(go_on.wait(2))
+        return parse_object(raw)
+
+    monkeypatch.setattr(app_module, "parse_object", slow)
+    thread = threading.Thread(target=lambda: client.ask(path))
+    thread.start()
+    assert begun.wait(5) and client.get("/health").status_code == 200 and not done
+    go_on.set()
+    thread.join(5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
