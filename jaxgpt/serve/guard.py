@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import ipaddress
@@ -66,7 +67,8 @@ class Guard:
             if not begun:
                 await _respond(e, send)
             else:  # a stream: its status is out
-                await asyncio.wait_for(send(_last(render_event(e.to_json()))), 1.0)
+                with contextlib.suppress(TimeoutError):  # the client does not read
+                    await asyncio.wait_for(send(_last(render_event(e.to_json()))), 1.0)
 
     def _check(self, scope: Scope) -> None:
         """Raise `RequestError` for a request from where none should come, or without the key."""

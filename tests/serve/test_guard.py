@@ -179,6 +179,13 @@ def test_a_request_that_takes_too_long_ends(faked):
     wait_for(lambda: client.engine.cancelled == [0, 0])
 
 
+def test_who_neither_reads_nor_leaves_is_no_error(faked):
+    async def stuck(message):
+        await asyncio.Event().wait()
+
+    call(faked(timeout=0.1).guard, [(0, body(prompt="a", stream=True))], send=stuck)
+
+
 def test_a_failure_of_the_engine_is_told_to_all(faked):
     class Broken(FakeEngine):
         def step(self, burst=8):
