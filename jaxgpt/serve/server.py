@@ -66,7 +66,7 @@ def serve(run: Run, options: Options, *, say: Callable[[str], None], log: Callab
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket with an address. Raises `UserError` if it is taken or not one of this machine."""
+    """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -74,6 +74,7 @@ def bind(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
             listener.bind(address)
+            listener.listen()  # at once: until one of them listens, another server can bind the address too
         except OSError:
             listener.close()
             raise

@@ -30,9 +30,12 @@ def test_any_key_is_welcome_where_none_is_needed(faked):
     assert faked().get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80"])
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80", "gpt.example.org", "LOCALHOST"],
+)
 def test_known_hosts_are_served(faked, host):
-    assert faked(hosts=["mine"]).get("/v1/models", headers={"host": host}).status_code == 200
+    assert faked(hosts=["Mine", "GPT.Example.org"]).get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(

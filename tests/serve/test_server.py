@@ -133,6 +133,12 @@ def test_who_reads_slowly_gets_everything(listening):
     assert time.monotonic() - start > server_module.READ_TIMEOUT
 
 
+def test_two_lengths_are_refused_and_the_connection_closed(listening):
+    port, _ = listening()
+    found = answer_to(port, request("/tokenize", "Transfer-Encoding: chunked", prompt="a"))
+    assert found.startswith(b"HTTP/1.1 400 ") and b"needs one of them" in found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_100_who_leave_free_their_slots(listening, stream):
     port, client = listening(FakeEngine(slots=4, delay=0.002))
@@ -163,7 +169,6 @@ def test_stopping_does_not_wait_for_ever(listening):
 
 def test_an_address_that_is_taken_is_named():
     with bind("127.0.0.1", 0) as taken:
-        taken.listen()
         with pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
             bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(jaxgpt.UserError, match="cannot listen on no.such.host"):
