@@ -1,6 +1,6 @@
 import concurrent.futures
 import json
-import threading
+import sys
 
 import numpy as np
 import pytest
@@ -58,27 +58,35 @@ def test_special_tokens_written_by_a_user_are_text(bpe):
     assert bpe.decode(bpe.encode("a <|endoftext|> b")) == "a <|endoftext|> b"
 
 
-def test_special_tokens_of_one_thread_are_text_in_another(bpe, monkeypatch):
-    """Also in long texts, whose words are kept for the next."""
-    text, sides = "a <|endoftext|> b", threading.Barrier(3)
+@pytest.fixture
+def busy_threads():
+    """Eight threads that take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+    sys.setswitchinterval(before)
+
+
+def test_special_tokens_of_one_thread_are_text_in_another(bpe, busy_threads):
+    text = "a <|endoftext|> b"
     expected = bpe.encode(text).tolist()
-    assert bpe.end_of_text in bpe.locate(text, specials=True)[0] and bpe.end_of_text not in expected
-    monkeypatch.setattr(bpe_module, "LONG_TEXT", 20)
-    monkeypatch.setattr(bpe_module, "MOST_WORDS", 3)
 
-    def conversations():
-        sides.wait()
-        return [bpe.locate(text, specials=True)[0].tolist() for _ in range(1000)]
+    def is_right(conversation):
+        if conversation:
+            return bpe.end_of_text in bpe.locate(text, specials=True)[0]
+        return bpe.encode(text).tolist() == expected
 
-    def texts(longer):
-        sides.wait()
-        return [bpe.encode(text + longer * (n % 9)).tolist()[: len(expected)] for n in range(1000)]
+    assert all(busy_threads.map(is_right, [True, False] * 2000))
 
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(conversations), pool.submit(texts, " the horse"), pool.submit(texts, "\nthe lance")]
-        first, *others = [each.result(60) for each in found]
-    assert all(bpe.end_of_text in ids for ids in first)
-    assert all(ids == expected for held in others for ids in held)
+
+def test_long_texts_of_several_threads(bpe, busy_threads, monkeypatch):
+    """They share the words that are kept."""
+    monkeypatch.setattr(bpe_module, "LONG_TEXT", 1)
+    monkeypatch.setattr(bpe_module, "MOST_WORDS", 30)
+    texts = [" ".join(f"word{n * m % 97}" for m in range(20)) for n in range(300)]
+    for text, ids in zip(texts, busy_threads.map(bpe.encode, texts), strict=True):
+        assert ids.tolist() == bpe._encode_whole(text).ids
 
 
 def test_character_ids_are_nanogpts():
