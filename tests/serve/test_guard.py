@@ -32,7 +32,16 @@ def test_any_key_is_welcome_where_none_is_needed(faked):
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80", "gpt.example.org", "LOCALHOST"],
+    [
+        "localhost",
+        "localhost:8000",
+        "127.0.0.1:1",
+        "[::1]:8000",
+        "192.168.1.5",
+        "mine:80",
+        "gpt.example.org",
+        "LOCALHOST",
+    ],
 )
 def test_known_hosts_are_served(faked, host):
     assert faked(hosts=["Mine", "GPT.Example.org"]).get("/v1/models", headers={"host": host}).status_code == 200

@@ -168,9 +168,8 @@ def test_stopping_does_not_wait_for_ever(listening):
 
 
 def test_an_address_that_is_taken_is_named():
-    with bind("127.0.0.1", 0) as taken:
-        with pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
-            bind("127.0.0.1", taken.getsockname()[1])
+    with bind("127.0.0.1", 0) as taken, pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
+        bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(jaxgpt.UserError, match="cannot listen on no.such.host"):
         bind("no.such.host.invalid", 0)
 
