@@ -61,7 +61,8 @@ _HOME = {
     "xray": "tools.xray.xray",
 }
 
-__all__ = list(_HOME)
+# Without `xray`, so that `from jaxgpt import *` works where the folder tools/xray is deleted.
+__all__ = [name for name in _HOME if name != "xray"]
 
 
 def __getattr__(name: str) -> Any:

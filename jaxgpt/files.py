@@ -117,10 +117,12 @@ def parse_json(raw: str | bytes, where: str) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} appears twice")
-        return dict(pairs)
+        found = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"the key {name!r} appears twice")
+            found[name] = value
+        return found
 
     def no_number(name: str) -> None:
         raise ValueError(f"{name} is not JSON")

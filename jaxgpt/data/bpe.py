@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,13 +37,7 @@ class BPETokenizer:
     def __init__(self, text: str):
         """Load the text of a tokenizer.json. Raises `UserError` if it is damaged."""
         self._json = text
-        self._tokenizer = _call_library(
-            _tokenizers().Tokenizer.from_str, text, what="not a tokenizer.json of Hugging Face's"
-        )
-        # Off by default in the library, where a user who types <|endoftext|> injects the special token.
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = _load(text, specials=False)
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
@@ -58,6 +53,7 @@ class BPETokenizer:
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
+        self._lock = threading.Lock()  # of the words
         self._clear_words()
 
     def encode(self, text: str) -> np.ndarray:
@@ -67,19 +63,20 @@ class BPETokenizer:
             return np.array(self._encode_whole(text).ids, dtype=np.int32)
         encode_utf8(text)
         words = split_words(text)
-        if len(self._word_index) > MOST_WORDS:
-            self._clear_words()
-        if new := [word for word in dict.fromkeys(words) if word not in self._word_index]:
-            encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
-            found = [e.ids for e in _call_library(encode, new, what="the tokenizer cannot read the text")]
-            self._word_index.update(zip(new, itertools.count(len(self._word_index))))
-            self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
-            self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
-        order = np.fromiter(map(self._word_index.__getitem__, words), np.int64, len(words))
-        starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
-        # Offset from the ids of a word in the result to those in self._ids.
-        shift = starts[order] - (np.cumsum(lengths) - lengths)
-        return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
+        with self._lock:
+            if len(self._word_index) > MOST_WORDS:
+                self._clear_words()
+            if new := [word for word in dict.fromkeys(words) if word not in self._word_index]:
+                encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+                found = [e.ids for e in _call_library(encode, new, what="the tokenizer cannot read the text")]
+                self._word_index.update(zip(new, itertools.count(len(self._word_index))))
+                self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
+                self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
+            order = np.fromiter(map(self._word_index.__getitem__, words), np.int64, len(words))
+            starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
+            # Offset from the ids of a word in the result to those in self._ids.
+            shift = starts[order] - (np.cumsum(lengths) - lengths)
+            return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
 
     def _clear_words(self) -> None:
         self._word_index: dict[str, int] = {}  # index into _lengths of each known word of long texts
@@ -96,18 +93,18 @@ class BPETokenizer:
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, [start, end) of each in characters): see `Tokenizer.locate`."""
-        self._tokenizer.encode_special_tokens = not specials
-        try:
-            found = self._encode_whole(text)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        found = self._encode_whole(text, specials=specials)
         return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
-    def _encode_whole(self, text: str) -> Any:
+    @functools.cached_property
+    def _special(self) -> Any:
+        """Return a second object of the library, which reads special tokens in texts; only conversations need it."""
+        return _load(self._json, specials=True)
+
+    def _encode_whole(self, text: str, *, specials: bool = False) -> Any:
         encode_utf8(text)
-        return _call_library(
-            self._tokenizer.encode, text, add_special_tokens=False, what="the tokenizer cannot read the text"
-        )
+        encode = (self._special if specials else self._tokenizer).encode
+        return _call_library(encode, text, add_special_tokens=False, what="the tokenizer cannot read the text")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
@@ -167,6 +164,16 @@ def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise
         raise UserError(f"{what}: {str(e)[:200]}") from None
+
+
+def _load(text: str, *, specials: bool) -> Any:
+    """Load an object of the library. `specials` is never changed afterwards: other threads encode with it too."""
+    tokenizer = _call_library(_tokenizers().Tokenizer.from_str, text, what="not a tokenizer.json of Hugging Face's")
+    # Off by default in the library, where a user who types <|endoftext|> injects the special token.
+    tokenizer.encode_special_tokens = not specials
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _tokenizers():

@@ -102,7 +102,10 @@ def prompt_key(
 
 
 def _words(prompt: Sequence[int], source: Sequence[int], earlier: int) -> tuple[int, int]:
-    return zlib.crc32(np.asarray([*source, *prompt], np.int32).tobytes()), earlier
+    # After a source, negative numbers mark where the prompt goes on: ([1, 2], [3]) and ([1], [2, 3]) have other keys.
+    # A prompt alone, and a source with one start token, keep the keys of earlier versions.
+    ids = [*source, *prompt[:1], *(-1 - int(i) for i in prompt[1:])] if len(source) else prompt
+    return zlib.crc32(np.asarray(ids, np.int32).tobytes()), earlier
 
 
 @jax.jit

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +26,6 @@ from jaxgpt.serve.parameters import (
     DetokenizeParameters,
     Parameters,
     TokenizeParameters,
-    XrayParameters,
     parse,
     parse_object,
 )
@@ -33,8 +33,8 @@ from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.responses import DONE, Envelope, render_body, render_event
 from jaxgpt.serve.scheduler import Scheduler, Ticket
 from jaxgpt.serve.served import Served
-from jaxgpt.tools.xray.xray import xray
 
+Asked = TypeVar("Asked", bound=Parameters)
 GRACE = 10.0  # seconds in which running requests may end, after a signal
 
 
@@ -47,7 +47,6 @@ class Service:
     metrics: Metrics
     compilations: Callable[[], int]  # since the warm-up, for requests
     log: Callable[[str], None] | None = None  # prints prompts and completions; None: they are not printed
-    xrays: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)  # one page at a time: it may take seconds
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -60,35 +59,19 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
-        p = parse(CompletionParameters, parse_object(await request.body()))
-        self._check(p)
-        return await self._respond(p, plan_completion(self.served, p))
+        return await self._respond(*await self._plan(request, CompletionParameters, plan_completion))
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        p = parse(ChatParameters, parse_object(await request.body()))
-        self._check(p)
-        return await self._respond(p, plan_chat(self.served, p))
+        return await self._respond(*await self._plan(request, ChatParameters, plan_chat))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the ids of a text or of a conversation."""
-        p = parse(TokenizeParameters, parse_object(await request.body()))
-        if p.prompt is None:
-            ids = list(self.served.encode_messages(p.conversation))
-        elif p.as_prompt:
-            ids = list(self.served.encode(p.prompt)[0])
-        else:
-            ids = self.served.tokenize(p.prompt, prefix=p.add_special_tokens)
-        texts = [self.served.text_of(i) for i in ids] if p.return_token_strs else None
-        most = self.served.limits.block_size
-        return _json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+        return await asyncio.to_thread(self._tokenize, await request.body())
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of ids."""
-        p = parse(DetokenizeParameters, parse_object(await request.body()))
-        if p.tokens is None:
-            raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
-        return _json({"prompt": self.served.decode(p.tokens, "tokens")})
+        return await asyncio.to_thread(self._detokenize, await request.body())
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Describe the tokenizer, as lm-evaluation-harness asks for it."""
@@ -97,18 +80,6 @@ class Service:
         info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "bos_token": begin}
         info |= {"eos_token": tokenizer.decode([find_start_token(tokenizer)[0]]), "pad_token": None}
         return _json(info | {"model_max_length": self.served.limits.block_size})
-
-    async def xray(self, request: Request) -> Response:
-        """Return the X-ray page of a text."""
-        p = parse(XrayParameters, parse_object(await request.body()))
-        if self.xrays.locked():
-            raise RequestError("another X-ray page is being made: try again later", status=429, wait=5)
-        async with self.xrays:
-            try:
-                page = await asyncio.to_thread(xray, self.served.run, p.prompt, corpus_tokens=0)
-            except UserError as e:
-                raise RequestError(str(e), param="prompt") from None
-        return HTMLResponse(page)
 
     async def playground(self, request: Request) -> Response:
         """Return the page."""
@@ -131,6 +102,24 @@ class Service:
         )
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
+    def _tokenize(self, body: bytes) -> Response:
+        p = parse(TokenizeParameters, parse_object(body))
+        if p.prompt is None:
+            ids = list(self.served.encode_messages(p.conversation))
+        elif p.as_prompt:
+            ids = list(self.served.encode(p.prompt)[0])
+        else:
+            ids = self.served.tokenize(p.prompt, prefix=p.add_special_tokens)
+        texts = [self.served.text_of(i) for i in ids] if p.return_token_strs else None
+        most = self.served.limits.block_size
+        return _json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+
+    def _detokenize(self, body: bytes) -> Response:
+        p = parse(DetokenizeParameters, parse_object(body))
+        if p.tokens is None:
+            raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
+        return _json({"prompt": self.served.decode(p.tokens, "tokens")})
+
     def _model(self) -> dict:
         served = self.served
         own = {"context": served.limits.block_size, "chat": served.run.experiment.data.is_chat}
@@ -148,6 +137,18 @@ class Service:
         self._check_model(p.model)
         p.check(self.served.limits)
         self.scheduler.check_room(p.n)
+
+    async def _plan(
+        self, request: Request, kind: type[Asked], plan: Callable[[Served, Asked], Generation]
+    ) -> tuple[Asked, Generation]:
+        """Return the parameters of a request and its choices. A thread reads them: a body of 1 MiB may take seconds."""
+
+        def work(body: bytes) -> tuple[Asked, Generation]:
+            p = parse(kind, parse_object(body))
+            self._check(p)
+            return p, plan(self.served, p)
+
+        return await asyncio.to_thread(work, await request.body())
 
     async def _respond(self, p: Parameters, generation: Generation) -> Response:
         ticket = self.scheduler.submit(generation.rows)
@@ -212,7 +213,6 @@ def make_app(service: Service) -> Starlette:
         Route("/tokenize", service.tokenize, methods=["POST"]),
         Route("/detokenize", service.detokenize, methods=["POST"]),
         Route("/tokenizer_info", service.tokenizer_info),
-        Route("/xray", service.xray, methods=["POST"]),
         Route("/health", service.health),
         Route("/metrics", service.measured),
         Route("/", service.playground),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import ipaddress
@@ -66,13 +67,16 @@ class Guard:
             if not begun:
                 await _respond(e, send)
             else:  # a stream: its status is out
-                await asyncio.wait_for(send(_last(render_event(e.to_json()))), 1.0)
+                with contextlib.suppress(TimeoutError):  # the client does not read
+                    await asyncio.wait_for(send(_last(render_event(e.to_json()))), 1.0)
 
     def _check(self, scope: Scope) -> None:
         """Raise `RequestError` for a request from where none should come, or without the key."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may find another end of the request
+            raise RequestError("Content-Length and Transfer-Encoding together: needs one of them", status=400)
         host = headers.get(b"host", "")
-        if not self._is_known(host):
+        if not self._is_known(host.lower()):
             # A page elsewhere whose name was made to point here (DNS rebinding) calls the server by that name.
             message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
             raise RequestError(message, status=403, code="host")
@@ -101,7 +105,7 @@ class Guard:
 
     @property
     def _names(self) -> frozenset[str]:
-        return self.hosts | {"localhost"}
+        return frozenset(name.lower() for name in self.hosts) | {"localhost"}
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body, counted while it arrives; None if the client left."""

@@ -33,6 +33,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 MAX_LOGPROBS = MAX_TOP
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
 MAX_STOP_TOKENS = 16
+MAX_MESSAGES = 2048  # of a conversation
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
@@ -207,13 +208,6 @@ class DetokenizeParameters:
     tokens: tuple[int, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class XrayParameters:
-    """Parameters of `/xray`."""
-
-    prompt: str | tuple[int, ...] = ""  # a text, or token ids
-
-
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object that a body holds. Raises `RequestError` for anything else."""
     try:
@@ -255,6 +249,9 @@ def check_messages(messages: Any) -> list[Message]:
     """Return the messages of a conversation. Raises `RequestError` for what is not text."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages={short(messages)}: needs a list of at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        message = f"there are {len(messages):,} messages: needs at most {MAX_MESSAGES:,}, leave out the oldest"
+        raise RequestError(message, param="messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 

@@ -108,7 +108,6 @@ class Pane {
       this.token(this.picked).focus();
     });
     this.part(".more").onclick = () => this.write(this.shown);
-    this.part(".xray").onclick = () => this.xray();
     this.forget();
   }
 
@@ -270,17 +269,6 @@ class Pane {
     this.picked = t;
     this.token(t).setAttribute("tabindex", 0);
     this.token(t).focus();
-  }
-
-  xray() {
-    return this.during(async (signal) => {
-      this.say("Computing the X-ray…");
-      const prompt = facts.encoder ? this.ids() : this.ids().slice(-facts.context);
-      const html = await (await ask("/xray", { prompt }, signal)).text();
-      const href = URL.createObjectURL(new Blob([html], { type: "text/html" }));
-      window.open(href);
-      this.say(this.summary(), " ", h("a", { href, target: "_blank" }, "Open the X-ray"));
-    });
   }
 }
 

@@ -9,7 +9,6 @@ nothing of the run and asks the server for everything:
 - `POST /v1/completions`: always streamed, with the ids as prompt and 20 alternatives. A conversation adds
   `stop_token_ids`. To continue from another token, the page sends the ids before it, and the other one.
 - `POST /detokenize`: the text of an answer, for the next turn.
-- `POST /xray`: the X-ray page of those ids.
 
 A model with an encoder gets its prompts as text, and does not continue from another token.
 """
@@ -18,25 +17,21 @@ from __future__ import annotations
 
 from importlib import resources
 
-from jaxgpt.tools.html_page import hash_source, read_asset, read_program
-from jaxgpt.tools.xray.page import PROGRAMS
+from jaxgpt.tools.html_page import hash_source, read_asset
 
 
 def playground_page() -> tuple[str, str]:
-    """Return the page as HTML, and its Content-Security-Policy, which allows requests to its own server alone.
-
-    The policy also allows the program and the style of an X-ray: the page opens one as a blob, which inherits it.
-    """
+    """Return the page as HTML, and its Content-Security-Policy, which allows requests to its own server alone."""
     style, program = read_asset("page.css"), read_asset("page.js") + _read("playground.js")
     own = _read("playground.css")
     html = _read("playground.html")
     for mark, text in (("/*page.css*/", style), ("/*playground.css*/", own), ("/*playground.js*/", program)):
         html = html.replace(mark, text)
     styles = " ".join(f"'{hash_source(text)}'" for text in (style, own))
-    programs = " ".join(f"'{hash_source(text)}'" for text in (program, read_program(PROGRAMS)))
     policy = (
-        f"default-src 'none'; connect-src 'self'; img-src data:; style-src {styles}; script-src {programs}; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+        f"default-src 'none'; connect-src 'self'; img-src data:; style-src {styles}; "
+        f"script-src '{hash_source(program)}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
     )
     return html, policy
 

@@ -18,7 +18,7 @@ from jaxgpt.serve.parameters import Limits, Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """A run and its limits. One thread calls its methods: for a chat the tokenizer switches its special tokens on."""
+    """A run and its limits. Any thread may call its methods."""
 
     run: Run
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import signal
 import socket
 import threading
@@ -30,6 +31,7 @@ from jaxgpt.serve.scheduler import Row, Scheduler, make_request
 from jaxgpt.serve.served import serve_run
 
 HEAD_TIMEOUT = 10.0  # seconds for the request line and the headers
+READ_TIMEOUT, LEAST_READ = 10.0, 2**16  # seconds in which a client reads so many bytes, or all that there are
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open; clients give theirs up after fewer
@@ -64,13 +66,15 @@ def serve(run: Run, options: Options, *, say: Callable[[str], None], log: Callab
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket with an address. Raises `UserError` if it is taken or not one of this machine."""
+    """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
             listener.bind(address)
+            listener.listen()  # at once: until one of them listens, another server can bind the address too
         except OSError:
             listener.close()
             raise
@@ -137,7 +141,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=HeadDeadline,
+                http=Deadlines,
                 ws="none",
                 lifespan="on",
                 log_level="error",
@@ -158,20 +162,43 @@ class Server(uvicorn.Server):
         self._say(self._address)
 
 
-class HeadDeadline(H11Protocol):
-    """HTTP with a deadline for the head of each request, which uvicorn does not have."""
+class Deadlines(H11Protocol):
+    """HTTP with deadlines for the head of each request and for the client's reading, which uvicorn does not have."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start to wait for the first request."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # any byte that is not sent pauses writing, also while closing
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._stop()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Start to wait for the client to read."""
+        super().pause_writing()
+        self._check_reading(math.inf)
+
+    def resume_writing(self) -> None:
+        """Stop waiting: the client has read everything."""
+        if self._reading is not None:
+            self._reading.cancel()
+        super().resume_writing()
+
+    def _check_reading(self, before: float) -> None:
+        """Drop a client that reads too slowly: it would hold one of the connections. before: bytes not sent then."""
+        left = self.transport.get_write_buffer_size()
+        if before - left < LEAST_READ:
+            self.transport.abort()
+        else:
+            self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, left)
 
     def data_received(self, data: bytes) -> None:
         """Wait no longer once the head is whole."""

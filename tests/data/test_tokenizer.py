@@ -1,4 +1,6 @@
+import concurrent.futures
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -54,6 +56,37 @@ def test_special_tokens_written_by_a_user_are_text(bpe):
     assert bpe.end_of_text is not None
     assert bpe.end_of_text not in bpe.encode("a <|endoftext|> b")
     assert bpe.decode(bpe.encode("a <|endoftext|> b")) == "a <|endoftext|> b"
+
+
+@pytest.fixture
+def busy_threads():
+    """Eight threads that take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+    sys.setswitchinterval(before)
+
+
+def test_special_tokens_of_one_thread_are_text_in_another(bpe, busy_threads):
+    text = "a <|endoftext|> b"
+    expected = bpe.encode(text).tolist()
+
+    def is_right(conversation):
+        if conversation:
+            return bpe.end_of_text in bpe.locate(text, specials=True)[0]
+        return bpe.encode(text).tolist() == expected
+
+    assert all(busy_threads.map(is_right, [True, False] * 2000))
+
+
+def test_long_texts_of_several_threads(bpe, busy_threads, monkeypatch):
+    """They share the words that are kept."""
+    monkeypatch.setattr(bpe_module, "LONG_TEXT", 1)
+    monkeypatch.setattr(bpe_module, "MOST_WORDS", 30)
+    texts = [" ".join(f"word{n * m % 97}" for m in range(20)) for n in range(300)]
+    for text, ids in zip(texts, busy_threads.map(bpe.encode, texts), strict=True):
+        assert ids.tolist() == bpe._encode_whole(text).ids
 
 
 def test_character_ids_are_nanogpts():

@@ -143,14 +143,10 @@ def make_app(fake):
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
-    def xray(body):
-        html = "<!doctype html><html lang='en'><title>X-ray</title><p>" + str(len(body["prompt"]))
-        return HTMLResponse(html)
-
     def detokenize(body):
         return JSONResponse({"prompt": text_of(body["tokens"])})
 
-    handlers = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/completions": completions, "/xray": xray}
+    handlers = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/completions": completions}
     routes = [Route(path, posted(answer), methods=["POST"]) for path, answer in handlers.items()]
     return Starlette(routes=[Route("/", page), Route("/v1/models", models), *routes])
 

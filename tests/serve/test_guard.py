@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from jaxgpt.serve import app as app_module
+from jaxgpt.serve.parameters import parse_object
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.test_parameters import JSON, refused
 
@@ -28,9 +30,21 @@ def test_any_key_is_welcome_where_none_is_needed(faked):
     assert faked().get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.5", "mine:80"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8000",
+        "127.0.0.1:1",
+        "[::1]:8000",
+        "192.168.1.5",
+        "mine:80",
+        "gpt.example.org",
+        "LOCALHOST",
+    ],
+)
 def test_known_hosts_are_served(faked, host):
-    assert faked(hosts=["mine"]).get("/v1/models", headers={"host": host}).status_code == 200
+    assert faked(hosts=["Mine", "GPT.Example.org"]).get("/v1/models", headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -109,6 +123,23 @@ def test_a_slow_body_is_refused(faked):
     assert start["status"] == 408
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_others_are_answered_while_a_request_is_read(faked, monkeypatch, path):
+    client, begun, go_on, done = faked(), threading.Event(), threading.Event(), []
+
+    def slow(raw):
+        begun.set()
+        done.append(go_on.wait(2))
+        return parse_object(raw)
+
+    monkeypatch.setattr(app_module, "parse_object", slow)
+    thread = threading.Thread(target=lambda: client.ask(path))
+    thread.start()
+    assert begun.wait(5) and client.get("/health").status_code == 200 and not done
+    go_on.set()
+    thread.join(5)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_frees_the_slot_within_one_burst(faked, stream):
     client = faked(FakeEngine(slots=1, delay=0.02))
@@ -158,6 +189,13 @@ def test_a_request_that_takes_too_long_ends(faked):
     last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
     assert streamed.status_code == 200 and last["error"]["code"] == "timeout"
     wait_for(lambda: client.engine.cancelled == [0, 0])
+
+
+def test_who_neither_reads_nor_leaves_is_no_error(faked):
+    async def stuck(message):
+        await asyncio.Event().wait()
+
+    call(faked(timeout=0.1).guard, [(0, body(prompt="a", stream=True))], send=stuck)
 
 
 def test_a_failure_of_the_engine_is_told_to_all(faked):

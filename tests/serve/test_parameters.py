@@ -122,6 +122,12 @@ def test_bad_chats_are_named(client, body, param):
     refused(client.post(CHAT, content=json.dumps(body), headers=JSON), param)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_conversation_has_a_limit(client, path):
+    refused(client.ask(path, messages=HELLO * 2049), "messages", "2,049 messages", "at most 2,048")
+    refused(client.ask(path, messages=HELLO * 2048), "messages", "tokens")
+
+
 @pytest.mark.parametrize(
     "raw",
     [

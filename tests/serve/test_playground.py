@@ -12,8 +12,7 @@ from playwright.sync_api import expect
 
 from jaxgpt.serve.playground import playground_page
 from jaxgpt.serve.server import make_server
-from jaxgpt.tools.html_page import hash_source, read_asset, read_program
-from jaxgpt.tools.xray.page import PROGRAMS
+from jaxgpt.tools.html_page import hash_source
 from tests.browser import watch
 from tests.conftest import REPOSITORY
 from tests.serve import fake_server
@@ -105,10 +104,9 @@ def test_the_policy_names_what_is_in_the_page():
     assert directives["default-src"] == "'none'" and directives["connect-src"] == "'self'" and "unsafe" not in policy
     programs = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     assert len(programs) == 1 and html.count("<script") == 1
-    of_xray = hash_source(read_program(PROGRAMS)), hash_source(read_asset("page.css"))
-    assert directives["script-src"] == f"'{hash_source(programs[0])}' '{of_xray[0]}'"
+    assert directives["script-src"] == f"'{hash_source(programs[0])}'"
     styles = [hash_source(style) for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL)]
-    assert directives["style-src"] == " ".join(f"'{style}'" for style in styles) and of_xray[1] in styles
+    assert directives["style-src"] == " ".join(f"'{style}'" for style in styles)
     assert "http:" not in html.replace("http://www.w3.org/2000/svg", "") and "https:" not in html
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(| on[a-z]+=\"", html)
     assert len((SERVE / "playground.js").read_text().splitlines()) <= LINES
@@ -363,25 +361,13 @@ def test_no_text_is_parsed(visit, fake):
     assert page.locator("script").count() == 1
 
 
-def test_the_xray_opens(visit, fake):
+def test_a_full_context_cannot_be_continued(visit, fake):
     page = visit()
-    begin(page)
-    with page.context.expect_page() as opened:
-        page.click("text=X-ray this text")
-    opened.value.wait_for_load_state()
-    (body,) = fake.bodies("/xray")
-    made = [i for i, *_ in reply(fake.bodies("/v1/completions")[0])[0]]
-    assert body == {"prompt": [ord(c) for c in PROMPT] + made}
-    assert opened.value.text_content("p") == str(len(body["prompt"]))
-    assert page.is_visible("text=Open the X-ray")
     begin(page, "x" * 250, tokens=7)
     assert "The context is full" in page.text_content(".status") and not page.is_visible("text=Continue")
-    page.click("text=X-ray this text")
-    page.get_by_text("Open the X-ray").wait_for()
-    assert len(fake.bodies("/xray")[-1]["prompt"]) == 256
 
 
-@pytest.mark.slow  # an engine is compiled, and the X-ray's programs
+@pytest.mark.slow  # an engine is compiled
 def test_over_a_model(visit, address_of_real):
     def complete(prompt, count):
         body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 20}
@@ -399,12 +385,6 @@ def test_over_a_model(visit, address_of_real):
     wait(page)
     kept = [*"né".encode(), *found["token_ids"][:3], found["top_token_ids"][3][1]]
     assert shown(page)[4:] == complete(kept, 12)[1]
-    page.click("text=X-ray this text")
-    page.wait_for_selector("text=Open the X-ray", timeout=60_000)
-    with page.context.expect_page() as opened:
-        page.click("text=Open the X-ray")  # which opens by itself only soon after a click
-    opened.value.locator("html[data-ready]").wait_for()  # its program runs under the policy of the playground as well
-    assert opened.value.locator("#surprise .tok").count() == len(kept) + 12
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

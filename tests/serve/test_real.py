@@ -98,12 +98,6 @@ def test_branching_from_a_token(real):
     assert json.dumps(body["choices"][0]["logprobs"]["token_ids"]) and body["usage"]["prompt_tokens"] == 6
 
 
-def test_xray_is_a_page(real):
-    response = real.ask("/xray", prompt="In a village")
-    assert response.headers["content-type"].startswith("text/html") and "<script" in response.text
-    assert real.ask("/xray", prompt="").status_code == 400
-
-
 def test_usage_tells_what_was_not_computed_again(real):
     """Also of a completion that ends with its first burst."""
     body = dict(prompt="b" * BLOCK, max_tokens=1)

@@ -29,6 +29,7 @@ from tests.serve.test_parameters import JSON
 def listening(faked, monkeypatch):
     """A function that starts a server over a fake engine on a port: listening(engine) -> (port, client)."""
     monkeypatch.setattr(server_module, "HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(server_module, "READ_TIMEOUT", 0.3)
     monkeypatch.setattr(server_module, "GRACE", 1.0)
     with contextlib.ExitStack() as stack:
 
@@ -71,6 +72,13 @@ def answer_to(port, raw):
     return found
 
 
+def request(path, *headers, **body):
+    """A POST request as bytes."""
+    body = json.dumps(body)
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode()
+
+
 def test_a_slow_head_is_refused(listening):
     port, _ = listening()
     for raw in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b"):
@@ -95,14 +103,49 @@ def test_what_is_not_http_is_refused(listening):
     assert answer_to(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[9:12] == b"200"
 
 
+PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_who_does_not_read_is_disconnected(listening):
+    """Also one whose last bytes wait in a connection that is closing."""
+    port, client = listening()
+    with contextlib.ExitStack() as stack:
+        for last in (b"", b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            connection.sendall(PAGE * 150 + last)
+        wait_for(lambda: len(client.server.server_state.connections) == 3)
+        wait_for(lambda: not client.server.server_state.connections and not client.server.server_state.tasks)
+
+
+def test_who_reads_slowly_gets_everything(listening):
+    """It takes longer than the deadline, which is for a part of it."""
+    port, _ = listening()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(request("/tokenize", "Connection: close", prompt="a" * 250_000))
+        connection.settimeout(5)
+        start, found = time.monotonic(), b""
+        while part := connection.recv(2**14):
+            found += part
+            time.sleep(0.01)
+    assert json.loads(found.partition(b"\r\n\r\n")[2])["count"] == 250_000
+    assert time.monotonic() - start > server_module.READ_TIMEOUT
+
+
+def test_two_lengths_are_refused_and_the_connection_closed(listening):
+    port, _ = listening()
+    found = answer_to(port, request("/tokenize", "Transfer-Encoding: chunked", prompt="a"))
+    assert found.startswith(b"HTTP/1.1 400 ") and b"needs one of them" in found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_100_who_leave_free_their_slots(listening, stream):
     port, client = listening(FakeEngine(slots=4, delay=0.002))
-    body = json.dumps({"prompt": "ab", "max_tokens": 64, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    raw = request("/v1/completions", prompt="ab", max_tokens=64, stream=stream)
     for _ in range(100):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.sendall(head.encode() + body)
+            connection.sendall(raw)
             wait_for(lambda: client.scheduler.num_running)
         wait_for(lambda: not client.scheduler.num_running)
     assert len(client.engine.cancelled) == 100
@@ -125,10 +168,8 @@ def test_stopping_does_not_wait_for_ever(listening):
 
 
 def test_an_address_that_is_taken_is_named():
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
-            bind("127.0.0.1", taken.getsockname()[1])
+    with bind("127.0.0.1", 0) as taken, pytest.raises(jaxgpt.UserError, match="cannot listen on 127.0.0.1"):
+        bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(jaxgpt.UserError, match="cannot listen on no.such.host"):
         bind("no.such.host.invalid", 0)
 

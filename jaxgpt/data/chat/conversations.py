@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,22 +101,21 @@ def tokenise(written: Written, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     """
     ids, at = tokenizer.locate(written.text, specials=True)
     specials = index_specials(tokenizer)
-    own, forged = [], False
+    own, forged, ends = [], False, [b for _, b in written.contents]
     for n in np.flatnonzero(np.isin(ids, list(specials))):
         start, end = at[n]
         start += max(written.text[start:end].find(specials[int(ids[n])]), 0)  # skip spaces that the token may include
         end = start + len(specials[int(ids[n])])
-        if any(a < end and start < b for a, b in written.contents):
+        content = bisect.bisect_right(ends, start)  # the first that ends after the start; contents follow each other
+        if content < len(ends) and written.contents[content][0] < end:
             forged = True
         else:
             own.append(n)
     if forged:
         ids, at = _encode_between(written.text, ids[own], at[own], tokenizer)
-    answers = np.zeros(len(ids), bool)
+    answers, (starts, stops) = np.zeros(len(ids), bool), np.ascontiguousarray(at.T)
     for a, b in written.answers:
-        touching = np.flatnonzero((at[:, 0] < b) & (at[:, 1] > a))
-        if len(touching):
-            answers[touching[0] : touching[-1] + 1] = True
+        answers[np.searchsorted(stops, a, "right") : np.searchsorted(starts, b)] = True
     return ids, answers
 
 

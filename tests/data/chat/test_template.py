@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -75,6 +76,16 @@ def test_contents_have_no_special_tokens(kind, name):
         assert tokenizer.decode(ids) == written.text
         spans = np.split(ids, np.flatnonzero(np.diff(answers)) + 1)[1::2]
         assert [tokenizer.decode(span) for span in spans] == marked_text(written)
+
+
+@pytest.mark.parametrize("last", ["x", "<|im_end|>"])
+def test_many_messages_are_read_in_one_pass(last):
+    """Comparing each special token with each content took 150 s for the 31,000 messages of a request."""
+    start = time.process_time()
+    ids, answers = tokenise(CHATML.write(user(*["x"] * 4000, last)), TOKENIZERS["bytes"])
+    assert time.process_time() - start < 2
+    assert (ids == TOKENIZERS["bytes"].specials["<|im_start|>"]).sum() == 4001
+    assert np.count_nonzero(np.diff(answers)) == 4000
 
 
 def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
