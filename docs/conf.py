@@ -1,7 +1,10 @@
 """Settings of the documentation site: `python -m sphinx -W docs docs/_build`."""
 
+import inspect
 import os
 import re
+import sys
+import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # importing modules for the API reference needs no accelerator
 
@@ -25,6 +28,11 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
+# Packages of extras that documented modules import at their top: the site builds without them, the same everywhere.
+autodoc_mock_imports = ["lm_eval", "starlette", "uvicorn"]
+# A mocked decorator would hide the class that it decorates, and a mocked base class the arguments of its subclass.
+sys.modules["lm_eval.api.registry"] = types.SimpleNamespace(register_model=lambda name: lambda cls: cls)
+sys.modules["lm_eval.api.model"] = types.SimpleNamespace(LM=type("LM", (), {"__module__": "lm_eval.api.model"}))
 napoleon_google_docstring = True
 
 
@@ -37,5 +45,12 @@ def shorten(app, what, name, object_, options, signature, returns):
     return signature, returns and re.sub(r"~?\b(?:\w+\.)+(?=[A-Za-z_])", "", returns)
 
 
+def skip_field(app, what, name, object_, skip, options):
+    """Skip a field whose default is a function of a module, which autodoc takes for a method of the class."""
+    is_field = what == "class" and inspect.isfunction(object_) and "." not in object_.__qualname__
+    return True if is_field else None  # None: let others decide
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", skip_field)
     app.connect("autodoc-process-signature", shorten)

@@ -1,11 +1,14 @@
 """README and docs: every command and every piece of Python runs, links resolve, and the site builds without a warning."""
 
+import ast
 import contextlib
 import functools
 import importlib.util
 import re
 import shlex
 import subprocess
+import sys
+import tomllib
 
 import pytest
 
@@ -135,6 +138,36 @@ def test_every_table_row_has_its_command():
     assert rows and all("`" in row for row in rows)
 
 
+def imports_at_the_top(tree):
+    """Every package that a module imports when it is imported itself."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Try):
+            yield from imports_at_the_top(node)
+
+
+def test_the_site_needs_its_own_extra_only():
+    """Sphinx imports every module; what neither the package's dependencies nor `docs` bring, conf.py replaces."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (REPOSITORY / "jaxgpt").rglob("*.py")]
+    imported = {name for tree in trees for name in imports_at_the_top(tree)} - set(sys.stdlib_module_names) - {"jaxgpt"}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    brought = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} | {"orbax", "ml_dtypes"}  # jax's own
+    (mocked,) = re.findall(r"^autodoc_mock_imports = (.*)$", (DOCS / "conf.py").read_text(), flags=re.MULTILINE)
+    assert ast.literal_eval(mocked) == sorted(imported - brought)
+
+
+def test_no_first_line_of_a_property_is_taken_for_a_type():
+    """Napoleon reads "A: b" in the first line of a property's docstring as type A and description b."""
+    for path in (REPOSITORY / "jaxgpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(d) for d in node.decorator_list):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                assert ":" not in re.sub(r"`[^`]*`", "", first), (path, node.name, first)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("myst_nb") is None, reason='Sphinx is not installed: pip install "jaxgpt[docs]"'
@@ -142,4 +175,7 @@ def test_every_table_row_has_its_command():
 def test_the_site_builds_without_a_warning(tmp_path):
     done = run_command("-m", "sphinx", "-W", "-q", str(DOCS), str(tmp_path / "site"), cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "lessons" / "es" / "3_attention.html").exists()
+    lesson = (tmp_path / "site" / "lessons" / "es" / "3_attention.html").read_text(encoding="utf-8")
+    assert '<img alt="' in lesson, "the plots that the lesson is stored with"
+    core = (tmp_path / "site" / "api" / "core.html").read_text(encoding="utf-8")
+    assert 'id="jaxgpt.model.GPT.decode"' in core and 'id="jaxgpt.model.GPT.attention_fn"' not in core

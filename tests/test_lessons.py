@@ -1,9 +1,16 @@
-"""The lessons: valid notebooks, the same code in both languages, and each one runs."""
+"""The lessons: valid notebooks, the same code in both languages, and each one runs.
+
+They are stored with their outputs, which the site shows. After a change, store them again; numbers depend on the
+processor, and times on what else it does:
+
+    JAXGPT_STORE_LESSONS=1 python -m pytest tests/test_lessons.py -m slow -n 0
+"""
 
 import ast
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +25,9 @@ LESSONS = REPOSITORY / "experiments" / "lessons"
 NAMES = ["1_tokens", "2_layer_norm", "3_attention", "4_mlp", "5_block", "6_training", "7_generation", "8_induction"]
 LANGUAGES = ["en", "es"]
 DEADLINE = 240  # seconds of one lesson, which shall take less than half of it on an idle machine of two cores
+TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+/")  # what `tempfile.mkdtemp()` returns
+MAX_BYTES = 3_000_000  # all lessons together, plots included: every clone downloads them
+ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=:])/\w|\b[A-Z]:\\""", re.MULTILINE)
 
 every_lesson = pytest.mark.parametrize("name", NAMES)
 in_every_language = pytest.mark.parametrize("language", LANGUAGES)
@@ -54,11 +64,34 @@ def test_a_clean_notebook(language, name):
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
     assert notebook.metadata.kernelspec.name == "python3"
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
-    for cell in notebook.cells:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
     kinds = [cell.cell_type for cell in notebook.cells]
     assert kinds[0] == kinds[-1] == "markdown", "it begins with what is built, and ends with what is next"
     assert (LESSONS / language / f"{name}.ipynb").read_bytes().endswith(b"}\n")
+
+
+def texts(output) -> list[str]:
+    """Every text of an output, without its images."""
+    data = output.get("data", {})
+    return [output.get("text", ""), *(str(v) for k, v in data.items() if not k.startswith("image/"))]
+
+
+@in_every_language
+@every_lesson
+def test_it_is_stored_with_its_outputs(language, name):
+    code = [cell for cell in read(language, name).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)], "run once, from top to bottom"
+    assert all(cell.metadata == {} for cell in code), "no times of execution"
+    for cell in code:
+        shown = {key for output in cell.outputs for key in output.get("data", {})}
+        assert ("plt.show()" in cell.source) == ("image/png" in shown), cell.id
+        assert "print(" not in cell.source or any(o.output_type == "stream" for o in cell.outputs), cell.id
+        for output in cell.outputs:
+            assert output.output_type != "error" and output.get("name") != "stderr", (cell.id, output)
+            assert not any(ABSOLUTE_PATH.search(text) for text in texts(output)), (cell.id, output)
+
+
+def test_the_outputs_are_small():
+    assert sum(path.stat().st_size for path in LESSONS.rglob("*.ipynb")) < MAX_BYTES
 
 
 @in_every_language
@@ -88,16 +121,13 @@ def test_two_languages_one_lesson(name):
 def place(tmp_path_factory):
     """Make a copy of the tree in which lessons run, so that they write nothing into ours or the user's directories.
 
-    The code of a lesson is the same in both languages: what one has compiled and trained the other finds there.
+    The code of a lesson is the same in both languages: what one has compiled the other finds there.
     """
     place = tmp_path_factory.mktemp("lessons")
     (place / "experiments").mkdir()
     (place / "experiments" / "sancho_mini.py").symlink_to(REPOSITORY / "experiments" / "sancho_mini.py")
-    (place / "runs").mkdir()
     for language in LANGUAGES:
-        here = place / "experiments" / "lessons" / language
-        here.mkdir(parents=True)
-        (here / "runs").symlink_to(place / "runs")
+        (place / "experiments" / "lessons" / language).mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_RUNTIME_DIR", str(place / "jupyter"))
         patch.setenv("IPYTHONDIR", str(place / "ipython"))
@@ -107,6 +137,30 @@ def place(tmp_path_factory):
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.delenv("XLA_FLAGS", raising=False)  # the tests' own, which make fast compilations of slow programs
         yield place
+
+
+def kinds_of_outputs(cell) -> set[str]:
+    return {output.output_type for output in cell.get("outputs", [])}
+
+
+def clean(notebook):
+    """Remove what differs from one run or machine to another: versions, times, directories, and how text was flushed."""
+    notebook.metadata.language_info = {"name": "python"}
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.metadata, outputs = {}, []
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if "text/html" in data:  # what rich writes, in colours; its words become a stream
+                output = nbformat.v4.new_output("stream", text=TEMPORARY.sub("", data["text/plain"]))
+            if output.get("name") == "stderr":
+                continue
+            if output.output_type == "stream" and outputs and outputs[-1].output_type == "stream":
+                outputs[-1].text += output.text
+            else:
+                outputs.append(output)
+        cell.outputs = outputs
 
 
 @pytest.mark.slow
@@ -132,7 +186,13 @@ def test_it_runs(language, name, place, request):
         timeout_func=lambda cell: max(1, int(start + DEADLINE - time.monotonic())),
         resources={"metadata": {"path": str(here)}},
     )
+    stored = [kinds_of_outputs(cell) for cell in notebook.cells]
     client.execute()
     print(f"{language}/{name}: {time.monotonic() - start:.1f} s")
+    clean(notebook)
+    if os.environ.get("JAXGPT_STORE_LESSONS"):
+        nbformat.write(notebook, LESSONS / language / f"{name}.ipynb")
+    else:
+        assert [kinds_of_outputs(cell) for cell in notebook.cells] == stored, "store the outputs again: see above"
     if pages and hasattr(Run, "xray"):
         assert (here / "xray.html").stat().st_size > 1000

@@ -39,11 +39,19 @@ def test_the_workflow_runs_ci_on_every_python_of_the_classifiers():
     assert "- run: bash .ci/run\n" in workflow
 
 
-def test_the_image_is_built_from_what_the_package_is_built_from():
+def test_the_image_is_built_from_the_package_and_the_experiments():
     kept = {line.removeprefix("!") for line in read(".dockerignore").splitlines() if line.startswith("!")}
-    assert kept == {"jaxgpt", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
-    extras = re.search(r"^ARG EXTRAS=(.*)$", read("Dockerfile"), re.MULTILINE)[1].split(",")
-    assert {*extras, "cuda"} <= set(PROJECT["optional-dependencies"])
+    assert kept == {"jaxgpt", "experiments/*.py", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
+    assert "\nCOPY experiments/*.py /opt/jaxgpt/experiments/\n" in read("Dockerfile")
+
+
+def test_commands_for_the_image_name_extras_and_experiments_that_it_has():
+    pages = [read(name) for name in ("Dockerfile", "docs/quickstart.md", "docs/devices.md")]
+    extras = re.findall(r"EXTRAS=([a-z,]+)", "".join(pages))
+    assert len(extras) >= 4 and set(",".join(extras).split(",")) <= set(PROJECT["optional-dependencies"])
+    assert any("tpu" in extra for extra in extras) and any("cuda" in extra for extra in extras)
+    (path,) = re.findall(r'--docker-image.*\n +--command "jaxgpt train (\S+)', pages[2])
+    assert path.startswith("/opt/jaxgpt/experiments/") and (REPOSITORY / path.removeprefix("/opt/jaxgpt/")).exists()
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ class DataConfig:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether each line is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}."""
+        """Return whether each line is a conversation, a JSON object with a list of "messages"."""
         return (self.path or self.corpus).endswith(".jsonl")
 
 

@@ -179,7 +179,7 @@ class ChatParameters(Parameters):
 
     @property
     def conversation(self) -> list[Message]:
-        """Return the messages: see `check_messages`."""
+        """Return the messages that `check_messages` has checked."""
         return check_messages(self.messages)
 
 
@@ -196,7 +196,7 @@ class TokenizeParameters:
 
     @property
     def conversation(self) -> list[Message]:
-        """Return the messages: see `check_messages`."""
+        """Return the messages that `check_messages` has checked."""
         return check_messages(self.messages)
 
 

@@ -31,7 +31,7 @@ class Axis:
 
     @property
     def is_log(self) -> bool:
-        """Return whether the range is spread evenly over its logarithm: each that is above 0."""
+        """Return whether the range is spread evenly over its logarithm, as every range above 0 is."""
         return self.low > 0
 
     def at(self, share: float) -> Any:

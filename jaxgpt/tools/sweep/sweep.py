@@ -50,7 +50,7 @@ class Sweep:
 
     @property
     def points(self) -> list[dict[str, Any]]:
-        """Return the values of each trial, {field: value}."""
+        """Return the values of each trial, a dictionary by field."""
         return draw_points(self.axes, self.trials, self.seed)
 
     def to_json(self) -> dict[str, Any]:
