@@ -1,7 +1,7 @@
 """Low-rank adapters: a matrix W [D, F] becomes W + alpha / rank a b, of which only a [D, R] and b [R, F] are trained.
 
 Hu et al. 2021, arXiv:2106.09685. In training a dense layer adds (x a) b to x W, so that a step computes no gradient of a
-W. After training the adapters are merged into W.
+W. After training the adapters are merged into W. With `LoraConfig.frozen` each W is int8, with a scale per output.
 """
 
 from __future__ import annotations
@@ -14,8 +14,37 @@ from flax import traverse_util
 
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
+from jaxgpt.layers.linear import INT8_SCALE
 from jaxgpt.layers.linear import LORA_A as A
 from jaxgpt.layers.linear import LORA_B as B
+from jaxgpt.layers.quantize import to_int8
+
+
+def freeze(config: LoraConfig, params: dict) -> dict:
+    """Return the parameters as they are frozen: with frozen="int8" each kernel as int8, and a scale for each output."""
+    if config.frozen == "float32":
+        return params
+    flat = _flat(params)
+    for path in [path for path in flat if path[-1] == "kernel"]:
+        values_FD, scale_F = to_int8(jnp.swapaxes(flat[path], -1, -2))
+        flat |= {path: jnp.swapaxes(values_FD, -1, -2), (*path[:-1], INT8_SCALE): scale_F}
+    return traverse_util.unflatten_dict(flat)
+
+
+def thaw(params: dict) -> dict:
+    """Return frozen parameters in float32."""
+    flat = _flat(params)
+    for path in [path for path in flat if path[-1] == INT8_SCALE]:
+        kernel = (*path[:-1], "kernel")
+        flat[kernel] = flat[kernel].astype(jnp.float32) * flat.pop(path)[..., None, :]
+    return traverse_util.unflatten_dict(flat)
+
+
+def thawed_shapes(params: dict) -> dict:
+    """Return the shapes of `thaw(params)`, with the shardings of `params`, which holds shapes."""
+    flat = {path: x for path, x in _flat(params).items() if path[-1] != INT8_SCALE}
+    shapes = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding) for path, x in flat.items()}
+    return traverse_util.unflatten_dict(shapes)
 
 
 def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
@@ -53,9 +82,9 @@ def join_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
 
 
 def merge_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
-    """Return the parameters with the adapters added, in float32."""
+    """Return the parameters, as they were frozen, with the adapters added, in float32."""
     assert config.rank is not None
-    flat, adapters = _flat(params), _flat(adapters)
+    flat, adapters = _flat(thaw(freeze(config, params))), _flat(adapters)
     for path, a_DR in adapters.items():
         if path[-1] == A:
             kernel = (*path[:-1], "kernel")

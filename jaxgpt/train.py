@@ -43,20 +43,20 @@ def init_state(
     key: jax.Array,
     params: Params | None = None,
     *,
-    adapt: Callable[[jax.Array, Params], Params] | None = None,
+    adapt: Callable[[jax.Array, Params], tuple[Params, Params]] | None = None,
     batch_size: int = 1,
 ) -> TrainState:
     """Return the state of step 0.
 
     Training starts from `params`, or from random ones that depend only on the key. `adapt(key, params)` returns the
-    parameters to train, and the model's own are frozen; None means that these are trained. `batch_size` is that of the
+    parameters to train and the model's own as they are frozen; None means that these are trained. `batch_size` is that of the
     tokens with which linen traces the model, a multiple of the model's devices; no value depends on it.
     """
     frozen_params = None
     if params is None:
         params = cast(Params, model.init(key, jnp.zeros((batch_size, 1), jnp.int32))["params"])
     if adapt is not None:
-        frozen_params, params = params, adapt(jax.random.fold_in(key, 1), params)
+        params, frozen_params = adapt(jax.random.fold_in(key, 1), params)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), frozen_params)
 
 

@@ -29,7 +29,7 @@ from jaxgpt.interventions.lens import fit_jacobian_lens, logit_lens
 from jaxgpt.interventions.probes import fit_probe
 from jaxgpt.loss import next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.sample.score import score
+from jaxgpt.sample.score import _logprobs
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.train import batch_loss
 
@@ -116,6 +116,10 @@ def generated_programs(seed: int) -> Iterator[Program]:
         found = capture_activations(model(params), params, tokens_BT[0].tolist())
         return [found.logits_V, found.weights_LNTS, found.hidden_LTF, found.start_T, found.branches, found.norms]
 
+    def scored(params):
+        wanted_BT = jnp.arange(tokens_BT.size).reshape(tokens_BT.shape) % 3 > 0
+        return _logprobs(model(params), params, *map(jnp.asarray, (batch.inputs_BT, batch.targets_BT)), wanted_BT)
+
     def probed(x_UD):
         found = fit_probe(x_UD, np.arange(len(x_UD)) % 3)
         return found.loss  # the weights are at the end of a search
@@ -124,7 +128,7 @@ def generated_programs(seed: int) -> Iterator[Program]:
     yield f"X-ray {size}", seen, (params,)
     yield f"logit lens {size}", lambda params: logit_lens(model(params), params, tokens_BT), (params,)
     yield f"Jacobian lens {size}", lambda params: fit_jacobian_lens(model(params), params, tokens_BT), (params,)
-    yield f"scores {size}", lambda params: score(model(params), params, tokens_BT.tolist()), (params,)
+    yield f"scores {size}", scored, (params,)
     rows = np.random.default_rng(seed).normal(size=(MANY_ROWS, pick.choice((3, 5, 13)))).astype(np.float32)
     yield f"probe of {list(rows[:300].shape)}", probed, (rows[:300],)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, TrainConfig
-from jaxgpt.lora import init_adapters, join_adapters, merge_adapters
+from jaxgpt.lora import freeze, init_adapters, join_adapters, merge_adapters
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.train import batch_loss
 from tests.helpers import TINY, make_model, stack_layers, tokens_BT
@@ -39,32 +39,36 @@ def test_a_is_drawn_for_each_matrix_and_b_is_zero():
     assert abs(np.corrcoef(*(adapter["lora_a"].ravel() for adapter in adapters.values()))[0, 1]) < 0.05
 
 
+@pytest.mark.parametrize("frozen", ["float32", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_layer_adds_an_adapter_as_if_it_were_merged(name):
+def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
     """Losses and the adapters' gradients, for all matrices of all families."""
-    config = dataclasses.replace(TINY, **FAMILIES[name])
+    config, lora = dataclasses.replace(TINY, **FAMILIES[name]), dataclasses.replace(ALL, frozen=frozen)
     model, params = make_model(config)
     if config.scan_layers:
         params = stack_layers(make_model(dataclasses.replace(config, scan_layers=False))[1], config.n_layer)
     draw = np.random.default_rng(1)
     adapters = jax.tree.map(
         lambda x: jnp.asarray(0.3 * draw.normal(size=x.shape), jnp.float32),
-        init_adapters(ALL, jax.random.key(0), params),
+        init_adapters(lora, jax.random.key(0), params),
     )
     tokens = tokens_BT(config)
     batch = Batch(inputs_BT=tokens, targets_BT=jnp.roll(tokens, -1, axis=1))
 
     def loss(adapters, combine):
-        nats, count = batch_loss(combine(ALL, adapters, params), batch, None, model=model)
+        nats, count = batch_loss(combine(lora, adapters, params), batch, None, model=model)
         return nats / count
+
+    def join(lora, adapters, params):
+        return join_adapters(lora, adapters, freeze(lora, params))
 
     joined, merged = (
         jax.jit(jax.value_and_grad(lambda x, combine=combine: loss(x, combine)))(adapters)
-        for combine in (join_adapters, merge_adapters)
+        for combine in (join, merge_adapters)
     )
     np.testing.assert_allclose(joined[0], merged[0], rtol=1e-5)
     chex.assert_trees_all_close(joined[1], merged[1], rtol=1e-4, atol=1e-5)  # sums in another order, of numbers up to 1
-    plain = loss(jax.tree.map(jnp.zeros_like, adapters), join_adapters)
+    plain = loss(jax.tree.map(jnp.zeros_like, adapters), join)
     assert abs(float(plain - joined[0])) > 1e-3
 
 
@@ -85,3 +89,19 @@ def test_adapters_need_no_gradient_of_the_matrices():
     full = temporaries(LoraConfig())
     assert full > 3 * 12 * 128**2 * 4  # one gradient of all matrices
     assert temporaries(LoraConfig(rank=4)) < 0.3 * full
+
+
+def test_int8_takes_a_quarter_of_the_memory():
+    def frozen_bytes(frozen):
+        lora = LoraConfig(rank=4, frozen=frozen)
+        experiment = Experiment(
+            name="memory",
+            model=GPTConfig(vocab_size=8, block_size=8, n_layer=3, n_head=4, n_embd=128, position="rope", bias=False),
+            train=TrainConfig(batch_size=1, init_from="x"),
+            lora=lora,
+        )
+        return sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(make_trainer(experiment).abstract_state.frozen_params)
+        )
+
+    assert frozen_bytes("int8") < 0.27 * frozen_bytes("float32")

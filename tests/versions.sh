@@ -5,7 +5,7 @@
 #   tests/versions.sh 3.12 0.11.2               this one; "newest" is the newest jax that has this Python
 #   tests/versions.sh 3.13 newest -n 1 -k lora  what follows the two versions goes to pytest
 #
-# Interpreters are found in the folders of PYTHONS (separated by colons), on PATH and in pyenv's root, in this order.
+# Interpreters are found by tests/find_python.sh.
 # ENVIRONMENTS=DIR keeps the virtual environments there, two gigabytes each; what is there already is used as it is.
 # Peers (torch, transformers) are not installed: golden files speak for them. A line that fails makes the status 1.
 set -uo pipefail
@@ -22,17 +22,6 @@ trap 'rm -rf "$scratch"' EXIT
 environments=${ENVIRONMENTS:-$scratch}
 table=()
 status=0
-
-find_python() {  # X.Y: print the path of an interpreter that runs, which a shim of pyenv may not
-  local candidates folder path
-  IFS=: read -ra candidates <<< "${PYTHONS:-}:$PATH"
-  candidates+=("${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin)
-  for folder in "${candidates[@]}"; do
-    path=$folder/python$1
-    [ -x "$path" ] && "$path" -c "" 2> /dev/null && echo "$path" && return
-  done
-  return 1
-}
 
 make_environment() {  # INTERPRETER JAX FOLDER
   [ -e "$3/done" ] && return
@@ -58,7 +47,7 @@ add_line() {  # ENVIRONMENT PASSED FAILED SKIPPED TIME
 
 run_suite() {  # PYTHON JAX PYTEST_ARGUMENT...: one line of the table; not 0 if it is not a line of success
   local name="Python $1, jax $2" environment="$environments/$1-$2" report="$scratch/$1-$2.xml" interpreter began ended
-  if ! interpreter=$(find_python "$1"); then
+  if ! interpreter=$(tests/find_python.sh "$1"); then
     add_line "$name: no python$1 here" - - - -
     return 1
   fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxgpt.config.validate import PositiveFloat, Size, check_fields
 from jaxgpt.errors import UserError
@@ -16,6 +17,9 @@ class LoraConfig:
     alpha: PositiveFloat = 16.0  # an adapter's output is multiplied by alpha / rank
     # matrices of a block with an adapter: q, k, v, c_fc, c_gate, c_proj (of attention and of the MLP)
     targets: tuple[str, ...] = ("q", "v")
+    # how the frozen matrices of the blocks are kept in training; int8: a quarter of float32's memory, rounded once, and
+    # the adapters learn on the rounded ones, which `sample` and `export` use as well (arXiv:2305.14314 has 4 bits)
+    frozen: Literal["float32", "int8"] = "float32"
 
     def __post_init__(self) -> None:
         """Check the fields."""

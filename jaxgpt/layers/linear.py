@@ -11,6 +11,7 @@ from flax import linen as nn
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and embedding
 DECODE_MATRIX = "decode_matrix"  # name of a `quantize.DecodeMatrix` in the parameters
+INT8_SCALE = "kernel_scale"  # name of the scale [F] of an int8 kernel [D, F], which is not trained
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters: see `jaxgpt.lora`
 
 
@@ -31,6 +32,12 @@ def _matmul(x_BTD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     return _dot_general(x_BTD, kernel_DF, (((x_BTD.ndim - 1,), (0,)), ((), ())))
 
 
+@jax.checkpoint  # otherwise each layer would keep its kernel in x's dtype for the backward pass
+def _int8_matmul(x_BTD: jax.Array, kernel_DF: jax.Array, scale_F: jax.Array) -> jax.Array:
+    y_UF = x_BTD.reshape(-1, x_BTD.shape[-1]) @ kernel_DF.astype(x_BTD.dtype) * scale_F.astype(x_BTD.dtype)[None]
+    return y_UF.reshape(*x_BTD.shape[:-1], -1)
+
+
 class Dense(nn.Dense):
     """linen's Dense, x_BTD -> x_BTF: `kernel` [D, F] and `bias` [F] in float32, arithmetic in `dtype`.
 
@@ -43,11 +50,21 @@ class Dense(nn.Dense):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Compute x_BTD @ kernel + bias."""
+        if self.has_variable("params", DECODE_MATRIX):
+            return self._decode(x_BTD)
+        if self.has_variable("params", INT8_SCALE):
+            kernel_DF, scale_F = (self.get_variable("params", name) for name in ("kernel", INT8_SCALE))
+            y_BTF = _int8_matmul(x_BTD.astype(self.dtype), kernel_DF, scale_F)
+            if self.use_bias:
+                y_BTF = y_BTF + self.get_variable("params", "bias").astype(self.dtype)[None, None]
+        else:
+            y_BTF = super().__call__(x_BTD)
         if self.has_variable("params", LORA_A):
             a_DR, b_RF = (self.get_variable("params", name).astype(self.dtype) for name in (LORA_A, LORA_B))
-            return super().__call__(x_BTD) + _matmul(_matmul(x_BTD.astype(self.dtype), a_DR), b_RF)
-        if not self.has_variable("params", DECODE_MATRIX):
-            return super().__call__(x_BTD)
+            y_BTF = y_BTF + _matmul(_matmul(x_BTD.astype(self.dtype), a_DR), b_RF)
+        return y_BTF
+
+    def _decode(self, x_BTD: jax.Array) -> jax.Array:
         y_UF = self.get_variable("params", DECODE_MATRIX).matmul(x_BTD.reshape(-1, x_BTD.shape[-1]))
         if self.use_bias:
             y_UF = y_UF + self.get_variable("params", "bias")[None]

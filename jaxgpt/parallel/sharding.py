@@ -55,10 +55,11 @@ def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
 
     def find_axes(path: tuple, x: Any) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        matrix = re.sub("lora_[ab]$", "kernel", name)
+        matrix = re.sub("(lora_[ab]|kernel_scale)$", "kernel", name)
         [axes] = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
         if name != matrix:
-            axes = (axes[0], None) if name.endswith("lora_a") else (None, axes[1])
+            ends = {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "kernel_scale": (axes[1],)}
+            axes = ends[name.rpartition("/")[2]]
         return PartitionSpec(*["layers"] * (x.ndim - len(axes)), *axes)  # scan_layers stacks the blocks
 
     return jax.tree.map_with_path(find_axes, params)

@@ -15,7 +15,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.in_flight import IN_FLIGHT
 from jaxgpt.layers.hooks import NO_SHARDING
-from jaxgpt.lora import init_adapters, join_adapters
+from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -64,7 +64,7 @@ class Trainer:
         state = self.abstract_state
         if state.frozen_params is None:
             return count_parameters(state.params), 0
-        return count_parameters(state.frozen_params), count_parameters(state.params)
+        return count_parameters(thawed_shapes(state.frozen_params)), count_parameters(state.params)
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
@@ -89,11 +89,16 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     model = build_model(
         experiment.model, dtype=options.dtype, attention_fn=attention_fn, sharding=strategy.sharding_hooks
     )
-    adapt = None if lora.rank is None else functools.partial(init_adapters, lora)
+
+    def adapt(key: jax.Array, params: Params) -> tuple[Params, Params]:
+        return init_adapters(lora, key, params), freeze(lora, params)
+
     merge = only_trained if lora.rank is None else functools.partial(join_adapters, lora)
     optimizer = make_optimizer(experiment.optim, train.steps, width_ratio=experiment.model.width_ratio)
     optimizer = skip_bad_steps(optimizer, spikes=experiment.optim.skip_spikes)
-    init = functools.partial(init_state, model, optimizer, adapt=adapt, batch_size=strategy.data_parallel_size)
+    init = functools.partial(
+        init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
+    )
     state = strategy.abstract_state(jax.eval_shape(init, _abstract_key(), None), experiment.model, optimizer)
     step = functools.partial(
         train_step,

@@ -22,6 +22,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
+from jaxgpt.lora import thaw
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -94,7 +95,7 @@ def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
     Adapters are joined with them afterwards, since one process cannot launch a program over all devices.
     """
     held = multihost.on_one_device((state.params, state.frozen_params))
-    return None if held is None else trainer.merge(*held)
+    return None if held is None else thaw(trainer.merge(*held))
 
 
 def _watch_modules(model: GPT) -> tuple[Any, list[str]]:

@@ -17,6 +17,7 @@ from jaxgpt.callbacks import Metrics
 from jaxgpt.config import DataConfig, Experiment
 from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
 from jaxgpt.data.tokens import Dataset
+from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -55,9 +56,10 @@ class Training:
         """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
         strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
         if self.weights is not None and (like.frozen_params is not None or not step):
-            read = self.weights().read(like.params if like.frozen_params is None else like.frozen_params)
+            read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
         if step:
-            state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=read)
+            frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
+            state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
             return strategy.from_checkpoint(state)
         return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
 

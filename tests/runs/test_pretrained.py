@@ -224,6 +224,16 @@ def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
     assert_same(gather_params(trainer, state), trainer.merged_params(state))
 
 
+def test_adapters_learn_on_int8_matrices(source, text_file, tmp_path):
+    """The rounded matrices are those that are sampled from: the losses agree, also after a resume."""
+    lora = dataclasses.replace(LORA, frozen="int8")
+    run = fit(tuning(text_file, source.directory, lora=lora), tmp_path / "run", progress=False)
+    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-5)
+    _, state = first_state(run.experiment, tmp_path / "other")
+    kernel = state.frozen_params["h_0"]["attn"]["q"]["kernel"]
+    assert kernel.dtype == np.int8 and replay(run.directory, 3).equal
+
+
 @pytest.mark.slow
 def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):
     experiment = tuning(text_file, tuned.directory, lora=LoraConfig(rank=1, targets=("v",)), steps=2)
