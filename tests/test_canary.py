@@ -11,7 +11,7 @@ from tests.canary import deviations, known_programs
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
-MODELS = 6
+MODELS = 2  # without jit each takes a minute and a half of compiling one operation after the other
 
 
 def explain(found, flags):
@@ -28,7 +28,7 @@ def test_sums_that_were_computed_wrongly_are_right():
 
 @pytest.mark.slow
 def test_programs_of_a_gpts_shapes_are_right(tmp_path):
-    done = run_command("-m", "tests.canary", str(MODELS), cwd=REPOSITORY, deadline=900, XLA_FLAGS="")
+    done = run_command("-m", "tests.canary", str(MODELS), cwd=REPOSITORY, deadline=800, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     *found, last = map(json.loads, done.stdout.splitlines())
     assert not found, explain(found, last["flags"])
