@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import logging
 import os
 import re
@@ -11,6 +12,9 @@ import warnings
 from jaxgpt.errors import UserError
 
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one: Windows Subsystem for Linux
+TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+# libtpu reads these when it is loaded. Without them and without a TPU it prints five lines of errors.
+LIBTPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 # Objects between two runs of Python's garbage collector. Importing JAX and tracing a step create a million objects and
 # leave few cycles; at Python's own 700 the collector takes 0.2 s of the quickstart's start.
@@ -32,6 +36,7 @@ def configure_jax(*, computes: bool = True) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     gc.set_threshold(GC_THRESHOLD)
     skip_cuda_check()
+    quiet_libtpu()
     try:
         from jaxgpt.parallel.device import enable_compilation_cache
         from jaxgpt.parallel.heap import keep_freed_memory, return_freed_memory
@@ -54,6 +59,16 @@ def skip_cuda_check() -> None:
     """
     if not any(os.path.exists(path) for path in NVIDIA_DEVICES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def quiet_libtpu(*, only_compiles: bool = False) -> None:
+    """Keep libtpu, which may be there for its compiler alone, from reporting that this machine has no TPU.
+
+    only_compiles: no TPU is wanted, even if there is one.
+    """
+    if only_compiles or not any(map(glob.glob, TPU_DEVICES)):
+        for name, value in LIBTPU.items():
+            os.environ.setdefault(name, value)
 
 
 def _try_flags() -> None:

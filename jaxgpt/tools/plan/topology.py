@@ -3,13 +3,13 @@
 import importlib.util
 import itertools
 import math
-import os
 import re
 from typing import Any
 
 import jax
 
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.jax_setup import quiet_libtpu
 from jaxgpt.tools.plan.gpu import TARGETS, gpu_devices
 
 # Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
@@ -54,10 +54,7 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError('a TPU topology needs libtpu, which is not installed: pip install "jaxgpt[tpu]"')
 
-    # libtpu reads these when it is loaded, below, and prints warnings if they are missing.
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_WORKER_ID", "0")
+    quiet_libtpu(only_compiles=True)
     from jax.experimental import topologies
 
     # By default a v4 chip is two devices.
