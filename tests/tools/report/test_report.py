@@ -197,10 +197,11 @@ def test_the_command(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reported: learning\n") and re.search(r"report.html: \d", done.stdout)
     kept = json.loads((tmp_path / "summary.json").read_text())
-    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert again.returncode == 2 and "report.html exists" in again.stderr
-    forced = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--force", "--json", cwd=tmp_path)
-    assert json.loads(forced.stdout) == kept
+    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--json", cwd=tmp_path)
+    assert json.loads(again.stdout) == kept
+    (tmp_path / "report.html").unlink()
+    refused = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
+    assert refused.returncode == 2 and "summary.json exists" in refused.stderr
 
 
 @pytest.mark.slow
