@@ -35,7 +35,7 @@ def train(
 ) -> None:
     """Train an experiment, or resume a run.
 
-    EXPERIMENT: a Python file that defines `experiment`, or quickstart, or depth:4.
+    EXPERIMENT: a file that defines `experiment`, or quickstart, finetune or depth:4.
 
     Args:
         run_dir: run directory, resumed if it exists; None: runs/NAME
