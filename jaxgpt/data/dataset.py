@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ from jaxgpt.data.workers import count_cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 
-FOR_ALL_CORES = 2**25  # characters; encoding a text of at least this length repays starting a process per core
+FOR_ALL_CORES = (
+    2**25
+)  # characters; encoding a text of at least this length repays starting a process per core, and a line
+REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
 TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
 
 
@@ -111,8 +116,10 @@ def _from_text(config: DataConfig) -> Dataset:
     cached = read_tokens(directory)
     if cached is None:
         if tokenizer is None:
+            text.task = "learning the tokens of"
             train_text = (piece for split, piece in _split(text, train_characters) if split == "train" and piece)
             tokenizer = train_bpe(train_text, config.bpe_vocab_size)
+        text.task = "encoding"
         counts = {"val_bytes": 0, "val_characters": characters - train_characters}
         workers = count_cores() if characters >= FOR_ALL_CORES else 1
         pieces = _to_encode(text, train_characters, tokenizer.end_of_text, counts)
@@ -132,20 +139,34 @@ def _from_cache(cached: CachedTokens) -> Dataset:
 
 
 class _Text:
-    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256."""
+    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256.
+
+    A long reading reports on stderr what it is for, `task`, and how far it has come.
+    """
 
     def __init__(self, files: list[Path], source: str):
-        self._files, self._source, self.digest = files, source, ""
+        self._files, self._source, self.digest, self.task = files, source, "", "reading"
 
     def __iter__(self) -> Iterator[str | None]:
-        digest = hashlib.sha256()
+        size = sum(file.stat().st_size for file in self._files)
+        if size >= FOR_ALL_CORES:
+            self._report(f"{size / 1e6:,.0f} MB")
+        digest, done, reported = hashlib.sha256(), 0, time.monotonic()
         for piece in read_text(self._files):
             # Hash the end of a document as a byte that never occurs in UTF-8.
-            digest.update(b"\xff" if piece is None else piece.encode())
+            raw = b"\xff" if piece is None else piece.encode()
+            digest.update(raw)
             yield piece
+            done += len(raw)
+            if time.monotonic() - reported > REPORT_EVERY:
+                self._report(f"{done / size:.0%}")
+                reported = time.monotonic()
         if self.digest not in ("", digest.hexdigest()):
             raise change_error(self._source)
         self.digest = digest.hexdigest()
+
+    def _report(self, progress: str) -> None:
+        print(f"{self.task} {self._source}: {progress}", file=sys.stderr, flush=True)
 
 
 def _to_encode(
