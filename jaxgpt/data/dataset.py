@@ -24,9 +24,8 @@ from jaxgpt.data.workers import count_cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 
-FOR_ALL_CORES = (
-    2**25
-)  # characters; encoding a text of at least this length repays starting a process per core, and a line
+# Characters; encoding a text of at least this length repays starting a process per core, and is reported.
+FOR_ALL_CORES = 2**25
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
 TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
 

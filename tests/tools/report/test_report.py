@@ -19,6 +19,7 @@ from jaxgpt.tools.report import reference_band
 from jaxgpt.tools.report.memorization import SuffixArray
 from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band
 from jaxgpt.tools.report.report import make_report
+from tests.browser import unreadable
 from tests.helpers import run_command, script, tiny_experiment
 
 pytest.importorskip("pydivsufsort")
@@ -160,7 +161,7 @@ def test_the_page(found, open_page, tmp_path):
     assert "<script>pwned" not in html
     path = tmp_path / "report.html"
     path.write_text(html, encoding="utf-8")
-    for scheme, width in (("light", 1200), ("dark", 380)):
+    for scheme, width in (("light", 1280), ("dark", 390)):
         page = open_page(path, scheme, width)
         assert page.text_content("#verdict") == "Verdict: learning."
         assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 3
@@ -170,6 +171,7 @@ def test_the_page(found, open_page, tmp_path):
         )
         assert float(rows[-1][1]) == pytest.approx(summary["validation_loss"]["last"], rel=1e-4)
         assert page.evaluate("document.documentElement.scrollWidth") <= width and page.complaints == []
+        assert unreadable(page) == []
         page.close()
 
 
