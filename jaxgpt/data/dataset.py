@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +24,7 @@ from jaxgpt.data.workers import count_cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 
+LOG = logging.getLogger(__name__)
 # Characters; encoding a text of at least this length repays starting a process per core, and is reported.
 FOR_ALL_CORES = 2**25
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
@@ -149,7 +150,7 @@ def _from_cache(cached: CachedTokens) -> Dataset:
 class _Text:
     """The text of files in pieces, with None between two files. Every reading must give the same SHA-256.
 
-    A long reading reports on stderr what it is for, `task`, and how far it has come.
+    A long reading logs what it is for, `task`, and how far it has come.
     """
 
     def __init__(self, files: list[Path], source: str):
@@ -174,7 +175,7 @@ class _Text:
         self.digest = digest.hexdigest()
 
     def _report(self, progress: str) -> None:
-        print(f"{self.task} {self._source}: {progress}", file=sys.stderr, flush=True)
+        LOG.warning("%s %s: %s", self.task, self._source, progress)  # of this level, so that it is shown by default
 
 
 def _to_encode(

@@ -60,19 +60,20 @@ def test_the_fingerprint_is_of_the_content(text_file, tmp_path):
     ("tokenizer", "tasks"),
     [("char", ["reading", "encoding"]), ("bpe", ["reading", "learning the tokens of", "encoding"])],
 )
-def test_a_long_reading_reports_on_stderr(tokenizer, tasks, text_file, tmp_path, monkeypatch, capsys):
+def test_a_long_reading_reports_how_far_it_is(tokenizer, tasks, text_file, tmp_path, monkeypatch, caplog):
     config = DataConfig(path=str(text_file), tokenizer=tokenizer, bpe_vocab_size=300)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     prepare(config, block_size=8)
-    assert capsys.readouterr().err == ""  # a short one does not
+    assert caplog.messages == []  # a short one does not
     monkeypatch.setattr(corpus, "CHUNK", -(-text_file.stat().st_size // 2))
     monkeypatch.setattr(dataset, "REPORT_EVERY", -1)
     monkeypatch.setattr(dataset, "FOR_ALL_CORES", 1000)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "another"))
     prepare(config, block_size=8)
-    lines = capsys.readouterr().err.splitlines()
     for shown in ("0 MB", "50%"):
-        assert [line for line in lines if line.endswith(f" {shown}")] == [f"{t} {text_file}: {shown}" for t in tasks]
+        assert [line for line in caplog.messages if line.endswith(f" {shown}")] == [
+            f"{t} {text_file}: {shown}" for t in tasks
+        ]
 
 
 def test_a_text_larger_than_a_read_is_the_same_text(text_file, tmp_path, monkeypatch):
