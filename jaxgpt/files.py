@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 from jaxgpt.errors import UserError
 
+GENERATOR = '<meta name="generator" content="jaxgpt">'  # at the head of every page that we write
+
 
 def is_there(path: Path, remedy: str) -> bool:
     """Return whether a path exists. Raises `UserError` if it cannot be checked: name too long, no permission."""
@@ -160,13 +162,19 @@ def make_cache(directory: Path) -> None:
 
 
 def new_file(path: str, *, force: bool) -> Path:
-    """Return the path of a page to write. Raises `UserError` if it exists without `force` or its directory does not."""
+    """Return the path of a page to write, which may replace another of our pages.
+
+    Raises `UserError` if there is anything else without `force`, or if its directory does not exist.
+    """
     out = Path(path)
     there = is_there(out, "Name another with --out.")
     if there and out.is_dir():
         raise UserError(f"{out} is a directory: name a file with --out")
     if there and not force:
-        raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")
+        with open_file(out) as f:
+            is_ours = GENERATOR.encode() in f.read(256)
+        if not is_ours:
+            raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")
     if not out.parent.is_dir():
         raise UserError(f"there is no directory {out.parent} for {out.name}: make it, or name another with --out")
     return out

@@ -57,6 +57,7 @@ NO_RUN = [
     ("\u202etxt.nur", r"\u202etxt.nur is not a run directory"),
     ("\x1b[31mred", r"\x1b[31mred is not a run directory"),
     ("runs", "runs is not a run directory: it has no experiment.json"),
+    ("gs://bucket/x", "gs:/bucket/x is an address: a run needs a directory of this machine"),
 ]
 
 # Texts that will not do, for --data.path and for evaluate's --data.
@@ -731,6 +732,7 @@ def table() -> list[tuple[list[str], dict, str]]:
         (["train", "--run-dir", "t.txt"], {}, "t.txt exists and is not a run directory"),
         ([*TRAIN, "--run-dir", "t.txt/run"], {}, "t.txt/run"),
         (["train", "--run-dir", LONG], {}, "File name too long"),
+        ([*TRAIN, "--run-dir", "gs://bucket/x"], {}, "gs:/bucket/x is an address"),
         (["train", "--run-dir", "loop"], {}, "Too many levels of symbolic links"),
         (["train", "--run-dir", "pipe"], {}, "pipe exists and is not a run directory"),
         (["train", "--run-dir", "/dev/null"], {}, "/dev/null exists and is not a run directory"),

@@ -42,6 +42,24 @@ def open_page(chromium):
     return open_page
 
 
+LEAST = 10  # px, the smallest text of a chart that is read without enlarging it
+
+
+def unreadable(page):
+    """The texts of the page's charts that are small, cut, or out of reach by scrolling."""
+    return page.evaluate(
+        """least => [...document.querySelectorAll("svg text")].filter(text => {
+            const svg = text.closest("svg"), [box, all] = [text, svg].map(x => x.getBoundingClientRect());
+            const size = parseFloat(getComputedStyle(text).fontSize) * all.width / svg.viewBox.baseVal.width;
+            let reach = svg.parentElement;
+            while (reach && getComputedStyle(reach).overflowX !== "auto") reach = reach.parentElement;
+            const ends = reach ? reach.getBoundingClientRect().left + reach.scrollWidth : innerWidth;
+            return size < least || box.left < all.left - 1 || box.right > Math.min(all.right, ends) + 1;
+        }).map(text => text.textContent)""",
+        LEAST,
+    )
+
+
 def watch(page, own):
     """Keep what the page complains of, and what it asks of any other address than `own`, in `page.complaints`."""
     page.set_default_timeout(TIMEOUT)

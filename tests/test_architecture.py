@@ -214,7 +214,7 @@ CORE = [
     *(f"layers/{name}.py" for name in ("__init__", "norm", "position", "linear", "mlp", "attention", "block", "hooks")),
     "layers/kernels/plain.py",
 ]
-CORE_LINES = 1_900
+CORE_LINES = 1_920
 
 
 def test_the_core_is_read_in_an_evening():

@@ -1,6 +1,7 @@
 """What a start costs, by what does not vary with the clock: modules imported, programs compiled, bytes kept."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import time
@@ -47,6 +48,25 @@ except SystemExit as e:
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
     assert imported("import jaxgpt.session", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='no libtpu: pip install ".[tpu]"')
+def test_libtpu_without_a_tpu_is_quiet(tmp_path):
+    code = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(); import jax; jax.devices()"
+    done = run_command("-c", code, cwd=tmp_path, JAX_PLATFORMS="", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("devices", [["accel0"], ["vfio/0", "vfio/vfio"], ["vfio/vfio"], []])
+def test_a_tpu_keeps_its_own_settings(devices, tmp_path, monkeypatch):
+    for name in devices:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(jax_setup, "TPU_DEVICES", [f"{tmp_path}/{path[5:]}" for path in jax_setup.TPU_DEVICES])
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_ID": "3"})
+    jax_setup.quiet_libtpu()
+    assert os.environ["TPU_WORKER_ID"] == "3"
+    assert ("TPU_ACCELERATOR_TYPE" in os.environ) == (set(devices) <= {"vfio/vfio"})
 
 
 class Left(Exception):

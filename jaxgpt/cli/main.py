@@ -112,4 +112,4 @@ usage: jaxgpt COMMAND [OPTIONS]
 `jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.
 RUN is a run directory; without it, the newest under runs/.
-EXPERIMENT is a Python file that defines `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""
+EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

@@ -127,7 +127,7 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
     The step is not run. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        topology: TPUs such as v5e:4x4, v6e:16x16, v5p:8x8x8, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
+        topology: TPUs such as v5e:4x4 or v5litepod-16, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
             hosts as h200:4x8; None: this machine
         json: print JSON instead of text
         experiment: its fields are options too

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
+import re
 import signal
 import sys
 import time
@@ -16,8 +18,9 @@ from tyro.conf import arg
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
 from jaxgpt.config import Experiment
+from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
-from jaxgpt.files import write_whole
+from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import is_run
 
@@ -35,7 +38,7 @@ def train(
 ) -> None:
     """Train an experiment, or resume a run.
 
-    EXPERIMENT: a Python file that defines `experiment`, or quickstart, or depth:4.
+    EXPERIMENT: a file that defines `experiment`, or quickstart, finetune or depth:4.
 
     Args:
         run_dir: run directory, resumed if it exists; None: runs/NAME
@@ -43,6 +46,8 @@ def train(
         extend: continue to more train.steps, although the learning rate rises again
         experiment: its fields are options too
     """
+    if metadata is None:
+        experiment = label_own_text(experiment, run_dir)
     configure_jax()
     import jax
 
@@ -83,6 +88,25 @@ def train(
     chat = ["--chat"] if experiment.data.is_chat else []
     words = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt] if prompt else []
     print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
+
+
+def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
+    """Return a preset for the user's own text: named after the run directory, its prompt from the validation text."""
+    path, name = experiment.data.path, experiment.name
+    if path is None or name not in EXPERIMENTS:
+        return experiment
+    from jaxgpt.data.corpus import find_user_files  # imports numpy, which help does without
+
+    prompt, preset = experiment.train.sample_prompt, EXPERIMENTS[name]()
+    if prompt == preset.train.sample_prompt and not experiment.data.is_packed and not path.endswith(".bin"):
+        prompt = ""
+        with contextlib.suppress(UserError):  # training reports it
+            file = find_user_files(path)[-1]
+            with open_file(file) as f:
+                f.seek(int(file.stat().st_size * (1 - experiment.data.val_fraction)))
+                prompt = " ".join(f.read(200).decode(errors="ignore").split()[1:5])  # the first word may be cut
+    name = re.sub(r"[^\w-]", "-", Path(run_dir or "").name)[:50].strip("-_") or name
+    return dataclasses.replace(experiment, name=name, train=dataclasses.replace(experiment.train, sample_prompt=prompt))
 
 
 def _print_sample(run: Run, experiment: Experiment) -> str:

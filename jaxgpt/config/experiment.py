@@ -41,7 +41,7 @@ class DataConfig:
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
     bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
-    # share of the characters, conversations or pairs held out for validation: the last ones
+    # share of the characters of each file, of conversations or pairs held out for validation: the last ones
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:

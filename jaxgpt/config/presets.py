@@ -6,8 +6,10 @@ import dataclasses
 import math
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
-from jaxgpt.config.validate import LARGEST_COUNT, short
+from jaxgpt.config.validate import LARGEST_COUNT, LARGEST_SIZE, short
 from jaxgpt.errors import UserError
+
+CONTEXT_OF_WEIGHTS = LARGEST_SIZE  # as block_size: longer than any weights have, so that theirs is taken
 
 
 def quickstart() -> Experiment:
@@ -45,6 +47,16 @@ def quickstart() -> Experiment:
             sample_tokens=300,
             sample_temperature=0.6,
         ),
+    )
+
+
+def finetune() -> Experiment:
+    """Return the fine-tuning of the weights that `train.init_from` names, with their architecture and context."""
+    return Experiment(
+        name="finetune",
+        model=GPTConfig(block_size=CONTEXT_OF_WEIGHTS),
+        optim=OptimConfig(learning_rate=3e-4),
+        train=TrainConfig(steps=300, batch_size=16, eval_every=50),
     )
 
 
@@ -106,7 +118,7 @@ def depth(n: int, *, tokens_per_parameter: float = 20.0, tokens: float | None = 
     )
 
 
-EXPERIMENTS = {"quickstart": quickstart}  # names for `jaxgpt train NAME`
+EXPERIMENTS = {"quickstart": quickstart, "finetune": finetune}  # names for `jaxgpt train NAME`
 
 
 def find_preset(name: str) -> Experiment | None:

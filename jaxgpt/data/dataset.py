@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 
 from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.cache import CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
+from jaxgpt.data.cache import SPLITS, CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
 from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
 from jaxgpt.data.documents import prepare_documents
 from jaxgpt.data.shards import find_shards, prepare_shards
@@ -22,7 +24,11 @@ from jaxgpt.data.workers import count_cores, encode_in_order
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 
-FOR_ALL_CORES = 2**25  # characters; encoding a text of at least this length repays starting a process per core
+LOG = logging.getLogger(__name__)
+# Characters; encoding a text of at least this length repays starting a process per core, and is reported.
+FOR_ALL_CORES = 2**25
+REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
+Cut = tuple[int, tuple[str, ...]]  # characters of a document for training, and the splits that get a token for its end
 TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
 
 
@@ -37,8 +43,8 @@ def prepare(
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 
-    The split is by position: the last `val_fraction` of the characters is held out. For .bin files without one for
-    validation it is a fraction of the tokens, for conversations and pairs a fraction of their number.
+    The split is by position: the last `val_fraction` of the characters of each file is held out. For .bin files without
+    one for validation it is a fraction of the tokens, for conversations and pairs a fraction of their number.
 
     Args:
         config: the data and their tokenizer.
@@ -46,12 +52,14 @@ def prepare(
         vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
         encoder: whether the source of a pair goes to an encoder. Otherwise source and target are one text.
         with_prefix: whether conversations and pairs begin with the tokenizer's prefix; see `RunMetadata.has_prefix`.
-        known: fingerprint of an earlier dataset. Unless `config.path` names an existing file, cached tokens with this
-            fingerprint are used instead of the text.
+        known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
+            folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
+            of the text.
 
     Raises:
         UserError: there is no text, it is not UTF-8, or a split is shorter than one window.
     """
+    by_file = known is None or "split" in known
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
     if config.is_packed:
@@ -59,7 +67,7 @@ def prepare(
     if known is not None and (cached := find_tokens(known)) is not None:
         return _from_cache(cached)
     shards = find_shards(config.path)
-    dataset = prepare_shards(config, shards, vocab_size) if shards else _from_text(config)
+    dataset = prepare_shards(config, shards, vocab_size) if shards else _from_text(config, by_file)
     source = config.path or config.corpus
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
@@ -84,25 +92,30 @@ def prepare_for(
     )
 
 
-def _from_text(config: DataConfig) -> Dataset:
+def _from_text(config: DataConfig, by_file: bool) -> Dataset:
     name, source = config.tokenizer, config.path or config.corpus
     text = _Text(find_user_files(config.path) if config.path else find_corpus_files(config.corpus), source)
     tokenizer = open_tokenizer(name, "a text needs")
-    characters, alphabet = 0, set[str]()
+    lengths, alphabet = [0], set[str]()
     for piece in text:
-        read = "\n" if piece is None else piece
-        characters += len(read)
+        if piece is None:
+            lengths.append(0)
+        else:
+            lengths[-1] += len(piece)
         if name == "char":
-            alphabet.update(read)
+            alphabet.update("\n" if piece is None else piece)
+    characters = sum(lengths) + len(lengths) - 1
     if not characters:
         raise UserError(f"{source} is empty: there is nothing to learn from")
     if name == "char":
         tokenizer = CharTokenizer(alphabet)
+    by_file = by_file and len(lengths) > 1
+    cuts = _cut(lengths, 1.0 - config.val_fraction, by_file=by_file)
     train_characters = int(characters * (1.0 - config.val_fraction))
     spec = {
         "format": TEXT_FORMAT,
         "text": text.digest,
-        "train_characters": train_characters,
+        "train_characters": [cut for cut, _ in cuts] if by_file else train_characters,
         "tokenizer": name if config.tokenizer_file is None or tokenizer is None else fingerprint(tokenizer),
     }
     if name == "bpe":
@@ -111,13 +124,16 @@ def _from_text(config: DataConfig) -> Dataset:
     cached = read_tokens(directory)
     if cached is None:
         if tokenizer is None:
-            train_text = (piece for split, piece in _split(text, train_characters) if split == "train" and piece)
+            text.task = "learning the tokens of"
+            train_text = (piece for split, piece in _split(text, cuts) if split == "train" and piece)
             tokenizer = train_bpe(train_text, config.bpe_vocab_size)
-        counts = {"val_bytes": 0, "val_characters": characters - train_characters}
+        text.task = "encoding"
+        counts = {"val_bytes": 0, "val_characters": 0}
         workers = count_cores() if characters >= FOR_ALL_CORES else 1
-        pieces = _to_encode(text, train_characters, tokenizer.end_of_text, counts)
+        pieces = _to_encode(text, cuts, tokenizer.end_of_text, counts)
         cached = write_tokens(directory, tokenizer, encode_in_order(pieces, tokenizer, workers), counts=counts)
-    return _from_cache(cached)
+    dataset = _from_cache(cached)
+    return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
 
 
 def _from_cache(cached: CachedTokens) -> Dataset:
@@ -132,46 +148,73 @@ def _from_cache(cached: CachedTokens) -> Dataset:
 
 
 class _Text:
-    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256."""
+    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256.
+
+    A long reading logs what it is for, `task`, and how far it has come.
+    """
 
     def __init__(self, files: list[Path], source: str):
-        self._files, self._source, self.digest = files, source, ""
+        self._files, self._source, self.digest, self.task = files, source, "", "reading"
 
     def __iter__(self) -> Iterator[str | None]:
-        digest = hashlib.sha256()
+        size = sum(file.stat().st_size for file in self._files)
+        if size >= FOR_ALL_CORES:
+            self._report(f"{size / 1e6:,.0f} MB")
+        digest, done, reported = hashlib.sha256(), 0, time.monotonic()
         for piece in read_text(self._files):
             # Hash the end of a document as a byte that never occurs in UTF-8.
-            digest.update(b"\xff" if piece is None else piece.encode())
+            raw = b"\xff" if piece is None else piece.encode()
+            digest.update(raw)
             yield piece
+            done += len(raw)
+            if time.monotonic() - reported > REPORT_EVERY:
+                self._report(f"{done / size:.0%}")
+                reported = time.monotonic()
         if self.digest not in ("", digest.hexdigest()):
             raise change_error(self._source)
         self.digest = digest.hexdigest()
 
+    def _report(self, progress: str) -> None:
+        LOG.warning("%s %s: %s", self.task, self._source, progress)  # of this level, so that it is shown by default
+
 
 def _to_encode(
-    pieces: Iterable[str | None], train_characters: int, end_of_text: int | None, counts: dict[str, int]
+    pieces: Iterable[str | None], cuts: list[Cut], end_of_text: int | None, counts: dict[str, int]
 ) -> Iterator[tuple[str, str | np.ndarray]]:
-    """Yield (split, text or ids), and add the UTF-8 bytes of the validation split to `counts["val_bytes"]`."""
-    for split, piece in _split(pieces, train_characters):
+    """Yield (split, text or ids), and add the size of the validation split to `counts`."""
+    for split, piece in _split(pieces, cuts):
         text = "\n" if piece is None else piece
         if split == "val":
             counts["val_bytes"] += len(text.encode())
+            counts["val_characters"] += len(text)
         yield split, np.array([end_of_text]) if piece is None and end_of_text is not None else text
 
 
-def _split(pieces: Iterable[str | None], train_characters: int) -> Iterator[tuple[str, str | None]]:
-    """Yield ("train" or "val", piece) by character position. None, the end of a document, counts as one character."""
-    left = train_characters
+def _cut(lengths: list[int], share: float, *, by_file: bool) -> list[Cut]:
+    """Return where to cut documents of these lengths. Without `by_file` all are one text, and an end is a character."""
+    if by_file:
+        return [(int(length * share), SPLITS) for length in lengths]
+    cuts, left = [], int((sum(lengths) + len(lengths) - 1) * share)
+    for length in lengths:
+        cuts.append((max(left, 0), SPLITS[:1] if left > length else SPLITS[1:]))
+        left -= length + 1
+    return cuts
+
+
+def _split(pieces: Iterable[str | None], cuts: list[Cut]) -> Iterator[tuple[str, str | None]]:
+    """Yield ("train" or "val", piece). None is the end of a document."""
+    of_documents = iter(cuts)
+    left, ends = next(of_documents)
     for piece in _whole_lines(pieces):
         if piece is None:
-            yield ("train" if left > 0 else "val"), None
+            yield from ((split, None) for split in ends)
+            left, ends = next(of_documents)
         else:
-            head = max(0, left)
-            if piece[:head]:
-                yield "train", piece[:head]
-            if piece[head:]:
-                yield "val", piece[head:]
-        left -= 1 if piece is None else len(piece)
+            if piece[:left]:
+                yield "train", piece[:left]
+            if piece[left:]:
+                yield "val", piece[left:]
+            left = max(left - len(piece), 0)
 
 
 def _whole_lines(pieces: Iterable[str | None]) -> Iterator[str | None]:

@@ -72,14 +72,14 @@ class LayerCache(flax.struct.PyTreeNode):
         G = N // K
         # Heads have their own axis: folded into the batch, as in `plain_attention`, a step of GPT-2 at 8 rows takes
         # 86 ms instead of 52.
-        q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+        q_BKQH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
         scale = H**-0.5 if scale is None else scale
         window = index.context if window is None else min(window, index.context)
 
         def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             first = number * index.block
             part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, index.block, axis=2), self)
-            scores = cap_scores(part.scores(q_) * scale, softcap)
+            scores = cap_scores(part.scores(q_BKQH) * scale, softcap)
             columns_11S = (first + jnp.arange(index.block))[None, None]
             behind_BTS = (index.positions_BT[:, :, None] - columns_11S) % S
             visible_BTS = (behind_BTS < window) & (behind_BTS <= index.positions_BT[:, :, None])
@@ -94,7 +94,7 @@ class LayerCache(flax.struct.PyTreeNode):
                 out * shrink[..., None] + part.weighted_values(weights),
             )
 
-        sums = jnp.full(q_.shape[:-1], LOWEST), jnp.zeros(q_.shape[:-1]), jnp.zeros(q_.shape)
+        sums = jnp.full(q_BKQH.shape[:-1], LOWEST), jnp.zeros(q_BKQH.shape[:-1]), jnp.zeros(q_BKQH.shape)
         if index.block == S:
             _, total, out = read(jnp.int32(0), sums)
         else:
@@ -102,10 +102,10 @@ class LayerCache(flax.struct.PyTreeNode):
         out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # a query that sees nothing gets zeros
         return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
-    def scores(self, q_: jax.Array) -> jax.Array:
+    def scores(self, q_BKQH: jax.Array) -> jax.Array:
         """Return q k in float32, [B, K, Q, S], of queries [B, K, Q, H]."""
-        k_ = self.k_BKSH.astype(q_.dtype) if self.k_scale_BKS is not None else self.k_BKSH
-        scores = jnp.einsum("bkqH,bksH->bkqs", q_.astype(k_.dtype), k_, preferred_element_type=jnp.float32)
+        k_BKSH = self.k_BKSH.astype(q_BKQH.dtype) if self.k_scale_BKS is not None else self.k_BKSH
+        scores = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, preferred_element_type=jnp.float32)
         # One scale per key, applied to the scores, not to the keys.
         return scores if self.k_scale_BKS is None else scores * self.k_scale_BKS[:, :, None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import glob
 import logging
 import os
 import platform
@@ -16,9 +17,12 @@ from jaxgpt.files import cache_directory
 _is_set_up = False  # by the first call of `configure_jax`
 SWITCH = "JAXGPT_SETUP"  # environment variable: 0 leaves the process as it is
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last one: Windows Subsystem for Linux
+TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+# libtpu reads these when it is loaded. Without them and without a TPU it prints five lines of errors.
+LIBTPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
 
 # XLA on CPU computes some programs wrongly when YNNPACK fuses a reduction into the product before it: jaxlib 0.10.2 to
-# 0.12.0.1, github.com/jax-ml/jax/issues/39103. `tests/test_canary.py` has such programs, and what the flag costs.
+# 0.12.0.1, github.com/jax-ml/jax/issues/39103. `tests/canary.py` has such programs.
 REDUCTIONS_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 NO_FUSED_REDUCTIONS = f"{REDUCTIONS_FLAG}=-reduce"
 
@@ -54,6 +58,7 @@ def configure_jax(*, computes: bool = True) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     gc.set_threshold(GC_THRESHOLD)
     skip_cuda_check()
+    quiet_libtpu()
     try:
         import jax
     except ValueError as e:  # JAX cannot parse one of its environment variables
@@ -98,6 +103,16 @@ def skip_cuda_check() -> None:
     """
     if not any(os.path.exists(path) for path in NVIDIA_DEVICES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def quiet_libtpu(*, only_compiles: bool = False) -> None:
+    """Keep libtpu, which may be there for its compiler alone, from reporting that this machine has no TPU.
+
+    only_compiles: no TPU is wanted, even if there is one.
+    """
+    if only_compiles or not any(map(glob.glob, TPU_DEVICES)):
+        for name, value in LIBTPU.items():
+            os.environ.setdefault(name, value)
 
 
 def _try_flags(flags: str) -> None:

@@ -124,8 +124,11 @@ def introduction(training: Training, start: int) -> Iterator[str]:
     yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
     if trainer.fallback is not None:
         yield trainer.fallback
-    if train.init_from is not None and not start:
-        yield f"starting from {train.init_from}, with a context of {experiment.model.block_size:,} tokens"
+    if training.weights is not None and not start:
+        whole, context = training.weights().config.block_size, experiment.model.block_size
+        yield f"starting from {train.init_from}, with a context of {context:,} tokens"
+        if context < whole:
+            yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
     if strategy.data_parallel_size * split.grad_accum_steps > 1:
         yield (
             f"{strategy.name}: {train.batch_size} sequences per step are {strategy.data_parallel_size} parts of "

@@ -1,5 +1,6 @@
 """Find run directories."""
 
+import re
 from pathlib import Path
 
 from jaxgpt.errors import UserError
@@ -9,7 +10,11 @@ RUNS = Path("runs")
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory holds a run."""
+    """Return whether a directory holds a run. Raises `UserError` for an address such as gs://bucket/run."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):  # `Path` has made one slash of two
+        raise UserError(
+            f"{directory} is an address: a run needs a directory of this machine; copy the run there or from there"
+        )
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
 

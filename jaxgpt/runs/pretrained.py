@@ -16,6 +16,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
@@ -138,6 +139,8 @@ def resolve_init_from(
         model = dataclasses.replace(metadata.experiment.model, remat=experiment.model.remat)  # which fits the hardware
         return dataclasses.replace(experiment, model=model), lambda: load_base(metadata, name)
     if name is None:
+        if experiment.model.block_size == CONTEXT_OF_WEIGHTS:
+            raise UserError(f"{experiment.name} starts from weights: name a run or a model with --train.init-from")
         return experiment, None
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
     if weights.metadata is not None and named not in ("char", "byte", "bpe"):

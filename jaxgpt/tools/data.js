@@ -45,7 +45,7 @@ function chart(label, names, series, height = 260) {
   const every = Math.ceil(names.length / 14);
   names.forEach((name, i) => {
     if (i % every) return;
-    svg.append(h("text", { class: "quiet", x: x(i), y: height - bottom + 18, "text-anchor": "middle" }, name));
+    svg.append(h("text", { class: "quiet", x: x(i), y: height - bottom + 18, "text-anchor": x(i) > width - 40 ? "end" : "middle" }, name));
   });
   series.forEach((s, n) => {
     const points = s.values.map((v, i) => (v === null ? null : `${x(i)},${y(v)}`)).filter((p) => p !== null);

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxgpt.files import GENERATOR
+
 DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as data.js reads them, little endian
 
 
@@ -52,6 +54,7 @@ def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: 
 <html lang="en">
 <head>
 <meta charset="utf-8">
+{GENERATOR}
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">

@@ -1,6 +1,7 @@
 """The command line in a subprocess: what is printed where, and how mistakes are told."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -13,6 +14,9 @@ import threading
 
 import pytest
 
+from jaxgpt.cli.train import label_own_text
+from jaxgpt.config import DataConfig, TrainConfig
+from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
 from tests.helpers import edit_record, run_command
@@ -56,26 +60,40 @@ def test_train_shows_progress_a_sample_and_the_next_line(trained):
 
 
 @pytest.mark.slow
-def test_xray_writes_a_page_and_never_over_one(trained):
+def test_xray_writes_a_page_and_never_over_a_file_of_another(trained):
     directory, _ = trained
     argv = ["xray", "runs/quickstart", "--prompt", "lance", "--out", "seen.html"]
     one = jaxgpt(*argv, cwd=directory)
     assert one.returncode == 0 and one.stdout.endswith(" kB; open it in a browser\n"), one.stderr
     page = (directory / "seen.html").read_text()
     assert "X-ray of quickstart" in page and "lance" not in page.split('id="data"')[0]
+    assert jaxgpt(*argv, "--corpus-tokens", "0", cwd=directory).returncode == 0
+    assert (directory / "seen.html").read_text() != page
+    (directory / "seen.html").write_text("another's")
     again = jaxgpt(*argv, cwd=directory)
     assert again.returncode == 2 and "seen.html exists" in again.stderr
-    assert (directory / "seen.html").read_text() == page
-    assert jaxgpt(*argv, "--force", "--corpus-tokens", "0", cwd=directory).returncode == 0
-    assert (directory / "seen.html").read_text() != page
+    assert (directory / "seen.html").read_text() == "another's"
+
+
+def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
+    (tmp_path / "mytext.txt").write_text("x" * 910 + " En un lugar de la Mancha," + " " * 64)
+    own = dataclasses.replace(quickstart(), data=DataConfig(path=str(tmp_path / "mytext.txt")))
+    labelled = label_own_text(own, "runs/mi texto/")
+    assert (labelled.name, labelled.train.sample_prompt) == ("mi-texto", "En un lugar de")
+    assert label_own_text(own, None).name == label_own_text(own, "..").name == "quickstart"
+    chosen = dataclasses.replace(own, train=TrainConfig(sample_prompt="Once "))
+    assert label_own_text(chosen, None).train == chosen.train
+    for other in (quickstart(), dataclasses.replace(own, name="another")):
+        assert label_own_text(other, "runs/mine") == other
+    gone = dataclasses.replace(own, data=DataConfig(path="nowhere.txt"))
+    assert label_own_text(gone, None).train.sample_prompt == ""
 
 
 @pytest.mark.slow
 def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_file):
-    """The quickstart's own prompt, on a text without a capital T."""
-    small = SMALL.replace("--train.sample-prompt lance", "").split()
+    small = SMALL.replace("--train.sample-prompt lance", "--train.sample-prompt ÑÑ").split()
     done = jaxgpt("train", *small, text_file, cwd=tmp_path)
-    assert done.returncode == 0 and "sampling from an empty prompt instead of 'The value" in done.stderr
+    assert done.returncode == 0 and "sampling from an empty prompt instead of 'ÑÑ'" in done.stderr
     assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
 
 

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data import cache, corpus, documents
+from jaxgpt.data import cache, corpus, dataset, documents
 from jaxgpt.data.dataset import encode_whole, prepare
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
+from jaxgpt.runs.resume import reopen_dataset
 from tests.conftest import TEXT
-from tests.helpers import chat_file
+from tests.helpers import chat_file, recorded_run
+
+BEFORE: dict = {}  # the fingerprint of a run of an earlier version, as far as it decides the split
 
 
 def ids(tokens):
@@ -53,6 +56,26 @@ def test_the_fingerprint_is_of_the_content(text_file, tmp_path):
     assert prints[0] == prints[1] != prints[2]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "tasks"),
+    [("char", ["reading", "encoding"]), ("bpe", ["reading", "learning the tokens of", "encoding"])],
+)
+def test_a_long_reading_reports_how_far_it_is(tokenizer, tasks, text_file, tmp_path, monkeypatch, caplog):
+    config = DataConfig(path=str(text_file), tokenizer=tokenizer, bpe_vocab_size=300)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
+    prepare(config, block_size=8)
+    assert caplog.messages == []  # a short one does not
+    monkeypatch.setattr(corpus, "CHUNK", -(-text_file.stat().st_size // 2))
+    monkeypatch.setattr(dataset, "REPORT_EVERY", -1)
+    monkeypatch.setattr(dataset, "FOR_ALL_CORES", 1000)
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "another"))
+    prepare(config, block_size=8)
+    for shown in ("0 MB", "50%"):
+        assert [line for line in caplog.messages if line.endswith(f" {shown}")] == [
+            f"{t} {text_file}: {shown}" for t in tasks
+        ]
+
+
 def test_a_text_larger_than_a_read_is_the_same_text(text_file, tmp_path, monkeypatch):
     whole = prepare(DataConfig(path=str(text_file)), block_size=8)
     monkeypatch.setattr(corpus, "CHUNK", 97)
@@ -60,16 +83,25 @@ def test_a_text_larger_than_a_read_is_the_same_text(text_file, tmp_path, monkeyp
     assert prepare(DataConfig(path=str(text_file)), block_size=8).fingerprint == whole.fingerprint
 
 
-def test_documents_are_separated(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"document {name} " * 30)
-    by_char = prepare(DataConfig(path=str(tmp_path), val_fraction=0.4), block_size=8)
-    text = by_char.tokenizer.decode(ids(by_char.train) + ids(by_char.val))
-    assert text == "document a " * 30 + "\n" + "document b " * 30
-    by_bpe = prepare(
-        DataConfig(path=str(tmp_path), tokenizer="bpe", bpe_vocab_size=270, val_fraction=0.4), block_size=8
-    )
-    assert (ids(by_bpe.train) + ids(by_bpe.val)).count(by_bpe.tokenizer.end_of_text) == 1
+def test_the_last_part_of_each_file_is_held_out(tmp_path):
+    """Not that of the folder, which is all from its last file; a run of an earlier version keeps that split."""
+    a, b = (f"document {name} " * 30 for name in "ab")
+    (tmp_path / "a.txt").write_text(a)
+    (tmp_path / "b.txt").write_text(b)
+    config = DataConfig(path=str(tmp_path), val_fraction=0.4)
+    d = prepare(config, block_size=8)
+    assert d.tokenizer.decode(ids(d.train)) == f"{a[:198]}\n{b[:198]}"
+    assert d.tokenizer.decode(ids(d.val)) == f"{a[198:]}\n{b[198:]}" and d.val_characters == 265
+    by_bpe = prepare(dataclasses.replace(config, tokenizer="bpe", bpe_vocab_size=270), block_size=8)
+    assert [ids(split).count(by_bpe.tokenizer.end_of_text) for split in (by_bpe.train, by_bpe.val)] == [1, 1]
+
+    before = prepare(config, block_size=8, known=BEFORE)
+    assert before.tokenizer.decode(ids(before.train)) == f"{a}\n{b}"[:396]
+    assert before.tokenizer.decode(ids(before.val)) == f"{a}\n{b}"[396:] and before.val_characters == 265
+    for dataset_of_run in (d, before):
+        name = "by-file" if dataset_of_run is d else "before"
+        run = recorded_run(tmp_path / name, config, dataset_of_run, block_size=8)
+        assert reopen_dataset(run.metadata, remedy="").fingerprint == dataset_of_run.fingerprint
 
 
 @pytest.mark.parametrize("files", [("A" * 40, "B" * 40), ("A" * 40 + "\n" + "B" * 40,)])
@@ -82,7 +114,7 @@ def test_the_end_of_a_document_is_not_a_newline_in_the_cache(tmp_path, files):
     config = DataConfig(tokenizer="bpe", bpe_vocab_size=258, val_fraction=0.3)
     read = []
     for number in range(3):  # the first of them fills the cache
-        d = prepare(dataclasses.replace(config, path=str(tmp_path / str(number))), block_size=8)
+        d = prepare(dataclasses.replace(config, path=str(tmp_path / str(number))), block_size=8, known=BEFORE)
         found = ids(d.train) + ids(d.val)
         read.append((found.count(d.tokenizer.end_of_text), d.tokenizer.decode(found).count("\n")))
     assert read[1:] == [(1, 0), (0, 1)]
@@ -162,9 +194,8 @@ def test_a_text_to_evaluate_has_the_tokens_that_training_gives_it(tmp_path, toke
     """Between two files, too: the end of a text where the tokenizer has one, else a newline."""
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"document {name}\n" * 9)
-    d = prepare(
-        DataConfig(path=str(tmp_path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.331), block_size=8
-    )
+    config = DataConfig(path=str(tmp_path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.331)
+    d = prepare(config, block_size=8, known=BEFORE)
     assert d.val_characters == 99  # the last file: at the border between the splits no word is cut in two
     found, text = encode_whole(corpus.find_user_files(str(tmp_path)), d.tokenizer)
     assert found.tolist() == ids(d.train) + ids(d.val)

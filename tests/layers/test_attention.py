@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers import MLP, Attention, Block, LayerNorm, RMSNorm, Rope
 from jaxgpt.layers.kernels import plain
-from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.kernels.plain import naive_attention, plain_attention
 from jaxgpt.layers.linear import Dense
 from jaxgpt.parallel.device import KERNELS
 from tests.conftest import SIZES
@@ -26,35 +26,17 @@ def attend(*qkv, kernel="plain", **how):
     return jax.jit(functools.partial(KERNELS[kernel], **how))(*qkv)
 
 
-def attend_in_loops(q_BTNH, k_BSKH, v_BSKH, scale=None, window=None, softcap=None):
-    """Causal attention as the lessons write it: one head, one token at a time, in float64."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BSKH, v_BSKH))
-    B, T, N, H = q.shape
-    G = N // k.shape[2]
-    out = np.zeros_like(q)
-    for b in range(B):
-        for n in range(N):
-            for t in range(T):
-                read = slice(max(0, t + 1 - (window or T)), t + 1)
-                scores = k[b, read, n // G] @ q[b, t, n] * (scale or 1 / np.sqrt(H))
-                if softcap is not None:
-                    scores = softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max())
-                out[b, t, n] = weights / weights.sum() @ v[b, read, n // G]
-    return out
-
-
 @pytest.mark.parametrize("how", [{}, {"scale": 0.3, "window": 3}, {"window": 1}])
 @pytest.mark.parametrize("kernel", ["plain", "xla"])
-def test_every_kernel_equals_the_loops(kernel, how):
+def test_every_kernel_equals_the_naive_one(kernel, how):
     out_BTNH = attend(*qkv(), kernel=kernel, **how)
     chex.assert_shape(out_BTNH, DIMS["BTNH"])
-    np.testing.assert_allclose(out_BTNH, attend_in_loops(*qkv(), **how), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(out_BTNH, naive_attention(*qkv(), **how), **FLOAT32_REORDERED)
 
 
-def test_capped_scores_equal_the_loops():
+def test_capped_scores_equal_the_naive_ones():
     how = {"softcap": 0.7, "window": 4}
-    np.testing.assert_allclose(attend(*qkv(), **how), attend_in_loops(*qkv(), **how), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(attend(*qkv(), **how), naive_attention(*qkv(), **how), **FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 3, "softcap": 0.7, "scale": 0.3}])

@@ -4,7 +4,9 @@ import os
 
 import pytest
 
-from jaxgpt.files import open_whole, write_whole
+from jaxgpt.errors import UserError
+from jaxgpt.files import new_file, open_whole, write_whole
+from jaxgpt.tools.html_page import Arrays, render_html
 
 
 @pytest.fixture
@@ -53,3 +55,13 @@ def test_what_cannot_be_written_leaves_what_was(tmp_path):
         write_whole(tmp_path / "page.html", "a" * 100_000 + "\ud800")
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     assert (tmp_path / "page.html").read_text() == "before"
+
+
+def test_only_our_own_pages_are_replaced_unasked(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(render_html(["report/report"], "ours", {}, Arrays()))
+    assert new_file(str(path), force=False) == path
+    path.write_text('<!doctype html>\n<html lang="en">\n<title>mine</title>')
+    with pytest.raises(UserError, match="page.html exists: name another with --out, or overwrite it with --force"):
+        new_file(str(path), force=False)
+    assert new_file(str(path), force=True) == path

@@ -12,10 +12,12 @@ from flax import linen as nn
 from flax import traverse_util
 
 import jaxgpt
-from jaxgpt.config import GPTConfig, LoraConfig
+from jaxgpt.config import DataConfig, GPTConfig, LoraConfig
+from jaxgpt.config.presets import finetune
 from jaxgpt.errors import UserError
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.runs.autopsy import gather_params
+from jaxgpt.runs.callbacks import introduction
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
@@ -118,6 +120,18 @@ def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp
     params = flat(unstack_layers(trainer.model, trainer.merged_params(state))[1])
     assert any("lora" in path for path in params) == (lora is not None)
     assert_same({path: x for path, x in params.items() if "lora" not in path}, flat(source.params | T))
+
+
+def test_the_preset_takes_the_context_of_the_weights_and_a_cut_is_announced(source, text_file, tmp_path):
+    preset = dataclasses.replace(finetune(), data=DataConfig(path=str(text_file)))
+    with pytest.raises(UserError, match="^finetune starts from weights: name a run or a model with --train.init-from$"):
+        check_session(preset, tmp_path, None)
+    started = dataclasses.replace(preset, train=dataclasses.replace(preset.train, init_from=str(source.directory)))
+    cut = "the weights' context of 16 tokens is cut to 8: --model.block-size 16 keeps it"
+    for experiment, context in ((started, 16), (dataclasses.replace(started, model=GPTConfig(block_size=8)), 8)):
+        session = check_session(experiment, tmp_path, None)
+        assert session.experiment.model.block_size == context
+        assert (cut in introduction(session, 0)) == (context == 8)
 
 
 def test_what_is_learned_is_kept(source, retrained):

@@ -239,7 +239,8 @@ def format_ms(seconds: float | None) -> str:
 
 
 def _format_collective(c: CollectiveTotal) -> str:
-    text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB, {format_ms(c.seconds)}"
+    text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"
+    text += "" if c.seconds is None else f", {format_ms(c.seconds)}"
     if not c.asynchronous:
         return text
     return f"{text}, {c.asynchronous} asynchronous (at most {format_ms(c.hidden_seconds)} hidden)"
@@ -255,34 +256,39 @@ def _format_exposed(collectives: Sequence[CollectiveTotal]) -> str:
 
 
 def format_plan(p: Plan) -> str:
-    """Return a plan as text, one fact per line."""
+    """Return a plan as text: the verdict, then one fact per line. A time is the longest of all that are known."""
+    bounds = [(p.step_seconds or 0.0, f"{p.bottleneck}-bound"), (p.serial_seconds or 0.0, "its kernels in turn")]
+    step, why = max(bounds)
+    hours = p.total_tokens / p.tokens_per_step * step / 3600
+    mfu = p.mfu and p.mfu * (p.step_seconds or 0.0) / step
     fits = "fits" if p.fits else "unknown whether it fits"
+    verdict = f"{fits}: {format_gib(p.memory)} of {format_gib(p.available)} per device"
+    verdict += f"; at least {format_ms(step)} per step, {hours:,.1f} hours for all" if step else ""
+    skips = " (it counts masked scores, which the kernel skips)" if (mfu or 0.0) > 1.0 else ""
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
-    skips = " (it counts masked scores, which the kernel skips)" if (p.mfu or 0.0) > 1.0 else ""
     network = f"{p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"
-    serial_mfu = (
-        f": MFU of {p.mfu * (p.step_seconds or 0.0) / p.serial_seconds:.1%}" if p.mfu and p.serial_seconds else ""
-    )
+    times = {"compute": p.compute_seconds, "memory traffic": p.memory_seconds, "interconnect": p.interconnect_seconds}
+    unknown = ", ".join([name for name, seconds in times.items() if seconds is None] + ["speed"] * (not step))
+    exposed = {"interconnect": _format_exposed(p.collectives)}
     rows = [
+        ("verdict", verdict),
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
-        ("parameters", f"{p.parameters:,}"),
+        ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
         ("FLOPs per token", f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed"),
-        (
-            "memory per device",
-            f"{format_gib(p.memory)} of {format_gib(p.available)}, {format_gib(p.state_memory)} of it state: {fits}",
-        ),
         *([("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items()))] if p.kernels else []),
         *(("between slices" if c.between_slices else "collectives", _format_collective(c)) for c in p.collectives),
-        ("compute", format_ms(p.compute_seconds)),
-        ("memory traffic", format_ms(p.memory_seconds)),
-        ("interconnect", format_ms(p.interconnect_seconds) + _format_exposed(p.collectives)),
+        *((name, format_ms(s) + exposed.get(name, "")) for name, s in times.items() if s is not None),
         *([("network", f"{format_ms(p.network_seconds)}, {network}")] if p.network_bytes else []),
-        ("step, lower bound", format_ms(p.step_seconds) + (f": {p.bottleneck}-bound" if p.bottleneck else "")),
-        *([("kernels in turn", format_ms(p.serial_seconds) + serial_mfu)] if p.serial_seconds else []),
-        ("tokens per second", "unknown" if p.tokens_per_second is None else f"{p.tokens_per_second:,.0f}"),
-        ("MFU, upper bound", "unknown" if p.mfu is None else f"{p.mfu:.1%}" + skips),
-        ("full run", f"{p.total_tokens:,} tokens in {'unknown' if p.hours is None else f'{p.hours:,.1f}'} hours"),
+        *([("kernels in turn", format_ms(p.serial_seconds))] if p.serial_seconds else []),
+        *([("unknown", f"{unknown}: no rates of {p.device} are on record")] if unknown else []),
     ]
+    if step:
+        rows += [
+            ("step", f"at least {format_ms(step)}: {why}"),
+            ("tokens per second", f"at most {p.tokens_per_step / step:,.0f}"),
+            *([("MFU", f"at most {mfu:.1%}{skips}")] if mfu else []),
+        ]
+    rows.append(("full run", f"{p.total_tokens:,} tokens" + (f" in at least {hours:,.1f} hours" if step else "")))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -16,7 +16,7 @@ function ticks(low, high, n) {
 function curves(label, unit, series, { band = null, height = 320, from = null } = {}) {
   const drawn = series.filter((one) => one.points.length);
   const keyed = drawn.length > 1 || band !== null; // the unit names a single line
-  const [left, right, top, bottom, width] = [60, 14, 12, keyed ? 64 : 44, 860];
+  const [left, right, top, bottom, width] = [80, 14, 12, keyed ? 64 : 44, 860];
   const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
   const all = drawn.flatMap((one) => one.points.map((p) => p[1])).sort((a, b) => a - b);
   if (!all.length) return h("p", { class: "quiet" }, "No values were logged.");

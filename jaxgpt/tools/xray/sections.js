@@ -400,7 +400,7 @@ function embeddings() {
   });
   return section("embeddings", "Embeddings",
     h("p", {}, `${e.ids.shape[0]} of ${e.of} token vectors, projected on their first two principal components (${percent(e.share[0])} and ${percent(e.share[1] ?? 0)} of the variance).`),
-    h("div", { class: "columns" }, svg, h("div", {}, h("div", { class: "row" }, h("label", { for: "embedding-token" }, "token"), select), panel)));
+    h("div", { class: "columns" }, h("div", { class: "scroll" }, svg), h("div", {}, h("div", { class: "row" }, h("label", { for: "embedding-token" }, "token"), select), panel)));
 }
 
 // As jaxgpt's `Sampling`: temperature, then top-k, then top-p. logits are sorted, largest first. Returns the probabilities of the

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.tools.plan import topology
-from jaxgpt.tools.plan.topology import tpu_devices
+from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
 from tests.helpers import run_command
 
 needs_libtpu = pytest.mark.skipif(
@@ -17,7 +17,7 @@ needs_libtpu = pytest.mark.skipif(
 
 DESCRIBE = """
 import json, sys, jax
-from jaxgpt.tools.plan.topology import tpu_devices
+from jaxgpt.tools.plan.topology import parse_slice, tpu_devices
 from jaxgpt.parallel.peaks import PEAKS
 for name in sys.argv[1:]:
     devices = tpu_devices(name)
@@ -47,11 +47,35 @@ def test_slices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod-4", "0xv5e:4x4", "100xv5e:4x4", "x"]
+    "name",
+    ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod4", "v5e-", "0xv5e:4x4", "100xv5e:4x4", "x"],
 )
 def test_what_is_no_topology(name):
     with pytest.raises(UserError, match="needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"):
         tpu_devices(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("v5e-8", (1, "v5e", "2x4")),
+        ("v5litepod-256", (1, "v5e", "16x16")),
+        ("2xv6e-1", (2, "v6e", "1x1")),
+        ("v4-8", (1, "v4", "2x2x1")),  # two TensorCores in each chip
+        ("v5p-16", (1, "v5p", "2x2x2")),
+        ("v5p-512", (1, "v5p", "4x8x8")),  # not 4x4x16, which exists
+        ("v5p-12288", (1, "v5p", "16x16x24")),
+        ("v5p:4x4x16", (1, "v5p", "4x4x16")),
+    ],
+)
+def test_the_names_of_google_cloud(name, found):
+    assert parse_slice(name) == found
+
+
+@pytest.mark.parametrize("name", ["v5e-12", "v5p-4", "v4-9", "v4-12288"])
+def test_numbers_of_chips_that_no_slice_has(name):
+    with pytest.raises(UserError, match=r"has no slice of [0-9.]+ chips\. It has "):
+        parse_slice(name)
 
 
 @pytest.mark.parametrize("name", ["v5e:3x3", "v5e:4x2", "v6e:32x32", "v5e:4x4x1"])

@@ -19,6 +19,7 @@ from jaxgpt.tools.report import reference_band
 from jaxgpt.tools.report.memorization import SuffixArray
 from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band
 from jaxgpt.tools.report.report import make_report
+from tests.browser import unreadable
 from tests.helpers import run_command, script, tiny_experiment
 
 pytest.importorskip("pydivsufsort")
@@ -160,7 +161,7 @@ def test_the_page(found, open_page, tmp_path):
     assert "<script>pwned" not in html
     path = tmp_path / "report.html"
     path.write_text(html, encoding="utf-8")
-    for scheme, width in (("light", 1200), ("dark", 380)):
+    for scheme, width in (("light", 1280), ("dark", 390)):
         page = open_page(path, scheme, width)
         assert page.text_content("#verdict") == "Verdict: learning."
         assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 3
@@ -170,6 +171,7 @@ def test_the_page(found, open_page, tmp_path):
         )
         assert float(rows[-1][1]) == pytest.approx(summary["validation_loss"]["last"], rel=1e-4)
         assert page.evaluate("document.documentElement.scrollWidth") <= width and page.complaints == []
+        assert unreadable(page) == []
         page.close()
 
 
@@ -197,10 +199,11 @@ def test_the_command(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reported: learning\n") and re.search(r"report.html: \d", done.stdout)
     kept = json.loads((tmp_path / "summary.json").read_text())
-    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert again.returncode == 2 and "report.html exists" in again.stderr
-    forced = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--force", "--json", cwd=tmp_path)
-    assert json.loads(forced.stdout) == kept
+    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--json", cwd=tmp_path)
+    assert json.loads(again.stdout) == kept
+    (tmp_path / "report.html").unlink()
+    refused = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
+    assert refused.returncode == 2 and "summary.json exists" in refused.stderr
 
 
 @pytest.mark.slow

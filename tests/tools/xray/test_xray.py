@@ -20,6 +20,7 @@ from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.page import attention_shares, project_to_plane, read_embedding, render_page
 from jaxgpt.tools.xray.xray import xray
+from tests.browser import unreadable
 from tests.helpers import TINY, make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
@@ -355,7 +356,7 @@ def test_everything_has_a_name_and_a_place_in_order(page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 380])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
     page = open_page(path, scheme, width)
     light = page.evaluate("""() => ["backgroundColor", "color"].map((name) => {
@@ -366,6 +367,7 @@ def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
     assert (light[0] > light[1]) == (scheme == "light")
     assert (max(light) + 0.05) / (min(light) + 0.05) >= 7  # WCAG 2, AAA
     assert page.evaluate("document.documentElement.scrollWidth") <= width  # what is wide scrolls by itself
+    assert unreadable(page) == []
     assert page.complaints == []
     page.close()
 
