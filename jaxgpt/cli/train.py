@@ -46,8 +46,6 @@ def train(
         extend: continue to more train.steps, although the learning rate rises again
         experiment: its fields are options too
     """
-    if metadata is None:
-        experiment = label_own_text(experiment, run_dir)
     configure_jax()
     import jax
 
@@ -61,7 +59,7 @@ def train(
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit(experiment, run_dir, fresh=fresh, extend=extend)
+            run = fit(label_own_text(experiment, run_dir), run_dir, fresh=fresh, extend=extend)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))
