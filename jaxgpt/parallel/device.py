@@ -134,6 +134,8 @@ def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | No
 def memory_of(device: jax.Device) -> int | None:
     """Return the bytes that programs can use on this device; None: unknown. CPU devices have equal shares of RAM."""
     if device.platform == "cpu":
+        if not hasattr(os, "sysconf"):  # Windows
+            return None
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     limits = PEAKS.get(device.device_kind)
     stated = None if limits is None else limits.memory

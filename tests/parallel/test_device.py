@@ -166,3 +166,9 @@ def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
     with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most': needs a number above 0, at most 1"):
         memory_of(h200)
+
+
+def test_a_system_that_does_not_tell_its_memory(monkeypatch):
+    """As Windows, where training is not checked against it."""
+    monkeypatch.delattr("os.sysconf")
+    assert memory_of(jax.devices()[0]) is None
