@@ -339,14 +339,14 @@ MUTATIONS = (
         "layers/kernels/plain.py",
         "scale = H**-0.5 if scale is None else scale\n    G",
         "scale = (N * H) ** -0.5 if scale is None else scale\n    G",
-        "layers/test_attention.py::test_every_kernel_equals_the_loops[plain-how0]",
+        "layers/test_attention.py::test_every_kernel_equals_the_naive_one[plain-how0]",
     ),
     Mutation(
         "window-one-too-wide",
         "layers/kernels/plain.py",
         "bool), 1 - window)",
         "bool), -window)",
-        "layers/test_attention.py::test_every_kernel_equals_the_loops[plain-how1]",
+        "layers/test_attention.py::test_every_kernel_equals_the_naive_one[plain-how1]",
     ),
     Mutation(
         "block-leaves-out-a-key",
@@ -365,7 +365,7 @@ MUTATIONS = (
     Mutation(
         "dropped-weights-unscaled",
         "layers/kernels/plain.py",
-        "weights / (1.0 - dropout)",
+        "weights_MQS / (1.0 - dropout)",
         "weights",
         "layers/test_attention.py::test_dropped_weights_keep_their_expectation[256]",
     ),
@@ -458,7 +458,7 @@ MUTATIONS = (
     Mutation(
         "cached-scores-uncapped",
         "layers/cache.py",
-        "cap_scores(part.scores(q_) * scale, softcap)",
+        "cap_scores(part.scores(q_BKQH) * scale, softcap)",
         "part.scores(q_) * scale",
         "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
@@ -472,8 +472,8 @@ MUTATIONS = (
     Mutation(
         "cached-heads-in-another-order",
         "layers/cache.py",
-        "q_ = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)",
-        "q_ = q_BTNH.reshape(B, T, G, K, H).transpose(0, 3, 2, 1, 4).reshape(B, K, G * T, H)",
+        "q_BKQH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)",
+        "q_BKQH = q_BTNH.reshape(B, T, G, K, H).transpose(0, 3, 2, 1, 4).reshape(B, K, G * T, H)",
         "layers/test_cache.py::test_attention_over_a_cache_is_attention",
     ),
     Mutation(

@@ -230,7 +230,7 @@ for argv in json.loads(sys.argv[1]):
 def test_a_command_reads_experiment_json_once(moved):
     """A second read could find another file. The commands run one after another in one process."""
     run = str(moved(steps=[2, 4]))
-    commands = [["train", "--run-dir", run], ["sample", run, "--max-new-tokens", "2"], ["evaluate", run]]
+    commands = [["sample", run, "--max-new-tokens", "2"], ["evaluate", run]]
     done = run_command("-c", COUNT_READS, json.dumps(commands), cwd=REPOSITORY, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     counted = [line for line in done.stdout.splitlines() if line.startswith("reads:")]
