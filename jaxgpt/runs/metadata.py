@@ -120,7 +120,7 @@ def write_metadata(
 def extend_metadata(directory: Path, experiment: Experiment) -> None:
     """Record that a run continues to `experiment.train.steps`, with the schedule's earlier ends in `optim.horizons`."""
     record = read_json(directory / "experiment.json", LARGEST_METADATA)
-    del record["sha256"]
+    record.pop("sha256", None)  # older versions wrote none
     record["experiment"]["train"]["steps"] = experiment.train.steps
     record["experiment"]["optim"]["horizons"] = experiment.optim.horizons
     _write(directory, record)
