@@ -41,7 +41,7 @@ def fit(
     run_dir: str | Path | None = None,
     *,
     fresh: bool = False,
-    extend: bool = False,
+    extend: bool | None = None,
     progress: bool = True,
     setup: bool = True,
 ) -> Run:
@@ -51,7 +51,7 @@ def fit(
         experiment: what to train, and how.
         run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
         fresh: move an old run aside and start over.
-        extend: let a run whose schedule depends on `train.steps` go on to more steps.
+        extend: whether a run may go on to more steps. None means unless its learning rate would rise again.
         progress: show a live bar on a terminal, or lines elsewhere.
         setup: call `configure_jax` first. False leaves the process as it is.
 
@@ -79,7 +79,7 @@ def _train(
     watchdog: Watchdog,
     *,
     fresh: bool,
-    extend: bool,
+    extend: bool | None,
     progress: bool,
 ) -> None:
     """Check everything before anything is written, lock the directory, and train."""
@@ -92,7 +92,7 @@ def _train(
 
 
 def check_session(
-    experiment: Experiment, directory: Path, resumed: RunMetadata | None, *, extend: bool = False
+    experiment: Experiment, directory: Path, resumed: RunMetadata | None, *, extend: bool | None = None
 ) -> Session:
     """Check all that the user decides, without writing anything. Raises `UserError`.
 

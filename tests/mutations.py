@@ -366,7 +366,7 @@ MUTATIONS = (
         "dropped-weights-unscaled",
         "layers/kernels/plain.py",
         "weights_MQS / (1.0 - dropout)",
-        "weights",
+        "weights_MQS",
         "layers/test_attention.py::test_dropped_weights_keep_their_expectation[256]",
     ),
     Mutation(
@@ -459,7 +459,7 @@ MUTATIONS = (
         "cached-scores-uncapped",
         "layers/cache.py",
         "cap_scores(part.scores(q_BKQH) * scale, softcap)",
-        "part.scores(q_) * scale",
+        "part.scores(q_BKQH) * scale",
         "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
     Mutation(

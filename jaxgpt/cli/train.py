@@ -59,7 +59,7 @@ def train(
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit(label_own_text(experiment, run_dir), run_dir, fresh=fresh, extend=extend)
+            run = fit(label_own_text(experiment, run_dir), run_dir, fresh=fresh, extend=extend or None)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))

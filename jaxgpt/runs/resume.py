@@ -51,19 +51,19 @@ def is_resumable(directory: Path, fresh: bool) -> bool:
     return False
 
 
-def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool) -> Experiment:
+def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:
     """Return the experiment with the schedule that the run has followed so far, if it asks for more steps.
 
-    Raises `UserError` if the learning rate would rise again, which has to be confirmed by `extend`.
+    extend: see `jaxgpt.fit`. Raises `UserError` if it is None and the learning rate would rise again.
     """
     recorded, steps = metadata.given.optim, metadata.given.train.steps
     if experiment.optim.horizons not in ((), recorded.horizons) or experiment.train.steps < steps:
         return experiment  # refused below
-    if experiment.train.steps == steps:
+    if experiment.train.steps == steps or extend is False:
         return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
     optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
     rates = [np.asarray(learning_rate(optim, experiment.train.steps)(step)) for step in (steps - 1, steps)]
-    if rates[1] > rates[0] and not extend:
+    if rates[1] > rates[0] and extend is None:
         raise UserError(
             f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
             f"With train.steps={experiment.train.steps} the rate rises to {rates[1]:.3g} there, and falls again until the new end. "

@@ -37,7 +37,7 @@ def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[.
     validated = finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss") if is_run(directory) else []
     if not validated or validated[-1][0] < experiment.train.steps:
         try:
-            fit_one(experiment, directory, progress=False)
+            fit_one(experiment, directory, progress=False, extend=False)
         except Diverged as e:
             write_whole(diverged, f"{e}\n")
             return Curve()

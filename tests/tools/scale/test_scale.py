@@ -108,7 +108,7 @@ class Machine:
     def measure(self, size):
         return Speed(first_step=1.0, per_token=size.flops_per_token / self.flops)
 
-    def fit(self, experiment, directory, *, progress):
+    def fit(self, experiment, directory, *, progress, extend):
         if directory.name == "test":
             assert (directory.parent / "prediction.json").exists(), "the prediction is made before the run"
         size = make_size(experiment, experiment.model.n_head, experiment.model.vocab_size)
@@ -156,10 +156,10 @@ def test_a_prediction_is_made_once(experiment, tmp_path):
     machine = Machine(off=0.05)
     usual = machine.fit
 
-    def interrupted(experiment, directory, *, progress):
+    def interrupted(experiment, directory, *, progress, extend):
         if directory.name == "test":
             raise Preempted("Ctrl-C")
-        usual(experiment, directory, progress=progress)
+        usual(experiment, directory, progress=progress, extend=extend)
 
     machine.fit = interrupted
     with pytest.raises(Preempted):

@@ -32,7 +32,7 @@ class Fake:
     def __init__(self, best=1e-2, largest=math.inf, stop_after=math.inf):
         self.best, self.largest, self.stop_after, self.runs = best, largest, stop_after, []
 
-    def __call__(self, experiment, directory, *, progress):
+    def __call__(self, experiment, directory, *, progress, extend):
         if len(self.runs) >= self.stop_after:
             raise Preempted("SIGINT: step 1 is saved. To continue: jaxgpt train --run-dir x")
         self.runs.append((directory, experiment))
@@ -117,11 +117,11 @@ def test_a_diverged_run_is_last(tmp_path):
     best = run_sweep(two, tmp_path / "two", fit_one=Fake())["trials"][0]["trial"]
     fake = Fake()
 
-    def lose_one(experiment, directory, *, progress):
+    def lose_one(experiment, directory, *, progress, extend):
         if directory.parts[-2:] == (f"trial-{best:02}", "steps-600-seed-9"):
             directory.mkdir(parents=True)
             raise Diverged("10 steps skipped")
-        fake(experiment, directory, progress=progress)
+        fake(experiment, directory, progress=progress, extend=extend)
 
     found = run_sweep(two, tmp_path / "lost", fit_one=lose_one)
     assert found["trials"][1]["trial"] == best and found["gap"] is None
