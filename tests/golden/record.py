@@ -36,7 +36,8 @@ DEADLINE = 1500  # seconds, after which a process is killed
 # The programs are many and run for a moment: compiled fast, as in tests/conftest.py.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_experimental_ynn_fusion_type=-reduce"  # as `configure_jax` sets it
 )
 
 # What is used besides `jaxgpt`'s public names: one function for each, so that what moves is renamed in one place.
