@@ -380,7 +380,9 @@ def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
         with pytest.raises(UserError, match=said):
             fit(of(6), directory, progress=False)
         assert (directory / "experiment.json").read_bytes() == before
-    longer = fit(of(6), directory, progress=False, extend=schedule == "cosine")
+    with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
+        fit(of(6), directory, progress=False, extend=False)
+    longer = fit(of(6), directory, progress=False, extend=True if schedule == "cosine" else None)
     assert longer.step == 6 and longer.experiment.train.steps == 6 and longer.experiment.optim.horizons == (4,)
     whole = fit(of(6, horizons=(4,)), tmp_path / "whole", progress=False)
     assert losses(directory) == losses(whole.directory) and len(losses(directory)) == 6
