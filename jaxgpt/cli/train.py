@@ -47,6 +47,7 @@ def train(
         experiment: its fields are options too
     """
     configure_jax()
+    experiment = label_own_text(experiment, run_dir)
     import jax
 
     from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_process_0
@@ -59,7 +60,7 @@ def train(
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit(label_own_text(experiment, run_dir), run_dir, fresh=fresh, extend=extend or None)
+            run = fit(experiment, run_dir, fresh=fresh, extend=extend or None)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))
