@@ -250,7 +250,7 @@ def report(
     directory = find_run(run)
     folder = directory if out is None else Path(out)
     page = new_file(str(folder / "report.html"), force=force)
-    new_file(str(folder / "summary.json"), force=force or page.exists())  # of the page that is replaced
+    new_file(str(folder / "summary.json"), force=force or page.exists())  # it belongs to the page that is replaced
     configure_jax()
     from jaxgpt.run import load
     from jaxgpt.tools.report.report import make_report

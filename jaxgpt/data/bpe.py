@@ -53,7 +53,7 @@ class BPETokenizer:
         template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
         first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
         self.prefix = tuple(template.ids[:first])
-        self._lock = threading.Lock()  # of the words
+        self._lock = threading.Lock()  # guards the known words
         self._clear_words()
 
     def encode(self, text: str) -> np.ndarray:

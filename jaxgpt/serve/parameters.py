@@ -33,7 +33,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 MAX_LOGPROBS = MAX_TOP
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
 MAX_STOP_TOKENS = 16
-MAX_MESSAGES = 2048  # of a conversation
+MAX_MESSAGES = 2048  # that a conversation may have
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids

@@ -11,11 +11,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from jaxgpt.cli.train import label_own_text
-from jaxgpt.config import DataConfig, TrainConfig
+from jaxgpt.cli.train import label_own_text, train
+from jaxgpt.config import DataConfig, GPTConfig, TrainConfig
 from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
@@ -224,3 +225,14 @@ def test_a_download_that_fails_says_how_to_give_the_file_by_hand(tmp_path):
         JAXGPT_CACHE=str(tmp_path),
     )
     assert_told(done, "To give it by hand, save the text as")
+
+
+def test_the_sample_begins_as_the_users_own_text(tmp_path, text_file, monkeypatch):
+    """What is trained, recorded and sampled from is the same experiment."""
+    seen = []
+    run = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), val_loss=None, directory=tmp_path, step=1)
+    monkeypatch.setattr("jaxgpt.session.fit", lambda experiment, *_, **__: seen.append(experiment) or run)
+    monkeypatch.setattr("jaxgpt.cli.train._print_sample", lambda _, experiment: seen.append(experiment) or "")
+    train(experiment=dataclasses.replace(quickstart(), data=DataConfig(path=str(text_file))), run_dir="runs/mine")
+    trained, sampled = seen
+    assert trained == sampled and sampled.name == "mine" and sampled.train.sample_prompt in text_file.read_text()
