@@ -8,8 +8,9 @@ from jaxgpt.sample.score import PromptScores
 
 
 class FakeEngine:
-    def __init__(self, slots: int = 2, delay: float = 0.0):
-        self.slots, self.delay = slots, delay
+    def __init__(self, slots: int = 2, delay: float = 0.0, endless: bool = False):
+        """Start with free slots. endless: no request reaches its length, so that only leaving frees a slot."""
+        self.slots, self.delay, self.endless = slots, delay, endless
         self.running: dict[int, list] = {}  # slot: [request, tokens so far]
         self.gate = threading.Event()  # closed, it holds every step
         self.gate.set()
@@ -31,12 +32,12 @@ class FakeEngine:
         self.steps += 1
         pieces = []
         for slot, (request, done) in list(self.running.items()):
-            count = min(burst, request.max_new_tokens - done)
+            count = burst if self.endless else min(burst, request.max_new_tokens - done)
             ids = [request.prompt[n % len(request.prompt)] for n in range(done, done + count)]
             stop = next((n for n, i in enumerate(ids) if i in request.stop_tokens), None)
             ids, finish = (ids, None) if stop is None else (ids[:stop], "stop")
             self.running[slot][1] += len(ids)
-            if finish is None and done + count == request.max_new_tokens:
+            if finish is None and done + count == request.max_new_tokens and not self.endless:
                 finish = "length"
             if finish:
                 del self.running[slot]

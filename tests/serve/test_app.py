@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.serve.conftest import BLOCK
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.test_guard import wait_for
 
 
 def events(response):
@@ -99,13 +101,13 @@ def test_echo_has_the_logprobs_of_the_prompt(faked):
 
 
 def test_a_stop_string_ends_text_tokens_and_slot(faked):
-    client = faked()
+    client = faked(FakeEngine(delay=0.002, endless=True))
     body = client.ask(prompt="abcd", max_tokens=60, stop="da", logprobs=0).json()
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
     assert body["usage"]["completion_tokens"] == 5  # those that were drawn until it was seen
-    client.ask(prompt="x", max_tokens=1)
+    wait_for(lambda: client.engine.cancelled)
     assert client.engine.cancelled == [0] and not client.engine.running
 
 

@@ -103,7 +103,7 @@ def call(app, messages, *, path="/v1/completions", send=None):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

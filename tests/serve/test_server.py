@@ -141,7 +141,7 @@ def test_two_lengths_are_refused_and_the_connection_closed(listening):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_100_who_leave_free_their_slots(listening, stream):
-    port, client = listening(FakeEngine(slots=4, delay=0.002))
+    port, client = listening(FakeEngine(slots=4, delay=0.002, endless=True))
     raw = request("/v1/completions", prompt="ab", max_tokens=64, stream=stream)
     for _ in range(100):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
