@@ -18,11 +18,11 @@ from pathlib import Path
 
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.files import write_whole
+from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
-from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import fit_band, render_band
 
 BANDS = Path(__file__).parent.parent / "jaxgpt/tools/report/bands"

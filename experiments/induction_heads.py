@@ -32,6 +32,7 @@ import numpy as np
 
 from jaxgpt import GPT, GPTConfig, OptimConfig, interventions
 from jaxgpt.batch import Batch
+from jaxgpt.loss import make_loss
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.statistics import mean_interval
 from jaxgpt.train import Params, init_state, train_step
@@ -71,8 +72,12 @@ def make_step(n_layer: int, has_mlps: bool, steps: int) -> tuple[GPT, Callable, 
     )  # fmt: skip
     optim = OptimConfig(name="muon", learning_rate=4e-3, warmup_steps=50)
     model, optimizer, schedule = GPT(config), make_optimizer(optim, steps), learning_rate(optim, steps)
-    merge = lambda params, _: params if has_mlps else remove_mlps(params)  # noqa: E731
-    step = functools.partial(train_step, model=model, optimizer=optimizer, schedule=schedule, merge=merge)
+    plain = make_loss(model)
+
+    def loss(params, batch, key):
+        return plain(params if has_mlps else remove_mlps(params), batch, key)
+
+    step = functools.partial(train_step, loss_fn=loss, optimizer=optimizer, schedule=schedule)
     return model, functools.partial(init_state, model, optimizer), jax.jit(step)
 
 

@@ -32,6 +32,7 @@ import optax
 from jaxgpt import GPT, DataConfig, GPTConfig, OptimConfig
 from jaxgpt.batch import Batch
 from jaxgpt.data.dataset import prepare
+from jaxgpt.loss import make_loss
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.train import eval_step, init_and_dropout_keys, init_state, train_step
 
@@ -72,10 +73,10 @@ def make_run(vocab_size: int, optimizer: str, base: int | None, width: int, step
             starts_B1 = jax.random.randint(jax.random.fold_in(key, number), (BATCH, 1), 0, len(text) - T)
             rows_BT = text[starts_B1 + jnp.arange(T + 1)[None]]
             batch = Batch(rows_BT[:, :-1], rows_BT[:, 1:])
-            return train_step(state, batch, key, model=model, optimizer=scaled, schedule=schedule)[0], None
+            return train_step(state, batch, key, loss_fn=make_loss(model), optimizer=scaled, schedule=schedule)[0], None
 
         state, _ = jax.lax.scan(step, init_state(model, scaled, key), jnp.arange(steps))
-        nats, count = eval_step(state.params, held_out, model=model)
+        nats, count = eval_step(state.params, held_out, loss_fn=make_loss(model))
         return nats / count
 
     return run

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxgpt.config import ParallelConfig as ParallelConfig
     from jaxgpt.config import TrainConfig as TrainConfig
     from jaxgpt.errors import UserError as UserError
+    from jaxgpt.fitting import fit as fit
     from jaxgpt.model import GPT as GPT
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
     from jaxgpt.sample.speculative import speculate as speculate
-    from jaxgpt.session import fit as fit
     from jaxgpt.tools.xray.xray import xray as xray
 
     __version__: str
@@ -50,7 +50,7 @@ _HOME = {
     "TrainConfig": "config",
     "UserError": "errors",
     "configure_jax": "parallel.jax_setup",
-    "fit": "session",
+    "fit": "fitting",
     "for_decoding": "sample.quantize",
     "generate": "sample.generate",
     "load": "run",

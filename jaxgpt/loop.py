@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import NO_CALLBACKS, NO_LOG, Callbacks, Log, Metrics
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
-from jaxgpt.in_flight import StepsInFlight
+from jaxgpt.train import Metrics, TrainState, why_skipped
 
 if TYPE_CHECKING:
     import jax
 
-    from jaxgpt.train import TrainState
+Line = dict[str, Any]  # what happened at a step: see `train`
 
+# On CPU `configure_jax` turns asynchronous dispatch off, so that each step is done when it was dispatched. Elsewhere
+# enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
+# of steps are in flight.
+IN_FLIGHT = 2
+LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them
 # Steps between two decisions of process 0 on how many steps may be in flight. All processes settle the same steps at
 # the same time: when one raises, all have dispatched the same steps.
 AGREE_EVERY = 100
-
-
-@dataclasses.dataclass
-class SaveSchedule:
-    """Decide after which steps a checkpoint is due. It stays due until `is_due` is reset."""
-
-    config: TrainConfig
-    best: float  # the lowest validation loss of a checkpoint so far
-    is_due: bool = False
-
-    def update(self, step: int, val_loss: float | None, *, stopping: bool) -> bool:
-        """Return whether a checkpoint is due: every checkpoint_every steps, at the best loss so far, and at the end."""
-        is_best = val_loss is not None and val_loss < self.best
-        if is_best:
-            self.best = val_loss
-        is_regular = step % self.config.checkpoint_every == 0 or step == self.config.steps
-        self.is_due = self.is_due or is_regular or is_best or stopping
-        return self.is_due
 
 
 def train(
@@ -48,52 +34,90 @@ def train(
     batches: Iterator[Batch],
     *,
     config: TrainConfig,
-    max_skipped: int,
     key: jax.Array,
+    max_skipped: int,
     start: int = 0,
     best: float = math.inf,
-    log: Log = NO_LOG,
-    callbacks: Callbacks = NO_CALLBACKS,
+    log: Callable[[Line], None] = lambda line: None,
+    validate: Callable[[int, TrainState], float | None] = lambda step, state: None,
+    save: Callable[[int, TrainState, float | None], None] = lambda step, state, val_loss: None,
+    stop: Callable[[int | None], str | None] = lambda step: None,
+    on_metrics: Callable[[int, Metrics, TrainState, Sequence[Metrics]], None] = lambda *settled: None,
+    agree: Callable[[int], int] = lambda number: number,
 ) -> TrainState:
     """Take steps start + 1 to config.steps, and return the last state.
 
-    `train_step` is compiled, and may donate the state. `key` is the run's, for dropout. `best` is the lowest validation
-    loss of earlier checkpoints. Raises `Preempted` after a signal and a save, and `Diverged` after `max_skipped`
-    skipped steps in a row, or if the last validation loss is not finite.
+    Args:
+        train_step: compiled. It may donate the state.
+        state: that of step `start`.
+        batches: those of the steps from start + 1 on.
+        config: how many steps to take, and when to validate and save.
+        key: the run's, for dropout.
+        max_skipped: skipped steps in a row that end the run.
+        start: steps taken so far.
+        best: the lowest validation loss of earlier checkpoints.
+        log: takes a line for each step that is done, with "loss", "grad_norm" and "learning_rate", or "skipped", the
+            reason; for the first one "compiled", its seconds; and for each validation "val_loss".
+        validate: returns the validation loss, or None if a signal interrupted it.
+        save: starts to save a checkpoint. Its loss is None if it was not measured at this step, or is not finite.
+        stop: returns the signal that is to end the run, if any, on all processes; or on this one only if step is None.
+        on_metrics: takes the metrics of each step that is done, the newest state, and the metrics of the steps between.
+        agree: returns the number of process 0 on all processes.
+
+    Raises:
+        Preempted: after a signal and a save.
+        Diverged: after `max_skipped` skipped steps in a row, or if the last validation loss is not finite.
     """
-    in_flight, schedule = StepsInFlight(log, callbacks, max_skipped), SaveSchedule(config, best)
+    in_flight: deque[tuple[int, Metrics]] = deque()  # steps whose metrics are still on the device
+    limit = 0  # the first steps are waited for: they compile, and show how long a step takes
+    skipped_in_a_row, is_due = 0, False
+
+    def settle(most: int) -> None:
+        """Log the oldest steps until at most `most` are in flight: the loop's only wait for the device."""
+        nonlocal skipped_in_a_row
+        while len(in_flight) > most:
+            done, metrics = in_flight.popleft()
+            on_metrics(done, metrics, state, [later for _, later in in_flight])
+            skipped_in_a_row = int(metrics["in_a_row"])
+            if not skipped_in_a_row:
+                log({"step": done} | {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")})
+                continue
+            log({"step": done, "skipped": why_skipped(metrics)})
+            if skipped_in_a_row >= max_skipped:
+                count = f"{skipped_in_a_row} steps in a row were skipped, up to step {done}"
+                raise Diverged(f"{count}: {why_skipped(metrics)}")
+
     for step in range(start + 1, config.steps + 1):
         began = time.monotonic()
-        batch = next(batches)
-        callbacks.begin_step(step)
-        state, metrics = train_step(state, batch, key)
-        in_flight.add(step, metrics, callbacks.checksums(step, state))
-        in_flight.settle(in_flight.limit, state)
+        state, metrics = train_step(state, next(batches), key)
+        in_flight.append((step, metrics))
+        settle(limit)
         seconds = time.monotonic() - began
         if step == start + 1:
-            log.compiled(step, seconds)
+            log({"step": step, "compiled": seconds})
         if step == start + 2 or step % AGREE_EVERY == 0:
-            in_flight.choose_limit(seconds)
-        callbacks.raise_if_save_failed()
+            limit = agree(IN_FLIGHT if seconds < LONG_STEP else 0)
 
-        signal, val_loss = callbacks.stop_signal(step), None
+        signal, val_loss = stop(step), None
         if signal is None and is_eval_step(step, config):
-            in_flight.settle(0, state)
-            val_loss = callbacks.validate(step, state)
-            signal = callbacks.stop_signal(None)
+            settle(0)
+            val_loss = validate(step, state)
+            signal = stop(None)
         if val_loss is not None:
             val_loss = log_validation(log, step, val_loss, config)
-        if schedule.update(step, val_loss, stopping=signal is not None):
-            in_flight.settle(0, state)
+        if val_loss is not None and val_loss < best:
+            best, is_due = val_loss, True
+        if step % config.checkpoint_every == 0 or step == config.steps or signal is not None:
+            is_due = True
+        if is_due:
+            settle(0)
             # After skipped steps the parameters may be bad, unless the validation loss is finite. They must not replace
             # good ones: the next step taken is saved instead.
-            if not in_flight.skipped_in_a_row or val_loss is not None or signal is not None:
-                callbacks.save(step, state, val_loss)
-                schedule.is_due = False
+            if not skipped_in_a_row or val_loss is not None or signal is not None:
+                save(step, state, val_loss)
+                is_due = False
         if signal is not None:
-            callbacks.wait_for_save()
             raise Preempted(f"{signal}: saved step {step} of {config.steps}")
-    callbacks.wait_for_save()
     return state
 
 
@@ -102,9 +126,9 @@ def is_eval_step(step: int, config: TrainConfig) -> bool:
     return step % config.eval_every == 0 or step == config.steps
 
 
-def log_validation(log: Log, step: int, val_loss: float, config: TrainConfig) -> float | None:
+def log_validation(log: Callable[[Line], None], step: int, val_loss: float, config: TrainConfig) -> float | None:
     """Log a validation loss. Return it if it is finite; raise `Diverged` if it is not, and the run's last."""
-    log.validation(step, val_loss)
+    log({"step": step, "val_loss": val_loss})
     if math.isfinite(val_loss):
         return val_loss
     if step == config.steps:

@@ -28,11 +28,10 @@ from jaxgpt.encdec import build_model
 from jaxgpt.interventions import probes
 from jaxgpt.interventions.lens import fit_jacobian_lens, logit_lens
 from jaxgpt.interventions.probes import fit_probe
-from jaxgpt.loss import next_token_loss
+from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.sample.score import _logprobs
 from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.train import batch_loss
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.
@@ -110,7 +109,7 @@ def generated_programs(seed: int) -> Iterator[Program]:
     size = f"{seed}: {config.n_layer} x {config.n_embd}, {list(tokens_BT.shape)}, {config.norm_position}"
 
     def loss(params):
-        grads_of = jax.value_and_grad(lambda params: batch_loss(params, batch, None, model=model(params))[0])
+        grads_of = jax.value_and_grad(lambda params: make_loss(model(params))(params, batch, None)[0])
         return jax.jit(grads_of)(params)
 
     def seen(params):

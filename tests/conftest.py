@@ -56,10 +56,9 @@ def private_cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def shared_trainers():
     """Steps that several tests train with are traced and compiled once: a trainer is a value, of these fields alone."""
-    from jaxgpt import session
     from jaxgpt.runs import training
 
-    make, made = session.make_trainer, {}
+    make, made = training.make_trainer, {}
 
     def shared(e, devices=None, *, recorded=None):
         t = e.train
@@ -70,8 +69,7 @@ def shared_trainers():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, training):
-            patch.setattr(module, "make_trainer", shared)
+        patch.setattr(training, "make_trainer", shared)
         yield
 
 

@@ -7,7 +7,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        rings = ("data", "sample", "encdec", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "session")
+        rings = ("data", "sample", "encdec", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "fitting")
         if name.split(".")[0] in {packages} or name.startswith("jaxgpt.") and name.split(".")[1] in rings:
             raise ImportError(f"{{name}} is not of the core")
 
@@ -19,9 +19,9 @@ for name in [name for name in sys.modules if name.split(".")[0] in {packages}]:
 import functools, itertools
 import jax, jax.numpy as jnp
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import Log
 from jaxgpt.config import GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.loop import train
+from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.train import init_state, train_step
@@ -32,15 +32,15 @@ optim = OptimConfig(learning_rate=1e-2)
 model = GPT(GPTConfig(vocab_size=128, block_size=len(text), n_layer=1, n_head=2, n_embd=32))
 optimizer = make_optimizer(optim, config.steps)
 state = init_state(model, optimizer, jax.random.key(0))
-step = functools.partial(train_step, model=model, optimizer=optimizer, schedule=learning_rate(optim, config.steps))
+step = functools.partial(train_step, loss_fn=make_loss(model), optimizer=optimizer, schedule=learning_rate(optim, config.steps))
 batch = Batch(inputs_BT=jnp.asarray([text]), targets_BT=jnp.asarray([text[1:] + text[:1]]))
 
-class Print(Log):
-    def step(self, step, *, loss, grad_norm, learning_rate):
-        print(step, loss)
+def log(line):
+    if "loss" in line:
+        print(line["step"], line["loss"])
 
 state = train(
-    jax.jit(step), state, itertools.repeat(batch), config=config, max_skipped=1, key=jax.random.key(1), log=Print()
+    jax.jit(step), state, itertools.repeat(batch), config=config, max_skipped=1, key=jax.random.key(1), log=log
 )
 tokens = text[:6]
 while len(tokens) < len(text):

@@ -16,8 +16,8 @@ import pytest
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment, from_dict
 from jaxgpt.encdec import build_model
+from jaxgpt.fitting import fit
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import ReferenceBand, differing_fields
 from jaxgpt.tools.study.study import check_comparable
 from tests.conftest import REPOSITORY

@@ -2,61 +2,47 @@
 
 import itertools
 import math
+import time
 
 import jax
 import pytest
 
-from jaxgpt.callbacks import NO_CALLBACKS, NO_LOG, Callbacks, Log
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
-from jaxgpt.in_flight import StepsInFlight
-from jaxgpt.loop import SaveSchedule, train
-from jaxgpt.skip import why_skipped
+from jaxgpt.loop import train
+from jaxgpt.train import why_skipped
 
 
 def metrics(in_row=0, loss=1.0, norm=1.0):
     return {"loss": loss, "grad_norm": norm, "learning_rate": 0.1, "in_a_row": in_row, "skipped": int(in_row > 0)}
 
 
-class Events(Log, Callbacks):
-    """Write down what the loop calls."""
-
-    def __init__(self):
-        self.events = []
-
-    def begin_step(self, step):
-        self.events.append(f"begin {step}")
-
-    def step(self, step, **_):
-        self.events.append(f"settle {step}")
-
-    def save(self, step, state, val_loss):
-        self.events.append(f"save {step}" + ("" if val_loss is None else f" with {val_loss}"))
-
-    def validation(self, step, val_loss):
-        self.events.append(f"validation {step}")
-
-    def wait_for_save(self):
-        self.events.append("wait")
-
-
-def run(config, *, bad=(), start=0, max_skipped=9, best=math.inf, **replaced):
-    """(what was called, the last state, what was raised); the state is the number of steps. replaced: callbacks."""
-    events, raised, state = Events(), None, start
-    for name, function in replaced.items():
-        setattr(events, name, function)
-    in_row = [0]
+def run(config, *, bad=(), start=0, max_skipped=9, best=math.inf, seconds=0.0, **replaced):
+    """(what was called, the last state, what was raised); the state is the number of steps. replaced: functions."""
+    events, raised, state, in_row = [], None, start, [0]
 
     def step(state, batch, key):
+        events.append(f"begin {state + 1}")
+        time.sleep(seconds)
         in_row[0] = in_row[0] + 1 if state + 1 in bad else 0
         return state + 1, metrics(in_row[0], loss=math.nan if in_row[0] else 1.0)
 
-    options = {"key": jax.random.key(0), "log": events, "callbacks": events, "max_skipped": max_skipped, "best": best}
+    def log(line):
+        if "val_loss" in line:
+            events.append(f"validation {line['step']}")
+        elif "compiled" not in line:
+            events.append(f"settle {line['step']}")
+
+    def save(step, state, val_loss):
+        events.append(f"save {step}" + ("" if val_loss is None else f" with {val_loss}"))
+
+    functions = {"log": log, "save": save} | replaced
+    options = {"key": jax.random.key(0), "max_skipped": max_skipped, "best": best} | functions
     try:
         state = train(step, start, itertools.repeat(None), config=config, start=start, **options)
     except (Diverged, Preempted) as e:
         raised = e
-    return events.events, state, raised
+    return events, state, raised
 
 
 def of_saves(events):
@@ -66,12 +52,12 @@ def of_saves(events):
 def test_at_most_two_steps_are_in_flight():
     events, state, _ = run(TrainConfig(steps=6, eval_every=9, checkpoint_every=9))
     begins = "begin 1, settle 1, begin 2, settle 2, begin 3, begin 4, begin 5, settle 3, begin 6, settle 4, settle 5"
-    assert ", ".join(events) == f"{begins}, settle 6, save 6, wait" and state == 6
+    assert ", ".join(events) == f"{begins}, settle 6, save 6" and state == 6
 
 
 def test_a_loop_begins_after_the_step_of_its_state():
     events, state, _ = run(TrainConfig(steps=4, eval_every=9, checkpoint_every=2), start=3)
-    assert events == ["begin 4", "settle 4", "save 4", "wait"] and state == 4
+    assert events == ["begin 4", "settle 4", "save 4"] and state == 4
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_the_next_taken_one():
@@ -94,8 +80,8 @@ def test_only_a_better_loss_is_a_reason_to_save():
 
 def test_a_signal_goes_before_validation_and_saves():
     config = TrainConfig(steps=9, eval_every=2, checkpoint_every=99)
-    events, _, raised = run(config, stop_signal=lambda step: "SIGTERM" if step == 2 else None)
-    assert events[-2:] == ["save 2", "wait"] and str(raised) == "SIGTERM: saved step 2 of 9"
+    events, _, raised = run(config, stop=lambda step: "SIGTERM" if step == 2 else None)
+    assert events[-1] == "save 2" and str(raised) == "SIGTERM: saved step 2 of 9"
 
 
 def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured():
@@ -107,7 +93,7 @@ def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured():
 
     config = TrainConfig(steps=9, eval_every=2, checkpoint_every=99)
     for val_loss, saved in ((None, "2"), (1.5, "2 with 1.5")):
-        events, _, raised = run(config, stop_signal=stop, validate=lambda step, state, loss=val_loss: loss)
+        events, _, raised = run(config, stop=stop, validate=lambda step, state, loss=val_loss: loss)
         assert of_saves(events) == [saved] and ("validation 2" in events) == (val_loss is not None)
         assert str(raised) == "SIGINT: saved step 2 of 9"
     assert asked == [1, 2, None] * 2
@@ -119,7 +105,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run():
         TrainConfig(steps=9, eval_every=99, checkpoint_every=99),
         bad=(2, 4, 5, 6),
         max_skipped=3,
-        skipped=lambda step, metrics, state, later: told.append((step, state, len(later))),
+        on_metrics=lambda step, metrics, state, later: metrics["skipped"] and told.append((step, state, len(later))),
     )
     assert str(raised) == "3 steps in a row were skipped, up to step 6: loss is nan"
     assert told == [(2, 2, 0), (4, 6, 2), (5, 7, 2), (6, 8, 2)]  # how much further the state is by then
@@ -130,29 +116,20 @@ def test_a_last_loss_that_is_not_finite_ends_the_run_unsaved():
     assert str(raised) == "the last validation loss is nan" and of_saves(events) == []
 
 
-def test_a_due_checkpoint_stays_due_until_it_is_saved():
-    schedule = SaveSchedule(TrainConfig(steps=9, checkpoint_every=2), best=1.0)
-    assert not schedule.update(1, None, stopping=False) and schedule.update(2, None, stopping=False)
-    assert schedule.update(3, None, stopping=False)
-    schedule.is_due = False
-    assert not schedule.update(3, 1.0, stopping=False) and schedule.best == 1.0
-    assert schedule.update(3, 0.5, stopping=False) and schedule.best == 0.5
+def test_metrics_are_handed_over_before_their_step_is_logged():
+    events = []
+    run(
+        TrainConfig(steps=2, eval_every=9),
+        on_metrics=lambda step, metrics, state, later: events.append(f"metrics {step}"),
+        log=lambda line: events.append(f"line {line['step']}"),
+    )
+    assert events == ["metrics 1", "line 1", "line 1", "metrics 2", "line 2"]  # the second says when it was compiled
 
 
-def test_copies_are_compared_before_their_step_is_logged():
-    events = Events()
-    events.compare = lambda step, checksums: events.events.append(f"compare {step}: {checksums}")
-    steps = StepsInFlight(events, events, 1)
-    steps.add(1, metrics(), "sums")
-    steps.settle(0, None)
-    assert events.events == ["compare 1: sums", "settle 1"]
-
-
-def test_long_steps_are_not_left_in_flight():
-    steps = StepsInFlight(NO_LOG, NO_CALLBACKS, 1)
-    for seconds, limit in ((0.9, 2), (1.0, 0)):
-        steps.choose_limit(seconds)
-        assert steps.limit == limit
+def test_long_steps_are_not_left_in_flight(monkeypatch):
+    monkeypatch.setattr("jaxgpt.loop.LONG_STEP", 0.01)
+    events, *_ = run(TrainConfig(steps=4, eval_every=9, checkpoint_every=9), seconds=0.02)
+    assert ", ".join(events[4:]) == "begin 3, settle 3, begin 4, settle 4, save 4"
 
 
 @pytest.mark.parametrize(

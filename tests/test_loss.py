@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import types
+from typing import Any
 
 import chex
 import jax
@@ -10,11 +12,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.kernels import cross_entropy
 from jaxgpt.layers.linear import float32_logits
-from jaxgpt.loss import next_token_loss
-from jaxgpt.train import batch_loss
+from jaxgpt.loss import chunked_next_token_loss, fused_next_token_loss, make_loss, next_token_loss
 from tests.helpers import TINY, make_model, tokens_BT
 
 
@@ -61,9 +61,9 @@ def test_in_chunks_it_is_the_same_loss_and_the_same_gradient(chunk, tie):
     batch = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:], mask_BT=mask)
 
     def loss(params, chunk):
-        losses = {None: None, "fused": functools.partial(fused_next_token_loss, softcap=5.0, interpret=True)}
+        losses = {None: None, "fused": functools.partial(fused_next_token_loss, interpret=True)}
         head_loss = losses.get(chunk, functools.partial(chunked_next_token_loss, chunk=chunk))
-        nats, count = batch_loss(params, batch, None, model=model, head_loss=head_loss, label_smoothing=0.1)
+        nats, count, _ = make_loss(model, head_loss=head_loss, label_smoothing=0.1)(params, batch, None)
         return 3.0 * nats / count, count  # scaled, as by a mean
 
     graded = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
@@ -82,12 +82,14 @@ def test_in_chunks_the_logits_are_never_whole():
     def unembed(head_VD, x_BTD):
         return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD)
 
+    model: Any = types.SimpleNamespace(apply=lambda variables, x_BTD, method: unembed(variables["params"], x_BTD))
+
     def temporaries(loss):
         grad = jax.jit(jax.grad(lambda *args: loss(*args)[0], argnums=(0, 1)))
         return grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     whole = temporaries(lambda head, x, targets: next_token_loss(unembed(head, x), targets))
-    chunked = temporaries(functools.partial(chunked_next_token_loss, unembed, chunk=4))
+    chunked = temporaries(functools.partial(chunked_next_token_loss, model, chunk=4))
     assert whole > 4 * B * T * V
     assert chunked < whole / 8
 

@@ -13,7 +13,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.block import make_norm
-from jaxgpt.loss import next_token_loss
+from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.trainer import make_trainer
@@ -117,7 +117,8 @@ def sizes(optimizer, width, base):
     @jax.jit
     def run(key):
         def step(state, _):
-            return train_step(state, data, key, model=model, optimizer=tx, schedule=learning_rate(optim, STEPS))
+            schedule = learning_rate(optim, STEPS)
+            return train_step(state, data, key, loss_fn=make_loss(model), optimizer=tx, schedule=schedule)
 
         state, metrics = jax.lax.scan(step, init_state(model, tx, key), None, length=STEPS)
         logits, kept = model.apply({"params": state.params}, data.inputs_BT, capture_intermediates=is_kept)

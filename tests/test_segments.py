@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_from_segments
+from jaxgpt.loss import chunked_next_token_loss, make_loss
 from jaxgpt.parallel.device import KERNELS
-from jaxgpt.train import batch_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model
 from tests.sample.test_cached import CACHED
 from tests.test_model import ARCHITECTURES
@@ -108,9 +107,8 @@ def test_the_loss_is_that_of_separate_rows():
     @jax.jit
     def loss_and_gradient(batch):
         def loss(params):
-            return batch_loss(
-                params, batch, None, model=model, head_loss=functools.partial(chunked_next_token_loss, chunk=4)
-            )
+            head_loss = functools.partial(chunked_next_token_loss, chunk=4)
+            return make_loss(model, head_loss=head_loss)(params, batch, None)[:2]
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

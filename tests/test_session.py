@@ -17,21 +17,20 @@ import optax
 import pytest
 
 import jaxgpt
-from jaxgpt import in_flight
+from jaxgpt import loop
 from jaxgpt.cluster import multihost
 from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
+from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.session import fit
-from jaxgpt.skip import skip_bad_steps
 from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
-from jaxgpt.train import TrainState
+from jaxgpt.train import TrainState, init_skip_state
 from tests.helpers import chat_file, tiny_experiment
 
 
@@ -260,7 +259,7 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
             raise Killed
         return loss, 1
 
-    monkeypatch.setattr("jaxgpt.runs.callbacks.mean_loss", mean_loss)
+    monkeypatch.setattr("jaxgpt.fitting.mean_loss", mean_loss)
     train = dataclasses.replace(experiment.train, eval_every=2, checkpoint_every=100, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
     with pytest.raises(Killed):
@@ -353,7 +352,7 @@ def test_a_finished_run_is_left_as_it_is(run, experiment):
 @pytest.mark.parametrize("setup", [True, False])
 def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, experiment, monkeypatch, setup):
     calls = []
-    for module in ("session", "run"):
+    for module in ("fitting", "run"):
         monkeypatch.setattr(f"jaxgpt.{module}.configure_jax", lambda: calls.append("set up"))
     fit(experiment, run.directory, progress=False, setup=setup)
     load(run.directory, setup=setup)
@@ -416,10 +415,12 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
         asked.append(function())
         return asked[0] if len(asked) == 1 else 2
 
-    monkeypatch.setattr(in_flight, "LONG_STEP", 0.0)  # by our own clock none
+    monkeypatch.setattr(loop, "LONG_STEP", 0.0)  # by our own clock none
     monkeypatch.setattr(multihost, "on_process_0", on_process_0)
     monkeypatch.setattr(Watchdog, "beat", lambda self, step, **_: events.append(f"begin {step}"))
-    monkeypatch.setattr(RunLog, "step", lambda self, step, **_: events.append(f"settle {step}"))
+    monkeypatch.setattr(
+        RunLog, "__call__", lambda self, line: "loss" in line and events.append(f"settle {line['step']}")
+    )
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=6, checkpoint_every=6))
     fit(e, tmp_path / "r", progress=False)
     assert asked == [0, 0]
@@ -510,7 +511,7 @@ def test_the_newest_run_is_the_default(experiment, tmp_path, monkeypatch):
 def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
     """Saving returns before the data is written, and the next step is given the same memory."""
     params = {"w": jax.numpy.zeros((512, 512))}
-    state = TrainState(step=np.int32(1), params=params, opt_state=skip_bad_steps(optax.identity()).init(params))
+    state = TrainState(step=np.int32(1), params=params, opt_state=init_skip_state(optax.identity().init(params)))
     advance = jax.jit(lambda s: s.replace(params=jax.tree.map(lambda x: x + 1.0, s.params)), donate_argnums=0)
     checkpoints = Checkpoints(tmp_path / "c")
     state = jax.tree.map(jax.numpy.asarray, state)

@@ -47,7 +47,7 @@ except SystemExit as e:
 
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
     """Grain and Orbax take a second, and are not needed before the first batch and the first checkpoint."""
-    assert imported("import jaxgpt.session", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
+    assert imported("import jaxgpt.fitting", tmp_path) == {"jax", "flax", "optax", "numpy", "rich"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='no libtpu: pip install ".[tpu]"')
@@ -85,7 +85,7 @@ def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
     monkeypatch.setattr(jax_setup, "_is_set_up", False)
     monkeypatch.setattr(jax_setup, "_tune_malloc", lambda **options: events.append(sorted(options)))
     monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr("jaxgpt.session.first_device", first_device)
+    monkeypatch.setattr("jaxgpt.fitting.first_device", first_device)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     with pytest.raises(Left):
         train(experiment=quickstart()) if command == "train" else run_experiment(quickstart())

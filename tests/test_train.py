@@ -12,11 +12,22 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import OptimConfig
+from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.strategy import SingleDevice
-from jaxgpt.skip import MIN_NORMS, NOT_FINITE, NUM_NORMS, SPIKE, TAKEN, skip_bad_steps, skip_metrics
-from jaxgpt.train import eval_step, init_state, train_step
+from jaxgpt.train import (
+    MIN_NORMS,
+    NOT_FINITE,
+    NUM_NORMS,
+    SPIKE,
+    TAKEN,
+    TrainState,
+    eval_step,
+    init_skip_state,
+    init_state,
+    train_step,
+)
 from tests.helpers import TINY, tokens_BT
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
@@ -27,10 +38,10 @@ STEPS = 8
 @functools.cache
 def make_step(config=CONFIG, optim=OPTIM, grad_accum_steps=1):
     """(step, its compiled form, the state of step 0); compiled once for all tests of this file."""
-    model, optimizer = GPT(config), skip_bad_steps(make_optimizer(optim, STEPS))
+    model, optimizer = GPT(config), make_optimizer(optim, STEPS)
     step = functools.partial(
         train_step,
-        model=model,
+        loss_fn=make_loss(model),
         optimizer=optimizer,
         schedule=learning_rate(optim, STEPS),
         grad_accum_steps=grad_accum_steps,
@@ -124,7 +135,7 @@ def test_gradients_are_those_of_the_mean_loss():
     batch = make_batch(mask)
 
     def mean_loss(params):
-        nats, count = eval_step(params, batch, model=GPT(CONFIG))
+        nats, count = eval_step(params, batch, loss_fn=make_loss(GPT(CONFIG)))
         return nats / count
 
     expected = optax.tree.norm(jax.jit(jax.grad(mean_loss))(state.params))
@@ -183,28 +194,30 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(accumulation):
 
 def test_spikes_are_judged_by_the_median_of_the_steps_taken():
     """Against the same in NumPy, over more norms than are remembered; some are spikes, some not finite."""
-    optimizer = skip_bad_steps(optax.sgd(1.0), spikes=3.0)
+    one_more = optax.stateless(lambda updates, _: jax.tree.map(jnp.ones_like, updates))
+
+    def loss(params, norm, key):
+        return params["w"] * norm, jnp.ones(()), {}
 
     @jax.jit
-    def take(state, step, norm):
-        given = {"value": jnp.float32(1.0), "grad_norm": norm}
-        updates, after = optimizer.update(jnp.ones(()), state, step=step, **given)
-        return after, updates, skip_metrics(state, after, **given)
+    def take(state, norm):
+        options = {"optimizer": one_more, "schedule": optax.constant_schedule(1.0), "skip_spikes": 3.0}
+        return train_step(state, norm, jax.random.key(0), loss_fn=loss, **options)
 
     rng = np.random.default_rng(0)
     norms = np.exp(rng.normal(size=3 * NUM_NORMS)).astype(np.float32)
     norms[40], norms[5], norms[200] = np.nan, 1e6, 1e6
     norms[MIN_NORMS] = 1e6  # the first that is judged
-    state, taken = optimizer.init(jnp.zeros(())), []
+    state, taken = TrainState(jnp.int32(0), {"w": jnp.zeros(())}, init_skip_state(one_more.init({}))), []
     for step, norm in enumerate(norms):
         expected = TAKEN if np.isfinite(norm) else NOT_FINITE
         if expected == TAKEN and len(taken) >= MIN_NORMS and norm > 3.0 * np.median(taken[-NUM_NORMS:]):
             expected = SPIKE
-        state, update, metrics = take(state, jnp.int32(step), jnp.float32(norm))
+        state, metrics = take(state, jnp.float32(norm))
         assert int(metrics["skipped"]) == expected, step
-        assert float(update) == (-1.0 if expected == TAKEN else 0.0)
         taken += [norm] * (expected == TAKEN)
-    assert int(state.skipped) == len(norms) - len(taken) > 30
+        assert float(state.params["w"]) == len(taken)
+    assert int(state.opt_state.skipped) == len(norms) - len(taken) > 30
     assert taken.count(1e6) == 1 and np.sum(norms == 1e6) == 3  # the first was too early to be judged
 
 
@@ -219,7 +232,7 @@ GOLDEN = [2.3897225856781006, 2.3612446784973145, 2.32462477684021]
 
 def test_eval_step_counts_only_masked_targets():
     _, _, state = make_step()
-    evaluate = jax.jit(functools.partial(eval_step, model=GPT(CONFIG)))
+    evaluate = jax.jit(functools.partial(eval_step, loss_fn=make_loss(GPT(CONFIG))))
     mask = jnp.ones((4, CONFIG.block_size), bool).at[:, 4:].set(False)
     nats, count = evaluate(state.params, make_batch(mask))
     assert float(count) == 16

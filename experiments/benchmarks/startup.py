@@ -36,8 +36,8 @@ def started():
     configure_jax()
     reached("jax is imported")
     import jax.monitoring
-    from jaxgpt import session
-    from jaxgpt.runs import callbacks, training
+    from jaxgpt import fitting
+    from jaxgpt.runs import checkpoint, training
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",
              "backend_compile_duration": "compiling or reading the cache"}
@@ -52,11 +52,11 @@ def started():
             reached(what)
             return found
         setattr(owner, name, timed)
-    after(session, "prepare_for", "the data is there")
+    after(training, "prepare_for", "the data is there")
     after(training.Training, "restore_or_init", "the state is there")
-    after(session.RunLog, "compiled", "the first step is done")
-    after(callbacks, "mean_loss", "the validation loss is known")
-    after(session.Checkpoints, "wait", "it is saved")
+    after(fitting.RunLog, "__call__", "the first step is done")
+    after(fitting, "mean_loss", "the validation loss is known")
+    after(checkpoint.Checkpoints, "wait", "it is saved")
 train.configure_jax = started
 __main__.main(sys.argv[1:])
 reached("the process ends")

@@ -43,7 +43,7 @@ def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None 
     """
     variants = load_variants(experiment)
     configure_jax()
-    from jaxgpt.session import fit
+    from jaxgpt.fitting import fit
     from jaxgpt.tools.study.study import STUDY, format_study, run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
@@ -80,7 +80,7 @@ def sweep(
 
     axes = tuple(parse_axes(over))
     configure_jax()
-    from jaxgpt.session import fit
+    from jaxgpt.fitting import fit
     from jaxgpt.tools.sweep.report import format_sweep, write_report
     from jaxgpt.tools.sweep.sweep import Sweep, run_sweep
 
@@ -111,7 +111,7 @@ def scale(
         experiment: its fields are options too
     """
     configure_jax()
-    from jaxgpt.session import fit
+    from jaxgpt.fitting import fit
     from jaxgpt.tools.scale.report import format_scale
     from jaxgpt.tools.scale.scale import run_scale
 

@@ -53,7 +53,7 @@ def train(
     from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_process_0
     from jaxgpt.cluster.replicas import ReplicasDiffer
     from jaxgpt.cluster.signals import second_leaves_at_once
-    from jaxgpt.session import fit
+    from jaxgpt.fitting import fit
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.config.lora import LoraConfig
 from jaxgpt.config.model import GPTConfig
@@ -23,6 +23,9 @@ from jaxgpt.config.validate import (
     short,
 )
 from jaxgpt.errors import UserError
+
+if TYPE_CHECKING:
+    import optax
 
 MAX_NEW_TOKENS = 400  # default length of a sample
 # A decay that float32 rounds to 1 would make the optimiser divide by 0.
@@ -107,6 +110,18 @@ class OptimConfig:
                     f"weight_decay={self.weight_decay} times {name}={getattr(self, name)} is {decayed:g}: needs at most 1, "
                     "which takes all of a matrix off in one step"
                 )
+
+    def make_optimizer(self, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
+        """Return the optimizer of a run of `steps` steps. width_ratio: that of the model, see `GPTConfig`."""
+        from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
+
+        return make_optimizer(self, steps, width_ratio=width_ratio)
+
+    def make_schedule(self, steps: int) -> optax.Schedule:
+        """Return the optimizer's learning rate by the number of steps taken."""
+        from jaxgpt.optim import learning_rate
+
+        return learning_rate(self, steps)
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""

@@ -1,7 +1,7 @@
 """Shardings on a mesh: one table maps parameters to logical axes, another maps logical axes to mesh axes."""
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
@@ -78,15 +78,16 @@ def state_shardings(
 
     params = shard(state.params)
     frozen_params = None if state.frozen_params is None else shard(state.frozen_params)
-    replicated, opt_state = NamedSharding(mesh, PartitionSpec()), cast(Any, state.opt_state)
-    opt_state = optax.tree.map_params(
+    replicated = NamedSharding(mesh, PartitionSpec())
+    inner_state = optax.tree.map_params(
         optimizer.init,
         lambda x, sharding: x if isinstance(x, optax.MaskedNode) else sharding,
-        opt_state,
+        state.opt_state.inner_state,
         params,
         transform_non_params=lambda _: replicated,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # a parameter that Muon leaves to AdamW, or AdamW to Muon
     )
+    opt_state = jax.tree.map(lambda _: replicated, state.opt_state).replace(inner_state=inner_state)
     return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
 
 

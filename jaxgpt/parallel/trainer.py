@@ -12,12 +12,11 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
-from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
-from jaxgpt.in_flight import IN_FLIGHT
 from jaxgpt.layers.hooks import NO_SHARDING
+from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes
+from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss, make_loss
 from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer
 from jaxgpt.parallel.device import ComputeOptions, compute_options
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.parallel.mesh import MeshStrategy
@@ -26,8 +25,7 @@ from jaxgpt.parallel.pmap import PmapStrategy
 from jaxgpt.parallel.sharding import check_divisible
 from jaxgpt.parallel.slices import count_slices
 from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
-from jaxgpt.skip import skip_bad_steps
-from jaxgpt.train import HeadLoss, MergeFn, Params, TrainState, eval_step, init_state, only_trained, train_step
+from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
 
@@ -43,7 +41,7 @@ class Trainer:
     init_state: InitFn  # (key, params=None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
-    merge: MergeFn  # see `merged_params`
+    merge: Callable[[Params, Params | None], Params]  # see `merged_params`
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy.jit_checksums`
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
@@ -93,23 +91,30 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     def adapt(key: jax.Array, params: Params) -> tuple[Params, Params]:
         return init_adapters(lora, key, params), freeze(lora, params)
 
-    merge = only_trained if lora.rank is None else functools.partial(join_adapters, lora)
-    optimizer = make_optimizer(experiment.optim, train.steps, width_ratio=experiment.model.width_ratio)
-    optimizer = skip_bad_steps(optimizer, spikes=experiment.optim.skip_spikes)
+    def merge(params: Params, frozen_params: Params | None) -> Params:
+        return params if frozen_params is None else join_adapters(lora, params, frozen_params)
+
+    optimizer = experiment.optim.make_optimizer(train.steps, width_ratio=experiment.model.width_ratio)
+    schedule = experiment.optim.make_schedule(train.steps)
     init = functools.partial(
         init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
     )
     state = strategy.abstract_state(jax.eval_shape(init, _abstract_key(), None), experiment.model, optimizer)
-    step = functools.partial(
-        train_step,
-        model=model,
-        optimizer=optimizer,
-        schedule=learning_rate(experiment.optim, train.steps),
-        merge=merge,
-        grad_accum_steps=split.grad_accum_steps,
-        head_loss=head_loss,
-        label_smoothing=experiment.optim.label_smoothing,
-    )
+    loss_fn = make_loss(model, head_loss=head_loss, label_smoothing=experiment.optim.label_smoothing)
+
+    def one_train_step(state: TrainState, batch: Batch, key: jax.Array, **options: Any) -> tuple[TrainState, Metrics]:
+        return train_step(
+            state,
+            batch,
+            key,
+            loss_fn=lambda params, micro, key: loss_fn(merge(params, state.frozen_params), micro, key),
+            optimizer=optimizer,
+            schedule=schedule,
+            skip_spikes=experiment.optim.skip_spikes,
+            grad_accum_steps=split.grad_accum_steps,
+            **options,
+        )
+
     accumulates = split.grad_accum_steps > 1 and not experiment.model.dropout
     return Trainer(
         options=options,
@@ -117,8 +122,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         strategy=strategy,
         split=split,
         init_state=strategy.jit_init_state(init, state),
-        train_step=strategy.jit_train_step(step, state, accumulates=accumulates),
-        eval_step=strategy.jit_eval_step(functools.partial(eval_step, model=model, head_loss=head_loss)),
+        train_step=strategy.jit_train_step(one_train_step, state, accumulates=accumulates),
+        eval_step=strategy.jit_eval_step(functools.partial(eval_step, loss_fn=make_loss(model, head_loss=head_loss))),
         merge=merge,
         checksums=strategy.jit_checksums(state),
         abstract_state=state,
@@ -180,7 +185,7 @@ def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | N
     limits = PEAKS.get(device.device_kind)
     pays = limits is not None and 4 * model.n_embd / limits.flops < 0.5 * 18 / limits.memory_bandwidth
     if asked or (parallel.loss_kernel == "auto" and not refused and pays):
-        return functools.partial(fused_next_token_loss, softcap=model.logit_softcap)
+        return fused_next_token_loss
     return functools.partial(chunked_next_token_loss, chunk=parallel.loss_chunk)
 
 

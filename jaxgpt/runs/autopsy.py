@@ -16,20 +16,19 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import Metrics
 from jaxgpt.cluster import multihost
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.lora import thaw
+from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.training import Training
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.skip import why_skipped
-from jaxgpt.train import Params, TrainState, batch_loss
+from jaxgpt.train import Metrics, Params, TrainState, why_skipped
 
 MOST_ROWS = 32  # rows of a batch in a report; the others can be computed from data, seed and step
 LARGEST_NORM = float(np.finfo(np.float32).max) ** 0.5
@@ -119,7 +118,7 @@ def _watch_modules(model: GPT) -> tuple[Any, list[str]]:
             return out
 
         with nn.intercept_methods(watch):
-            nats, count = batch_loss(params, micro, key, model=model)
+            nats, count, _ = make_loss(model)(params, micro, key)
         return nats, (count, jnp.stack(flags))
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), names

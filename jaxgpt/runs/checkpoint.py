@@ -18,8 +18,7 @@ from jaxgpt.cluster import multihost
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint_index import CheckpointIndex, finite_or_none
-from jaxgpt.skip import SkipState
-from jaxgpt.train import Params, TrainState
+from jaxgpt.train import Params, SkipState, TrainState
 
 if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
     import orbax.checkpoint as ocp
@@ -144,7 +143,7 @@ class Checkpoints(CheckpointIndex):
         """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""
         items = self._restore(step, **_to_items(like))
         rest, guard = items[REST], items[REST]["guard"]
-        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms, like.opt_state.spikes)
+        opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms)
         return TrainState(rest["step"], items[PARAMS], opt_state)
 
     def restore_params(self, step: int, like: Params) -> Params:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgpt import callbacks
 from jaxgpt.cluster import multihost
+from jaxgpt.loop import Line
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import PEAKS
@@ -19,13 +19,17 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 
 
-class RunLog(callbacks.Log):
-    """Write the lines of metrics.jsonl, and display them."""
+class RunLog:
+    """Write the lines of metrics.jsonl, and display them: the `log` of `loop.train`."""
 
-    def __init__(self, training: Training, start: int, *, show: bool):
-        """Open metrics.jsonl, which has lines up to step `start`. show: display them as well."""
+    def __init__(self, training: Training, start: int, callbacks: Sequence[Callable[[Line], None]] = (), *, show: bool):
+        """Open metrics.jsonl, which has lines up to step `start`.
+
+        callbacks: see `jaxgpt.fit`. show: display the lines as well.
+        """
         model, config, devices = training.experiment.model, training.experiment.train, training.trainer.strategy.devices
         self._config, self._start, self._tokens_per_step = config, start, config.batch_size * model.block_size
+        self._callbacks = callbacks
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
         limits = PEAKS.get(device_kind())  # None: an unknown device, without MFU
         flops_per_token = train_flops_per_token(model, *training.trainer.parameters)
@@ -35,48 +39,47 @@ class RunLog(callbacks.Log):
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
         self._display = Display(config.steps, start, show=show)  # last: once shown, the bar must be closed
 
-    def compiled(self, step: int, seconds: float) -> None:
-        """Display how long the first step took."""
-        self._logged_at = (step, self.clock.working())
-        self._display.say(
-            f"first step after {seconds:.1f} s (tracing and compilation; a second start finds it compiled)"
-        )
+    def __call__(self, line: Line) -> None:
+        """Record what `loop.train` says of a step. A loss is recorded every `train.log_every` steps and at the end."""
+        step = line["step"]
+        if "compiled" in line:
+            self._logged_at = (step, self.clock.working())
+            self.say(
+                f"first step after {line['compiled']:.1f} s (tracing and compilation; a second start finds it compiled)"
+            )
+        elif "skipped" in line:
+            self._write(line)
+        elif "val_loss" in line:
+            self._write(line)
+            self.lines.append(line)
+            self._display.update(step, val_loss=line["val_loss"])
+        elif step % self._config.log_every == 0 or step == self._config.steps:
+            then, at = self._logged_at
+            self._logged_at = (step, self.clock.working())
+            tokens = (step - then) * self._tokens_per_step
+            # Not measured at the first step of a session, which is mostly compilation.
+            rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
+            more = {
+                "tokens_per_second": rate,
+                "mfu": None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate,
+                "seconds": self.clock.total(),
+            }
+            self._write({"step": step, "tokens": step * self._tokens_per_step} | line | more)
+            self.lines.append({"step": step, "loss": line["loss"]})
+            self._display.update(step, loss=line["loss"], rate=rate)
 
-    def step(self, step: int, *, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Write and display a step that was taken, every `train.log_every` steps and at the end."""
-        if step % self._config.log_every and step != self._config.steps:
-            return
-        then, at = self._logged_at
-        self._logged_at = (step, self.clock.working())
-        tokens = (step - then) * self._tokens_per_step
-        # Not measured at the first step of a session, which is mostly compilation.
-        rate = None if step == self._start + 1 else tokens / max(self._logged_at[1] - at, 1e-9)
-        self._file.write(
-            step=step,
-            tokens=step * self._tokens_per_step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            tokens_per_second=rate,
-            mfu=None if rate is None or self._mfu_of_rate is None else rate * self._mfu_of_rate,
-            seconds=self.clock.total(),
-        )
-        self.lines.append({"step": step, "loss": loss})
-        self._display.update(step, loss=loss, rate=rate)
+    def _write(self, line: Line) -> None:
+        self._file.write(**line)
+        self.tell(line)
 
-    def skipped(self, step: int, why: str) -> None:
-        """Write a step that was skipped."""
-        self._file.write(step=step, skipped=why)
+    def tell(self, line: Line) -> None:
+        """Hand a line to the callbacks."""
+        for callback in self._callbacks:
+            callback(line)
 
     def say(self, text: str) -> None:
         """Display a line of text."""
         self._display.say(text)
-
-    def validation(self, step: int, val_loss: float) -> None:
-        """Write and display a validation loss."""
-        self._file.write(step=step, val_loss=val_loss)
-        self.lines.append({"step": step, "val_loss": val_loss})
-        self._display.update(step, val_loss=val_loss)
 
     def close(self) -> None:
         """Remove the display and close the file."""

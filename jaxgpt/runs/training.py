@@ -13,18 +13,19 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.callbacks import Metrics
 from jaxgpt.config import DataConfig, Experiment
+from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
 from jaxgpt.data.tokens import Dataset
 from jaxgpt.lora import freeze, thawed_shapes
+from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import RunMetadata
-from jaxgpt.runs.pretrained import Weights, load_base
-from jaxgpt.runs.resume import reopen_dataset
-from jaxgpt.train import TrainState, init_and_dropout_keys
+from jaxgpt.runs.pretrained import Weights, load_base, resolve_init_from
+from jaxgpt.runs.resume import check_same_configuration, reopen_dataset, with_horizons
+from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Training:
     """A run in training."""
 
     directory: Path
+    given: Experiment  # as the user configured it
     experiment: Experiment  # as it is trained: with the architecture of its weights, and the size of its vocabulary
     dataset: Dataset
     trainer: Trainer
@@ -121,6 +123,42 @@ class Training:
         )
 
 
+def open_training(
+    experiment: Experiment, directory: Path, recorded: RunMetadata | None, *, extend: bool | None = None
+) -> Training:
+    """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
+
+    Args:
+        experiment: as the user configured it.
+        directory: the run directory.
+        recorded: metadata of the run to resume. None means a new run.
+        extend: see `jaxgpt.fit`.
+    """
+    if recorded is not None:
+        experiment = with_horizons(recorded, experiment, extend=extend)
+        check_same_configuration(recorded, experiment)
+    resolved, weights = resolve_init_from(experiment, recorded)
+    if recorded is None:
+        dataset = prepare_for(resolved.model, resolved.data)
+    else:
+        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
+        dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
+    resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
+    trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
+    model, train = resolved.model, experiment.train
+    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # one 16-bit activation
+    check_memory(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
+    return Training(
+        directory=directory,
+        given=experiment,
+        experiment=resolved,
+        dataset=dataset,
+        trainer=trainer,
+        weights=weights,
+        checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
+    )
+
+
 def reopen_training(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Training:
     """Return a run as it was trained, to take its steps again. Nothing is written.
 
@@ -129,6 +167,7 @@ def reopen_training(metadata: RunMetadata, data: DataConfig | None = None, *, re
     experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
     return Training(
         directory=metadata.directory,
+        given=metadata.given,
         experiment=experiment,
         dataset=reopen_dataset(metadata, data, remedy=remedy),
         trainer=make_trainer(experiment, recorded=experiment),

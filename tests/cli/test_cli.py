@@ -231,7 +231,7 @@ def test_the_sample_begins_as_the_users_own_text(tmp_path, text_file, monkeypatc
     """What is trained, recorded and sampled from is the same experiment."""
     seen = []
     run = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), val_loss=None, directory=tmp_path, step=1)
-    monkeypatch.setattr("jaxgpt.session.fit", lambda experiment, *_, **__: seen.append(experiment) or run)
+    monkeypatch.setattr("jaxgpt.fitting.fit", lambda experiment, *_, **__: seen.append(experiment) or run)
     monkeypatch.setattr("jaxgpt.cli.train._print_sample", lambda _, experiment: seen.append(experiment) or "")
     train(experiment=dataclasses.replace(quickstart(), data=DataConfig(path=str(text_file))), run_dir="runs/mine")
     trained, sampled = seen

@@ -225,7 +225,7 @@ def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
 
 REFUSES = """
 import sys
-import jaxgpt.session
+import jaxgpt.fitting
 from jaxgpt.errors import UserError
 from jaxgpt.cluster import multihost
 
@@ -239,7 +239,7 @@ def refuses(*_):
     elif multihost.is_process_0():
         taken()
 
-jaxgpt.session.is_resumable = refuses
+jaxgpt.fitting.is_resumable = refuses
 """
 
 

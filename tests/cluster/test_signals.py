@@ -12,11 +12,11 @@ import time
 import chex
 import pytest
 
+from jaxgpt import fitting
 from jaxgpt.errors import Diverged, Preempted
+from jaxgpt.fitting import fit
 from jaxgpt.run import load
-from jaxgpt.runs import callbacks
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.session import fit
 from tests.conftest import REPOSITORY
 from tests.helpers import tiny_experiment
 
@@ -41,7 +41,7 @@ def lines(directory):
 
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
-    directory, plain, seen = tmp_path / "r", callbacks.mean_loss, []
+    directory, plain, seen = tmp_path / "r", fitting.mean_loss, []
 
     def interrupted(*arguments):
         seen.append(at)
@@ -49,7 +49,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments)
 
-    monkeypatch.setattr(callbacks, "mean_loss", interrupted)
+    monkeypatch.setattr(fitting, "mean_loss", interrupted)
     with pytest.raises(Preempted, match=f"SIGTERM: saved step {at} of 4"):
         fit(experiment, directory, progress=False)
     seen[:] = [at] * (at // 2 - 1)
@@ -65,7 +65,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
-    plain, steps = callbacks.mean_loss, iter(["stop", "nan"])
+    plain, steps = fitting.mean_loss, iter(["stop", "nan"])
 
     def scripted(*arguments):
         match next(steps, None):
@@ -75,7 +75,7 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
                 return math.nan, 1
         return plain(*arguments)
 
-    monkeypatch.setattr(callbacks, "mean_loss", scripted)
+    monkeypatch.setattr(fitting, "mean_loss", scripted)
     with pytest.raises(Preempted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
     fit(experiment, tmp_path / "r", progress=False)
@@ -93,7 +93,7 @@ def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, m
         return math.nan, 1
 
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    monkeypatch.setattr(callbacks, "mean_loss", scripted)
+    monkeypatch.setattr(fitting, "mean_loss", scripted)
     for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
         with pytest.raises(Preempted, match=said):
             fit(e, tmp_path / "r", progress=False)
@@ -118,7 +118,7 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 
     train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
-    monkeypatch.setattr(callbacks, "mean_loss", scripted)
+    monkeypatch.setattr(fitting, "mean_loss", scripted)
     with pytest.raises(Preempted, match="saved step 2 of 4"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"
@@ -131,7 +131,7 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 SLOW = """
 import sys, time
 from jaxgpt import session, __main__
-session.Checkpoints.save = lambda *arguments: time.sleep(1000)
+fitting.Checkpoints.save = lambda *arguments: time.sleep(1000)
 __main__.main(sys.argv[1:])
 """
 

@@ -16,9 +16,9 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import DataConfig, OptimConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
-from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.fitting import fit
 from jaxgpt.layers.cache import KVCache
-from jaxgpt.loss import next_token_loss
+from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
@@ -27,7 +27,6 @@ from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
-from jaxgpt.session import fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.report.report import make_report
@@ -445,7 +444,7 @@ def test_resumed_is_uninterrupted(trained, tmp_path):
     half = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, checkpoint_every=4))
     broken = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxgpt.session.catch_signals", _stop_at(4))
+        patch.setattr("jaxgpt.fitting.catch_signals", _stop_at(4))
         with pytest.raises(Preempted):
             fit(half, broken, progress=False)
     fit(half, broken, progress=False)

@@ -27,10 +27,10 @@ from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.params import read_params, shapes_of, to_tensors
 from jaxgpt.hf.safetensors_files import list_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.train import batch_loss
 
 STEPS, BATCH, T = 20, 16, 16
 SMOOTHING = 0.1
@@ -133,8 +133,8 @@ def curves(*wanted: str) -> dict:
         held = [bytes_per_device(run.abstract_state), sum(shard.data.nbytes for shard in shards)]
         found[f"{name}, {optimizer}"] = {"losses": losses, "validation": run.validation(), "held": held}
     run = Run("single", "adamw")
-    loss = jax.jit(functools.partial(batch_loss, key=None, model=run.model, label_smoothing=SMOOTHING))
-    nats, count = loss(run.init_state(jax.random.key(0)).params, run.batch(0))
+    loss = jax.jit(functools.partial(make_loss(run.model, label_smoothing=SMOOTHING), key=None))
+    nats, count, _ = loss(run.init_state(jax.random.key(0)).params, run.batch(0))
     found["single, adamw"]["smoothed"] = float(nats / count)
     return found
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from jaxgpt.config import ParallelConfig
+from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.session import fit
 from tests.helpers import tiny_experiment
 
 STRATEGIES = {

@@ -11,18 +11,18 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxgpt.parallel.trainer
+from jaxgpt import fitting
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
 from jaxgpt.config import OptimConfig
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import Diverged, UserError
+from jaxgpt.fitting import fit
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
-from jaxgpt.runs import callbacks
 from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import format_replay, replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
@@ -189,7 +189,7 @@ def bad_batch():
 def whole(bumpy, bad_batch, tmp_path_factory):
     """(the run, the steps at which it saved); its first validation loss is NaN."""
     saved, losses = [], iter([float("nan")])
-    save, mean_loss = Checkpoints.save, callbacks.mean_loss
+    save, mean_loss = Checkpoints.save, fitting.mean_loss
 
     def noted(self, state, step, val_loss):
         saved.append((step, val_loss))
@@ -197,7 +197,7 @@ def whole(bumpy, bad_batch, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", noted)
-        patch.setattr(callbacks, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
+        patch.setattr(fitting, "mean_loss", lambda *a: (next(losses, mean_loss(*a)[0]), 0))
         run = fit(bumpy, tmp_path_factory.mktemp("bumpy") / "whole", progress=False)
     return run, saved
 

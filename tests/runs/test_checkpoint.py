@@ -17,6 +17,7 @@ import optax
 import pytest
 
 from jaxgpt.errors import CheckpointSaveError, UserError
+from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -24,9 +25,7 @@ from jaxgpt.runs.lock import lock_run
 from jaxgpt.runs.manifest import CorruptCheckpoint
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.session import fit
-from jaxgpt.skip import skip_bad_steps
-from jaxgpt.train import TrainState
+from jaxgpt.train import TrainState, init_skip_state
 from tests.helpers import flip, run_command, tiny_experiment
 
 FLIPS = 100  # single bits, over all files of a checkpoint
@@ -34,7 +33,7 @@ FLIPS = 100  # single bits, over all files of a checkpoint
 
 def small_state(step, size=16):
     params = {"a": {"kernel": jax.numpy.arange(size * size, dtype="float32").reshape(size, size) + step}}
-    opt_state = skip_bad_steps(optax.adam(1e-3)).init(params)
+    opt_state = init_skip_state(optax.adam(1e-3).init(params))
     return TrainState(step=jax.numpy.int32(step), params=params, opt_state=opt_state)
 
 

@@ -12,13 +12,13 @@ from jaxgpt.data.chat.template import find_template
 from jaxgpt.data.chat.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
 from jaxgpt.runs.metadata import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import CHANGEABLE
-from jaxgpt.session import fit
 from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import REPOSITORY, TEXT

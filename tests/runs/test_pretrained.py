@@ -15,15 +15,14 @@ import jaxgpt
 from jaxgpt.config import DataConfig, GPTConfig, LoraConfig
 from jaxgpt.config.presets import finetune
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit, introduction, open_training
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.runs.autopsy import gather_params
-from jaxgpt.runs.callbacks import introduction
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.session import check_session, fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
 from jaxgpt.tools.diagnose.replay import replay
@@ -103,7 +102,7 @@ def assert_same(found, expected):
 
 
 def first_state(experiment, directory):
-    checked = check_session(experiment, directory, None)
+    checked = open_training(experiment, directory, None)
     return checked.trainer, checked.restore_or_init(0)
 
 
@@ -125,11 +124,11 @@ def test_a_run_begins_as_its_source_is(source, exported, scanned, text_file, tmp
 def test_the_preset_takes_the_context_of_the_weights_and_a_cut_is_announced(source, text_file, tmp_path):
     preset = dataclasses.replace(finetune(), data=DataConfig(path=str(text_file)))
     with pytest.raises(UserError, match="^finetune starts from weights: name a run or a model with --train.init-from$"):
-        check_session(preset, tmp_path, None)
+        open_training(preset, tmp_path, None)
     started = dataclasses.replace(preset, train=dataclasses.replace(preset.train, init_from=str(source.directory)))
     cut = "the weights' context of 16 tokens is cut to 8: --model.block-size 16 keeps it"
     for experiment, context in ((started, 16), (dataclasses.replace(started, model=GPTConfig(block_size=8)), 8)):
-        session = check_session(experiment, tmp_path, None)
+        session = open_training(experiment, tmp_path, None)
         assert session.experiment.model.block_size == context
         assert (cut in introduction(session, 0)) == (context == 8)
 

@@ -7,8 +7,8 @@ import jax
 import jax.monitoring
 import pytest
 
+from jaxgpt.fitting import fit, open_training
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.session import check_session, fit
 from tests.data.test_documents import pairs_file
 from tests.helpers import chat_file, tiny_experiment
 
@@ -39,7 +39,7 @@ def compiled():
 @pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
 def test_the_step_is_compiled_once(kind, text_file, tmp_path, compiled):
     """The first two steps run the program that the thread compiled."""
-    session = check_session(experiment(kind, text_file, tmp_path), tmp_path / "r", None)
+    session = open_training(experiment(kind, text_file, tmp_path), tmp_path / "r", None)
     with contextlib.closing(session.batches(0)) as batches:
         train_step, state = session.start_compiling(0), session.restore_or_init(0)
         for _ in range(2):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxgpt.session import fit
+from jaxgpt.fitting import fit
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import tiny_experiment
 

@@ -12,10 +12,9 @@ import numpy as np
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.checkpoint_index import finite_or_none
 from jaxgpt.runs.training import Training
-from jaxgpt.skip import why_skipped
 from jaxgpt.tools.audit.consistency import Line, Log
 from jaxgpt.tools.audit.movement import norm_of_difference
-from jaxgpt.train import TrainState
+from jaxgpt.train import TrainState, why_skipped
 
 
 class Tolerance(NamedTuple):

@@ -16,7 +16,7 @@ from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import Training, reopen_training
-from jaxgpt.skip import NOT_FINITE, why_skipped
+from jaxgpt.train import NOT_FINITE, why_skipped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.chat.conversations import Conversations, encode_all
@@ -20,6 +21,8 @@ from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs
 from jaxgpt.data.pipeline import validation_batches
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
+from jaxgpt.loss import make_loss
+from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
@@ -27,12 +30,15 @@ from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
-from jaxgpt.train import eval_step
+from jaxgpt.train import Params, eval_step
 
 PAIRS_AT_ONCE = 256  # pairs that are decoded together
 LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity a float can hold
 
-_eval_step = jax.jit(eval_step, static_argnames="model")
+
+@functools.partial(jax.jit, static_argnames="model")
+def _eval_step(params: Params, batch: Batch, model: GPT) -> tuple[jax.Array, jax.Array]:
+    return eval_step(params, batch, loss_fn=make_loss(model))
 
 
 class HeldOut(NamedTuple):

@@ -18,7 +18,7 @@ from jaxgpt.config.validate import short
 from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, json_sha256, read_json, render_json, write_whole
-from jaxgpt.session import fit
+from jaxgpt.fitting import fit
 from jaxgpt.statistics import CONFIDENCE
 from jaxgpt.tools.curves import Curve, train_or_resume
 from jaxgpt.tools.scale.ladder import Plan, Rung, choose_test, make_plan

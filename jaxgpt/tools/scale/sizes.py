@@ -13,7 +13,7 @@ from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment
 from jaxgpt.encdec import build_model
 from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
-from jaxgpt.session import check_session
+from jaxgpt.runs.training import open_training
 
 EVAL_TOKENS = 2**17  # of a run's only validation, at most
 TIMED = 1.0  # least seconds of the timed steps
@@ -107,7 +107,7 @@ def with_horizon(experiment: Experiment, steps: int, seed: int = 0) -> Experimen
 def measure_speed(size: Size) -> Speed:
     """Take a few real steps of a run, without writing anything."""
     initialize(size.experiment.parallel)
-    session = check_session(with_horizon(size.experiment, 1000), Path("not-written"), None)
+    session = open_training(with_horizon(size.experiment, 1000), Path("not-written"), None)
     began, state, batches = time.monotonic(), session.restore_or_init(0), session.batches(0)
     try:
         state, metrics = session.trainer.train_step(state, next(batches), session.dropout_key)

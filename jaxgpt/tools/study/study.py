@@ -16,11 +16,11 @@ from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
-from jaxgpt.session import fit
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.curves import Curve, train_or_resume
 

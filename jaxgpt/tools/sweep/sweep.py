@@ -26,9 +26,9 @@ import numpy as np
 from jaxgpt.config import Experiment, differences, from_dict
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json, render_json, write_whole
+from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import CHANGEABLE
-from jaxgpt.session import fit
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.curves import DIVERGED, train_or_resume
 from jaxgpt.tools.sweep.space import Axis, describe_point, draw_points, with_values

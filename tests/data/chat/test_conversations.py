@@ -19,7 +19,7 @@ from jaxgpt.data.pairs import collect_documents
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.train import batch_loss
+from jaxgpt.loss import make_loss
 from tests.helpers import TINY, chat_file, make_model
 
 T = 112  # tokens, of which the longest conversation takes nearly all
@@ -194,7 +194,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):
     """Each alone in a row, against all of them packed."""
     conversations = held[1]
     model, params = make_model(dataclasses.replace(TINY, vocab_size=256, block_size=T, n_layer=1))
-    loss = jax.jit(lambda batch: batch_loss(params, batch, None, model=model))
+    loss = jax.jit(lambda batch: make_loss(model)(params, batch, None)[:2])
 
     def sums(batches):
         return np.sum([[float(x) for x in loss(batch)] for batch in batches], axis=0)

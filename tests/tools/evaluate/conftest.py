@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxgpt.session import fit
+from jaxgpt.fitting import fit
 from tests.helpers import tiny_experiment
 
 

@@ -18,6 +18,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
+from jaxgpt.loss import make_loss
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.xray.xray import xray
@@ -31,7 +32,7 @@ def test_each_token_is_read_after_those_that_its_window_has_before_it():
     """Against a reading of its own for each token; with stride 1 it is given the block_size tokens before it."""
     model, params = make_model(TINY)
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size, 29)
-    step = jax.jit(functools.partial(eval_step, model=model))
+    step = jax.jit(functools.partial(eval_step, loss_fn=make_loss(model)))
     for stride in (1, 3, C):
         befores = []
         for i in range(1, len(ids)):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.session import fit
 from jaxgpt.tools.report import reference_band
 from jaxgpt.tools.report.memorization import SuffixArray
 from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band

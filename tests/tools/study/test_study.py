@@ -8,8 +8,8 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.errors import Diverged, Preempted, UserError
+from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.session import fit
 from jaxgpt.statistics import holm_levels
 from jaxgpt.tools.curves import Curve, read_curve
 from jaxgpt.tools.study.study import (
@@ -318,7 +318,7 @@ def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
     def stopped(*args, **how):
         raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
-    monkeypatch.setattr("jaxgpt.session.fit", stopped)
+    monkeypatch.setattr("jaxgpt.fitting.fit", stopped)
     monkeypatch.setattr(on_experiments, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
         on_experiments.study("s.py", run_dir=str(tmp_path))

@@ -236,7 +236,7 @@ def test_the_command(tmp_path, text_file, monkeypatch, capsys):
 
 
 def test_interrupted_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxgpt.session.fit", Fake(stop_after=0))
+    monkeypatch.setattr("jaxgpt.fitting.fit", Fake(stop_after=0))
     with pytest.raises(SystemExit) as left:
         on_experiments.sweep(over=("model.n-layer=1,2",), run_dir=str(tmp_path), experiment=EXPERIMENT)
     assert left.value.code == 1

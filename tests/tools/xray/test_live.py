@@ -19,9 +19,9 @@ from jaxgpt.data.bpe import WORDS, BPETokenizer, train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.session import fit
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.live import hold, make_page, restore
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment

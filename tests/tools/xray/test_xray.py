@@ -14,8 +14,8 @@ import pytest
 
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.session import fit
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.page import attention_shares, project_to_plane, read_embedding, render_page

@@ -1,0 +1,278 @@
+"""Train an experiment in a run directory, from the first check to the last checkpoint: `fit`.
+
+The module has not the name of its function, which `jaxgpt.fit` is: a module of that name would take its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxgpt import loop
+from jaxgpt.batch import Batch
+from jaxgpt.cluster import multihost
+from jaxgpt.cluster.replicas import check_replicas
+from jaxgpt.cluster.signals import catch_signals
+from jaxgpt.cluster.watchdog import Watchdog, watch
+from jaxgpt.config import Experiment
+from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
+from jaxgpt.hf.source import keep_companions
+from jaxgpt.parallel.device import device_kind, first_device
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.run import Run, load_run
+from jaxgpt.runs.autopsy import write_autopsy
+from jaxgpt.runs.find import RUNS, is_run
+from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.log import RunLog
+from jaxgpt.runs.metadata import RunMetadata, extend_metadata, read_metadata, write_metadata
+from jaxgpt.runs.metrics import plot_losses, rewind_metrics
+from jaxgpt.runs.resume import is_resumable
+from jaxgpt.runs.sessions import record_session
+from jaxgpt.runs.training import Training, open_training
+from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
+
+
+def fit(
+    experiment: Experiment,
+    run_dir: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    extend: bool | None = None,
+    progress: bool = True,
+    setup: bool = True,
+    callbacks: Sequence[Callable[[loop.Line], None]] = (),
+) -> Run:
+    """Train an experiment, or resume its run from the last good checkpoint. Return the run with its best parameters.
+
+    Args:
+        experiment: what to train, and how.
+        run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
+        fresh: move an old run aside and start over.
+        extend: whether a run may go on to more steps. None means unless its learning rate would rise again.
+        progress: show a live bar on a terminal, or lines elsewhere.
+        setup: call `configure_jax` first. False leaves the process as it is.
+        callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a checkpoint, in
+            every process.
+
+    Raises:
+        UserError: for a mistake of the user, before anything is written.
+        Preempted: on Ctrl-C or SIGTERM, after a save.
+        Diverged: if the run no longer learns.
+        CheckpointSaveError: if a checkpoint or metrics.jsonl cannot be written.
+    """
+    if setup:
+        configure_jax()
+    directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
+    multihost.initialize(experiment.parallel)
+    first_device()  # here, so that JAX reports a missing device before anything else is done
+    with watch(experiment.parallel.watchdog) as watchdog:
+        # Everything that the user can repair is checked before anything is written.
+        recorded = read_metadata(directory) if is_resumable(directory, fresh) else None
+        training = open_training(experiment, directory, recorded, extend=extend)
+        multihost.barrier("everything is checked")
+        watchdog.directory, watchdog.last_step = directory, training.checkpoints.last
+        with contextlib.ExitStack() as lock:
+            start = multihost.on_process_0(lambda: _begin(training, recorded, lock, fresh=fresh))
+            _train(training, start, watchdog, callbacks, progress=progress)
+        return load_run(read_metadata(directory))
+
+
+def _begin(training: Training, recorded: RunMetadata | None, lock: contextlib.ExitStack, *, fresh: bool) -> int:
+    """Lock the directory, make it a run, and rewind it to its newest good checkpoint, whose step is returned."""
+    directory, checkpoints = training.directory, training.checkpoints
+    lock.enter_context(lock_run(directory, fresh))
+    if recorded is None:
+        if is_run(directory):
+            raise UserError(f"another process has just started a run in {directory}: to resume it, run this again")
+        weights, model = None if training.weights is None else training.weights(), training.experiment.model
+        if weights is not None:
+            keep_companions(weights.directory, directory)
+        write_metadata(
+            directory,
+            training.given,
+            training.dataset.tokenizer,
+            data=training.dataset.fingerprint,
+            vocab_size=model.vocab_size,
+            tokenizer_config=training.dataset.tokenizer_config,
+            origin=None if weights is None else weights.describe(model),
+        )
+    elif recorded.given.train.steps < training.given.train.steps:
+        extend_metadata(directory, training.given)
+    checkpoints.remove_partial()
+    step = checkpoints.latest_valid() or 0
+    checkpoints.quarantine_after(step)
+    rewind_metrics(training.metrics, step)
+    record_session(directory, training.experiment, training.trainer, step)
+    return step
+
+
+def _train(
+    training: Training,
+    start: int,
+    watchdog: Watchdog,
+    callbacks: Sequence[Callable[[loop.Line], None]],
+    *,
+    progress: bool,
+) -> None:
+    """Train to the end, from the checkpoint of step `start`. 0 means from the initial parameters."""
+    experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
+    config, directory, is_first = experiment.train, training.directory, multihost.is_process_0()
+    compiled = training.start_compiling(start)
+    state, batches = training.restore_or_init(start), training.batches(start)
+    log = RunLog(training, start, callbacks, show=progress and is_first)
+    compared = start  # the last step after which the copies of the state on several devices were compared
+    is_examined = False  # whether an autopsy of a step that is not finite was tried
+
+    def with_heartbeats() -> Iterator[Batch]:
+        for step, batch in enumerate(batches, start + 1):
+            watchdog.beat(step)
+            yield batch
+
+    def step_with_checksums(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        state, metrics = compiled(state, batch, key)
+        step, every = next(numbers), experiment.parallel.check_replicas_every
+        if trainer.checksums and every and step % every == 0:
+            metrics["checksums"] = trainer.checksums(state)
+        return state, metrics
+
+    numbers = itertools.count(start + 1)
+
+    def compare(step: int, checksums: jax.Array) -> None:
+        nonlocal compared
+        check_replicas(checksums, trainer.strategy.devices, compared, step)
+        compared = step
+
+    def on_metrics(step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
+        nonlocal is_examined
+        if "checksums" in metrics:
+            compare(step, metrics["checksums"])
+        if not int(metrics["skipped"]):
+            return
+        why = why_skipped(metrics)
+        if int(metrics["skipped"]) == NOT_FINITE and not is_examined:
+            is_examined = True
+            if is_first:
+                watchdog.beat(step, slow=True)
+                with log.clock.paused():
+                    why = write_autopsy(training, state=state, step=step, metrics=metrics, later=later)
+        log.say(f"step {step} skipped: {why}")
+
+    def validate(step: int, state: TrainState) -> float | None:
+        def windows() -> Iterator[Batch]:
+            for window in training.validation_windows():
+                watchdog.beat(step)
+                yield window
+                if stop(None) is not None:
+                    return
+
+        with log.clock.paused():
+            val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), windows())
+        return val_loss if stop(None) is None else None
+
+    def save(step: int, state: TrainState, val_loss: float | None) -> None:
+        watchdog.beat(step, slow=True)
+        if trainer.checksums and compared < step:
+            compare(step, trainer.checksums(state))
+        if is_first and not is_run(directory):
+            raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
+        with log.clock.paused():
+            checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
+        log.tell({"step": step, "saved": step})
+
+    def stop(step: int | None) -> str | None:
+        if step is not None:
+            checkpoints.raise_if_failed()
+        return caught(step)
+
+    is_lost = False
+    try:
+        for line in introduction(training, start):
+            log.say(line)
+        with catch_signals() as caught:
+            losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
+            best = min((loss for loss in losses if loss is not None), default=math.inf)
+            is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
+            is_due = start and loop.is_eval_step(start, config) and not is_measured  # a signal had interrupted it
+            if is_due and (val_loss := validate(start, state)) is not None:
+                if is_first:
+                    checkpoints.set_val_loss(start, val_loss)
+                val_loss = loop.log_validation(log, start, val_loss, config)
+                best = best if val_loss is None else min(best, val_loss)
+            if (signal := caught(None)) is not None:
+                raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
+            loop.train(
+                step_with_checksums,
+                state,
+                with_heartbeats(),
+                config=config,
+                key=training.dropout_key,
+                max_skipped=experiment.optim.max_skipped,
+                start=start,
+                best=best,
+                log=log,
+                validate=validate,
+                save=save,
+                stop=stop,
+                on_metrics=on_metrics,
+                agree=lambda number: multihost.on_process_0(lambda: number),
+            )
+            checkpoints.wait()
+    except Preempted as e:
+        checkpoints.wait()
+        command = shell_line("jaxgpt", "train", "--run-dir", directory)
+        raise Preempted(f"{e}. To continue: {command}") from None
+    except Diverged as e:
+        autopsy = directory / "autopsy"
+        spikes = "" if experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
+        raise Diverged(
+            f"{e}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps{spikes}."
+            f"{f' Autopsy in {autopsy}.' if autopsy.is_dir() else ''}"
+            f" The last checkpoint is step {checkpoints.last() or 'none'}."
+        ) from None
+    except Exception as e:
+        is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
+        raise
+    finally:
+        batches.close()
+        log.close()
+        if not is_lost:  # otherwise this would wait for processes that are gone
+            checkpoints.close()
+        if is_first:
+            with contextlib.suppress(OSError):  # a full disk has been reported by now
+                plot_losses(log.lines, directory / "loss.png", experiment.name)
+
+
+def introduction(training: Training, start: int) -> Iterator[str]:
+    """Yield lines that describe a run: its model, hardware and data, and `start`, the step to resume from."""
+    experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
+    strategy, split, train = trainer.strategy, trainer.split, experiment.train
+    n_params, in_adapters = trainer.parameters
+    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
+    adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
+    yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
+    if trainer.fallback is not None:
+        yield trainer.fallback
+    if training.weights is not None and not start:
+        whole, context = training.weights().config.block_size, experiment.model.block_size
+        yield f"starting from {train.init_from}, with a context of {context:,} tokens"
+        if context < whole:
+            yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
+    if strategy.data_parallel_size * split.grad_accum_steps > 1:
+        yield (
+            f"{strategy.name}: {train.batch_size} sequences per step are {strategy.data_parallel_size} parts of "
+            f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
+        )
+    yield (
+        f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+        f"vocabulary {experiment.model.vocab_size}; "
+        f"{train.batch_size * experiment.model.block_size:,} tokens per step; run in {training.directory}"
+    )
+    yield from dataset.notes
+    if start:
+        yield f"continuing at step {start} of {train.steps}"
