@@ -15,16 +15,16 @@ import jax
 
 from jaxgpt import loop
 from jaxgpt.batch import Batch
-from jaxgpt.cluster import multihost
-from jaxgpt.cluster.replicas import check_replicas
-from jaxgpt.cluster.signals import catch_signals
-from jaxgpt.cluster.watchdog import Watchdog, watch
 from jaxgpt.config import Experiment
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, RaisedOnAllProcesses, UserError, shell_line
 from jaxgpt.hf.source import keep_companions
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.replicas import check_replicas
+from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.find import RUNS, is_run
@@ -165,8 +165,8 @@ def _train(
 
     def validate(step: int, state: TrainState) -> float | None:
         def windows() -> Iterator[Batch]:
-            for window in training.validation_windows():
-                watchdog.beat(step)
+            for number, window in enumerate(training.validation_windows()):
+                watchdog.beat(step, slow=not number)  # the first one is compiled for
                 yield window
                 if stop(None) is not None:
                     return

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxgpt.cluster.multihost import one_copy, whole_everywhere
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint
@@ -20,6 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
 from jaxgpt.runs.find import find_run

@@ -110,7 +110,7 @@ LONGEST = (
     "test_session.py",
     "test_model.py",
     "runs/test_pretrained.py",
-    "cluster/test_multihost.py",
+    "parallel/test_multihost.py",
     "test_bad_input.py",
 )
 # The laws of the core, within a minute; rematerialised models take the longest to compile.

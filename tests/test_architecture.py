@@ -28,7 +28,6 @@ ROWS = [
     ["interventions"],
     ["sample"],
     ["data"],
-    ["cluster"],
     ["loop"],
     ["encdec"],
     ["loss"],

@@ -18,11 +18,11 @@ import pytest
 
 import jaxgpt
 from jaxgpt import loop
-from jaxgpt.cluster import multihost
-from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.fitting import fit
+from jaxgpt.parallel import multihost
+from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.log import RunLog

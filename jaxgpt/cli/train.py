@@ -50,10 +50,10 @@ def train(
     experiment = label_own_text(experiment, run_dir)
     import jax
 
-    from jaxgpt.cluster.multihost import ProcessLost, exit_now, is_process_0
-    from jaxgpt.cluster.replicas import ReplicasDiffer
-    from jaxgpt.cluster.signals import second_leaves_at_once
     from jaxgpt.fitting import fit
+    from jaxgpt.parallel.multihost import ProcessLost, exit_now, is_process_0
+    from jaxgpt.parallel.replicas import ReplicasDiffer
+    from jaxgpt.parallel.signals import second_leaves_at_once
 
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # prints the stacks of a run that hangs

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.batch import Batch
-from jaxgpt.cluster.replicas import checksum
 from jaxgpt.config import GPTConfig
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
+from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, mesh_shape, state_shardings
 from jaxgpt.parallel.slices import split_slices
 from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings

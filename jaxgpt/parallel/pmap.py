@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxgpt.batch import Batch
-from jaxgpt.cluster.multihost import one_copy, whole_everywhere
-from jaxgpt.cluster.replicas import checksum
+from jaxgpt.parallel.multihost import one_copy, whole_everywhere
+from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.strategy import EvalFn, InitFn, StepFn, Strategy, Tree
 from jaxgpt.train import TrainState
 

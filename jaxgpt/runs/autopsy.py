@@ -16,7 +16,6 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.cluster import multihost
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
@@ -24,6 +23,7 @@ from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.lora import thaw
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.training import Training

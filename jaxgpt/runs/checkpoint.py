@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import struct
 
-from jaxgpt.cluster import multihost
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
+from jaxgpt.parallel import multihost
 from jaxgpt.runs import manifest
 from jaxgpt.runs.checkpoint_index import CheckpointIndex, finite_or_none
 from jaxgpt.train import Params, SkipState, TrainState

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxgpt.cluster import multihost
 from jaxgpt.loop import Line
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import PEAKS

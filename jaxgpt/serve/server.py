@@ -16,9 +16,9 @@ import jax
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxgpt.cluster.signals import STOP_SIGNALS
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.signals import STOP_SIGNALS
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine
 from jaxgpt.sample.filters import Sampling

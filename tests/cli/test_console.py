@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.cli import console
-from jaxgpt.cluster.watchdog import Watchdog
 from jaxgpt.errors import UserError, shell_line
+from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.runs import autopsy, checkpoint, metadata
 from tests.conftest import REPOSITORY
 

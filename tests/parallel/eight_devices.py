@@ -13,7 +13,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
-from jaxgpt.cluster.replicas import ReplicasDiffer, check_replicas
 from jaxgpt.config import (
     DataConfig,
     Experiment,
@@ -29,6 +28,7 @@ from jaxgpt.hf.safetensors_files import list_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device
+from jaxgpt.parallel.replicas import ReplicasDiffer, check_replicas
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 

@@ -13,11 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxgpt.parallel.trainer
 from jaxgpt import fitting
 from jaxgpt.batch import Batch
-from jaxgpt.cluster import multihost
 from jaxgpt.config import OptimConfig
 from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
+from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
 from jaxgpt.runs.autopsy import debug_step

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.serialize import from_dict
 from jaxgpt.config.validate import short
@@ -19,6 +18,7 @@ from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, json_sha256, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
+from jaxgpt.parallel.multihost import initialize
 from jaxgpt.statistics import CONFIDENCE
 from jaxgpt.tools.curves import Curve, train_or_resume
 from jaxgpt.tools.scale.ladder import Plan, Rung, choose_test, make_plan

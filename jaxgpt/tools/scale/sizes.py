@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jax
 
-from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment
 from jaxgpt.encdec import build_model
 from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
+from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.training import open_training
 
 EVAL_TOKENS = 2**17  # of a run's only validation, at most

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
+from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from

