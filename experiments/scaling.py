@@ -39,8 +39,8 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.parallel.jax_setup import keep_freed_memory, return_freed_memory
 from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.tools.plan.plan import memory_of_program
-from jaxgpt.tools.plan.program import read_program
 
 DIMENSIONS = ("depth", "width", "context", "batch")
 BASE = {"depth": 4, "width": 128, "context": 128, "batch": 8}

@@ -139,8 +139,7 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
     configure_jax()
     from jaxgpt.data.dataset import prepare_for
     from jaxgpt.runs.pretrained import resolve_init_from
-    from jaxgpt.tools.plan.estimate import format_plan
-    from jaxgpt.tools.plan.plan import make_plan
+    from jaxgpt.tools.plan.plan import format_plan, make_plan
 
     full, _ = resolve_init_from(experiment)
     vocab_size = full.model.vocab_size or prepare_for(full.model, full.data).tokenizer.vocab_size

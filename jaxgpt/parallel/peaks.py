@@ -154,7 +154,7 @@ def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switch
 
     Args:
         kind: name of the collective in HLO, such as "all-reduce".
-        size: bytes, as in `jaxgpt.tools.plan.program.Collective`.
+        size: bytes, as in `jaxgpt.tools.plan.hlo.Collective`.
         n: number of devices in the group.
         bandwidth: bytes/s, from `ring_bandwidth`.
         switched: every device reaches every other directly, as GPUs do.

@@ -17,7 +17,7 @@ import pytest
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.parallel.trainer import Trainer, make_trainer
-from jaxgpt.tools.plan.program import read_program
+from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.tools.plan.topology import tpu_devices
 from tests.helpers import run_command
 

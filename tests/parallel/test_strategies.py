@@ -16,7 +16,7 @@ from jaxgpt.parallel.replicas import checksum
 from jaxgpt.parallel.sharding import check_divisible, mesh_shape
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_strategy
-from jaxgpt.tools.plan.program import read_program
+from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.train import NOT_FINITE, TAKEN
 from tests.helpers import run_command
 from tests.parallel.eight_devices import CONFIG, CURVES

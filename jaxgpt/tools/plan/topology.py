@@ -1,5 +1,9 @@
-"""Describe TPU slices without a TPU, as devices to lower and compile for; GPUs are described in `gpu`."""
+"""Describe TPU slices and GPUs without having them, as devices to lower and compile for."""
 
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -9,8 +13,178 @@ from typing import Any
 import jax
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.jax_setup import quiet_libtpu
-from jaxgpt.tools.plan.gpu import TARGETS, gpu_devices
+from jaxgpt.parallel.device import gpu_memory_share
+from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
+from jaxgpt.parallel.peaks import PEAKS
+
+INSTALL = 'pip install "jaxgpt[plan-gpu]"'
+_MOST_ON_HOST = 8  # GPUs of a DGX or HGX
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The facts about a GPU that XLA's compiler asks for, beside those of all of them in `_TARGET_TEXT`."""
+
+    name: str  # JAX's name of the device, a key of PEAKS
+    capability: tuple[int, int]  # CUDA compute capability
+    accelerated: bool  # compile for sm_90a, with instructions of this generation alone, not for sm_90
+    cores: int  # streaming multiprocessors
+    fpus_per_core: int
+    clock_ghz: float
+    threads_per_core: int
+    shared_memory_per_core: int  # bytes
+    shared_memory_per_block: int  # bytes, that a block can ask for
+    l2_cache: int  # bytes
+    memory_bandwidth: int  # bytes/s
+
+    def to_text(self) -> str:
+        """Return the target as a `stream_executor.GpuTargetConfigProto` in text form."""
+        major, minor = self.capability
+        return _TARGET_TEXT.format(
+            **dataclasses.asdict(self),
+            memory=PEAKS[self.name].memory,
+            major=major,
+            minor=minor,
+            features="ACCELERATED_FEATURES" if self.accelerated else "NONE",
+        )
+
+
+# Facts of github.com/openxla/xla, xla/backends/gpu/target_config/specs: h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro
+# (.txtpb, at commit 4336d12 of 2026). XLA asks the driver for them where there is a GPU.
+_H100 = Target(
+    name="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    accelerated=True,
+    cores=132,
+    fpus_per_core=128,
+    clock_ghz=1.98,
+    threads_per_core=2048,
+    shared_memory_per_core=233_472,
+    shared_memory_per_block=232_448,
+    l2_cache=52_428_800,
+    memory_bandwidth=3_352_320_000_000,
+)
+TARGETS = {
+    "h100": _H100,
+    "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory_bandwidth=4_800_000_000_000),
+    "a100-80": Target(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        accelerated=False,
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        threads_per_core=2048,
+        shared_memory_per_core=167_936,
+        shared_memory_per_block=166_912,
+        l2_cache=41_943_040,
+        memory_bandwidth=2_039_040_000_000,
+    ),
+    "b200": dataclasses.replace(
+        _H100,
+        name="NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        clock_ghz=1.965,
+        l2_cache=132_644_864,
+        memory_bandwidth=7_672_320_000_000,
+    ),
+    "rtx6000pro": Target(
+        name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        capability=(12, 0),
+        accelerated=False,
+        cores=188,
+        fpus_per_core=128,
+        clock_ghz=2.6,
+        threads_per_core=1536,
+        shared_memory_per_core=131_072,
+        shared_memory_per_block=101_376,
+        l2_cache=134_217_728,
+        memory_bandwidth=1_792_000_000_000,
+    ),
+}
+
+_TARGET_TEXT = """
+platform_name: "CUDA"
+device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 10 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  core_count: {cores}
+  fpus_per_core: {fpus_per_core}
+  clock_rate_ghz: {clock_ghz}
+  device_memory_size: {memory}
+  memory_bandwidth: {memory_bandwidth}
+  l2_cache_size: {l2_cache}
+  shared_memory_per_core: {shared_memory_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared_memory_per_block}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: {threads_per_core}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+"""
+
+
+def gpu_devices(topology: str) -> list[jax.Device]:
+    """Return the devices of "h200:8" (one host of 8 GPUs) or "h200:4x8" (4 hosts of 8), to compile for.
+
+    The devices come from JAX's CUDA plugin; they cannot hold arrays or run programs. Neither a GPU nor CUDA is needed,
+    but cuDNN, if the program calls it.
+
+    Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib.
+    """
+    match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-9][0-9]{0,3})", topology)
+    target = TARGETS.get(match[1]) if match else None
+    if match is None or target is None or int(match[3]) > _MOST_ON_HOST:
+        raise UserError(
+            f"topology {topology!r}: needs {', '.join(TARGETS)} and 1 to {_MOST_ON_HOST} GPUs, such as h200:8, or hosts "
+            "and the GPUs of each, such as h200:4x8"
+        )
+    _check_plugin()
+    skip_cuda_check()
+    gpu_memory_share()  # JAX would log a traceback of what is wrong with it
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x{match[2] or 1}x{match[3]}",  # slices x hosts x GPUs
+            target_config=target.to_text(),
+        )
+    except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
+        raise UserError(
+            "JAX has refused its CUDA plugin in this process: set JAX_PLATFORMS=cpu before jax is imported"
+        ) from None
+    return list(found.devices)
+
+
+def _check_plugin() -> None:
+    """Raise `UserError` unless the CUDA plugin is installed in jaxlib's version: JAX uses no other."""
+    jaxlib = importlib.metadata.version("jaxlib")
+    versions = {}
+    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not versions:
+        raise UserError(f"a GPU topology needs JAX's CUDA plugin, which is not installed: {INSTALL}")
+    if jaxlib not in versions.values():
+        [(name, version), *_] = versions.items()
+        raise UserError(
+            f'a GPU topology needs {name} of jaxlib\'s version, {jaxlib}, not {version}: pip install "{name}=={jaxlib}"'
+        )
+
 
 # Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
 # tiled by hosts of 2x2x1 chips.

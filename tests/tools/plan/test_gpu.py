@@ -7,9 +7,8 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.peaks import PEAKS
-from jaxgpt.tools.plan import gpu
-from jaxgpt.tools.plan.gpu import TARGETS, gpu_devices
-from jaxgpt.tools.plan.topology import topology_devices
+from jaxgpt.tools.plan import topology as gpu
+from jaxgpt.tools.plan.topology import TARGETS, gpu_devices, topology_devices
 
 
 @pytest.mark.parametrize("name", ["h200", "h200:", "h200:0", "h200:08", "h200:9", "h200:0x8", "h200:2x2x2", "a100:8"])

@@ -10,11 +10,9 @@ from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import train_flops_per_token
 from jaxgpt.parallel.peaks import PEAKS
-from jaxgpt.tools.plan import estimate as estimates
 from jaxgpt.tools.plan import plan as plans
-from jaxgpt.tools.plan.estimate import format_plan
-from jaxgpt.tools.plan.plan import DoesNotFit, make_plan
-from jaxgpt.tools.plan.program import Collective, Work, read_program
+from jaxgpt.tools.plan.hlo import Collective, read_program
+from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan
 from tests.helpers import TINY, run_command
 
 EXPERIMENT = Experiment(
@@ -89,7 +87,7 @@ def splash_flops(calls: int, attention: str = "splash", **model) -> float:
     trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
     program = read_program("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
     program = dataclasses.replace(program, silent_kernels=calls, custom_flops=1e12)
-    return estimates._splash_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
+    return plans._splash_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
 
 
 def test_what_splash_attention_computes():
@@ -111,11 +109,11 @@ def test_an_mfu_above_one_says_why(here):
 
 
 def test_collectives_add_up(monkeypatch):
-    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
+    monkeypatch.setattr(plans, "ring_bandwidth", lambda devices, group: 1e9)
     one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
     other = dataclasses.replace(one, bytes=500, times=2)
     gather = dataclasses.replace(one, kind="all-gather", times=1)
-    found = estimates._total_collectives((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
+    found = plans._total_collectives((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
     assert [(e.kind, e.devices, e.count, e.bytes) for e in found] == [
         ("all-gather", 2, 1, 1000),
         ("all-reduce", 2, 5, 4000),
@@ -125,35 +123,18 @@ def test_collectives_add_up(monkeypatch):
 
 def test_what_goes_between_slices_is_counted_apart(monkeypatch, here):
     """It has a row of its own, and binds the step if it takes longest."""
-    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
+    monkeypatch.setattr(plans, "ring_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
     inside = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
     across = dataclasses.replace(inside, group=(0, 4), between_slices=True)
-    found = estimates._total_collectives((across, inside), [type("Device", (), {"device_kind": "TPU v4"})])
+    found = plans._total_collectives((across, inside), [type("Device", (), {"device_kind": "TPU v4"})])
     assert [(e.between_slices, e.count, e.seconds) for e in found] == [(False, 3, 3e-6), (True, 3, 3e-3)]
-    assert estimates._sent(across) == 3000  # half of 1,000 bytes to the other slice, twice
-    seconds = estimates._bounds(1.0, 1.0, found, PEAKS["TPU v4"])
+    assert plans._sent(across) == 3000  # half of 1,000 bytes to the other slice, twice
+    seconds = plans._bounds(1.0, 1.0, found, PEAKS["TPU v4"])
     assert max(seconds, key=seconds.get) == "network" and seconds["interconnect"] == 3e-6
     plan = dataclasses.replace(here, collectives=found, network_seconds=3e-3, network_bytes=3000.0)
     assert "between slices   3 x all-reduce over 2: 0.0 MB, 3.0 ms\n" in format_plan(plan)
     assert "network          3.0 ms, 0.0 MB sent to other slices by each device\n" in format_plan(plan)
     assert here.network_bytes == 0 and "network" not in format_plan(here)
-
-
-def test_asynchronous_collectives_hide_behind_the_work_meanwhile(monkeypatch, here):
-    """At 1 GB/s of links and 3.35 TB/s of memory: 1 ms of an all-gather, 0.2 ms of it behind 0.67 GB of other work."""
-    monkeypatch.setattr(estimates, "ring_bandwidth", lambda devices, group: 1e9)
-    h100 = [type("Device", (), {"device_kind": "NVIDIA H100 80GB HBM3"})]
-    sync = Collective(kind="all-gather", shapes=("f32[500000]",), bytes=2_000_000, group=(0, 1), times=1)
-    overlapped = dataclasses.replace(sync, times=3, meanwhile=Work(bytes_accessed=0.2e-3 * 3.35e12))
-    bound = dataclasses.replace(sync, kind="all-reduce", meanwhile=Work(flops=989e12, bytes_accessed=1.0))
-    found = estimates._total_collectives((sync, overlapped, bound), h100)
-    assert [(c.count, c.asynchronous) for c in found] == [(4, 3), (1, 1)]
-    assert [c.seconds for c in found] == pytest.approx([4e-3, 2e-3])
-    assert [c.hidden_seconds for c in found] == pytest.approx([0.6e-3, 2e-3])  # a second of products hides all of it
-    text = format_plan(dataclasses.replace(here, collectives=found, interconnect_seconds=6e-3))
-    assert "4 x all-gather over 2: 8.0 MB, 4.0 ms, 3 asynchronous (at most 0.6 ms hidden)" in text
-    assert "6.0 ms, at least 3.4 ms of it exposed" in text
-    assert "exposed" not in format_plan(dataclasses.replace(here, collectives=found[:0], interconnect_seconds=6e-3))
 
 
 def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
