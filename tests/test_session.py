@@ -359,6 +359,14 @@ def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, exper
     assert calls == ["set up", "set up"] * setup
 
 
+def test_callbacks_take_lines_and_saves(experiment, tmp_path):
+    lines = []
+    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
+    run = fit(short, tmp_path / "r", progress=False, callbacks=[lines.append])
+    assert lines[-1] == {"step": 2, "saved": 2}
+    assert lines[:-1] == read_metrics(run.directory / "metrics.jsonl")
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
     """As if its first schedule had been given from the start; where the rate rises again, it has to be confirmed."""

@@ -13,7 +13,7 @@ from tests.helpers import tiny_experiment
 
 
 def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
-    """Tokens since the last line over its seconds; of what 8 devices of 1 TFLOP/s could do."""
+    """Tokens since the last line over its seconds; of what 8 devices of 1 TFLOP/s could do. Callbacks get each line."""
     monkeypatch.setattr(jaxgpt.runs.log, "device_kind", lambda: "a device")
     monkeypatch.setitem(PEAKS, "a device", SimpleNamespace(flops=1e12))
     monkeypatch.setattr(jaxgpt.runs.log, "train_flops_per_token", lambda *_: 1e6)
@@ -23,12 +23,14 @@ def test_the_rate_and_the_mfu(text_file, tmp_path, monkeypatch):
         experiment=tiny_experiment(text_file, batch_size=16, log_every=2),
         trainer=trainer,
     )
-    log = RunLog(training, 3, show=False)
+    seen = []
+    log = RunLog(training, 3, [seen.append], show=False)
     log.clock = SimpleNamespace(working=itertools.count(0.0, 0.25).__next__, total=lambda: 7.0)
-    log.compiled(4, 60.0)
+    log({"step": 4, "compiled": 60.0})
     for step in range(4, 9):
-        log.step(step, loss=1.0, grad_norm=1.0, learning_rate=1.0)
+        log({"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0})
     log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == seen
     first, *rest = read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["tokens_per_second"], first["mfu"]) == (4, None, None)  # compilation
     assert [(x["step"], x["tokens"], x["seconds"]) for x in rest] == [(n, n * 16 * 8, 7.0) for n in (6, 8)]
