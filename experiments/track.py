@@ -25,7 +25,6 @@ from typing import Any
 
 from jaxgpt import UserError
 from jaxgpt.runs.metadata import read_metadata
-from jaxgpt.runs.metrics import parse_line
 
 SCALARS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 POLL = 2.0  # seconds between two looks at the log of a run in training
@@ -104,8 +103,8 @@ def iter_new_lines(path: Path, is_live: Callable[[], bool], pause: Callable[[], 
                     if not raw.endswith(b"\n"):
                         break
                     at += len(raw)
-                    if (line := parse_line(raw)) is not None:
-                        yield line
+                    with contextlib.suppress(ValueError):
+                        yield json.loads(raw)
         if is_last:
             return
         pause()

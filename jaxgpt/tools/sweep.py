@@ -144,7 +144,13 @@ def run_sweep(
         UserError: a point is not a valid experiment, the directory has another sweep, or all runs diverged.
     """
     rounds, points = plan_rounds(sweep), sweep.points
-    planned = _experiments(sweep, points, rounds)
+    planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed; all are made before the first run
+    for n, point in enumerate(points, 1):
+        try:
+            full = with_values(sweep.experiment, point)
+            planned |= {(n, r.steps, seed): shorten(full, r.steps, seed) for r in rounds for seed in r.seeds}
+        except UserError as e:
+            raise UserError(f"trial {n} of the sweep, {describe_point(point)}: {e}") from None
     _check_or_write_definition(sweep, directory)
     say(format_cost(sweep, rounds))
     trials = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
@@ -156,7 +162,7 @@ def run_sweep(
             for trial in alive:
                 name = f"steps-{current.steps}-seed-{seed}"
                 place = directory / f"trial-{trial.trial:02}" / name
-                losses = train_or_resume(planned[trial.trial, r, seed], place, fit_one).losses
+                losses = train_or_resume(planned[trial.trial, current.steps, seed], place, fit_one).losses
                 trial.losses[-1].append(losses[-1] if losses else None)
                 result = f"{losses[-1]:.4f}" if losses else "diverged"
                 say(f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}: {result}")
@@ -172,22 +178,6 @@ def run_sweep(
         "trials": [dataclasses.asdict(trial) for trial in ranked],
         "gap": gap(*(trial.losses[-1] for trial in alive[:2])),
     }
-
-
-def _experiments(
-    sweep: Sweep, points: Sequence[dict[str, Any]], rounds: Sequence[Round]
-) -> dict[tuple[int, int, int], Experiment]:
-    """Return the experiment of each trial, round and seed, so that an invalid one is found before the first run."""
-    found = {}
-    for trial, point in enumerate(points, 1):
-        try:
-            full = with_values(sweep.experiment, point)
-            for r, current in enumerate(rounds):
-                for seed in current.seeds:
-                    found[trial, r, seed] = shorten(full, current.steps, seed)
-        except UserError as e:
-            raise UserError(f"trial {trial} of the sweep, {describe_point(point)}: {e}") from None
-    return found
 
 
 def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
