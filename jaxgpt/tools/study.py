@@ -108,11 +108,9 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
                     "give both the same value"
                 )
     slugs = [slug(name) for name in variants]
-    for name in variants:
-        if slug(name) in (".", "..") or slug(name).casefold() == STUDY.casefold():
-            raise UserError(
-                f"variant {name!r} cannot have the directory {slug(name)}, which is reserved: give it another name"
-            )
+    for name, place in zip(variants, slugs, strict=True):
+        if place.casefold() in (".", "..", STUDY):
+            raise UserError(f"variant {name!r} cannot have the directory {place}, which is reserved: give another name")
     if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
