@@ -58,7 +58,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
-    "matplotlib": ["interventions.plots", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
+    "matplotlib": ["interventions.plots", "runs.metrics", "tools.sweep"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "gguf": ["gguf.file"],
@@ -68,10 +68,7 @@ HOMES = {
     "starlette": ["serve.app", "serve.guard"],
     "uvicorn": ["serve.server"],
     "lm_eval": ["tools.evaluate.lm_eval_model"],
-    "tensorboardX": ["tools.track.services"],
-    "wandb": ["tools.track.services"],
-    "trackio": ["tools.track.services"],
-    "pydivsufsort": ["tools.report.memorization"],
+    "pydivsufsort": ["tools.report"],
 }
 
 

@@ -14,21 +14,23 @@ import jax.numpy as jnp
 import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
-from jaxgpt.config import Experiment, from_dict
+from jaxgpt.config import Experiment
 from jaxgpt.encdec import build_model
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.tools.report.reference_band import ReferenceBand, differing_fields
-from jaxgpt.tools.study.study import check_comparable
+from jaxgpt.tools.study import check_comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
-TOOLS = {"bands.py", "baselines.py", "induction_heads.py", "learning_rate_transfer.py", "scaling.py"}
+TOOLS = {
+    *("bands.py", "baselines.py", "induction_heads.py", "learning_rate_transfer.py"),
+    *("scaling_laws.py", "step_cost.py", "track.py"),
+}
 FILES = [path for path in sorted((REPOSITORY / "experiments").glob("*.py")) if path.name not in TOOLS]
 
 
-def variants():
+def list_experiments():
     yield "quickstart"
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
@@ -36,7 +38,7 @@ def variants():
                 yield f"{path}:{node.targets[0].id}"
 
 
-every_experiment = pytest.mark.parametrize("name", list(variants()), ids=lambda name: name.rsplit("/", 1)[-1])
+every_experiment = pytest.mark.parametrize("name", list(list_experiments()), ids=lambda name: name.rsplit("/", 1)[-1])
 
 
 @every_experiment
@@ -50,39 +52,23 @@ def test_full_size_by_shape(name):
     assert count_parameters(variables["params"]) > 100_000
 
 
-def test_a_band_is_shipped_for_every_one_that_runs_on_a_cpu():
-    """Its configuration is still the experiment's, and at least five seeds made it."""
-    ours = {e.name: e for e in map(load_experiment, variants())}
-    elsewhere = {"finetune-quijote", "gpt2-124m", "shakespeare-char-wide", "transformer-2017-base"}  # weights, or a GPU
-    shipped = {
-        path.stem: json.loads(path.read_text()) for path in (REPOSITORY / "jaxgpt/tools/report/bands").glob("*.json")
-    }
-    assert shipped.keys() == ours.keys() - elsewhere
-    for name, held in shipped.items():
-        assert differing_fields(ours[name], from_dict(Experiment, held["experiment"], "")) == [], name
-        band = ReferenceBand(**held["band"])
-        assert band.seeds >= 5 and band.steps[-1] == ours[name].train.steps, name
-        assert band.steps == sorted(set(band.steps)), name
-        assert {len(band.steps)} == {len(x) for x in (band.mean, band.low, band.high)}, name
-
-
 @pytest.fixture(scope="module")
-def scaling():
-    return script("scaling")
+def step_cost():
+    return script("step_cost")
 
 
-def test_powers_are_found(scaling):
-    exponent, factor, local = scaling.exponents([1, 2, 4], [3, 12, 48])
+def test_powers_are_found(step_cost):
+    exponent, factor, local = step_cost.exponents([1, 2, 4], [3, 12, 48])
     assert (exponent, factor) == pytest.approx((2, 3)) and local == pytest.approx([2, 2])
-    exponent, _, local = scaling.exponents([1, 2, 4], [1, 1, 4])  # bends in the middle
+    exponent, _, local = step_cost.exponents([1, 2, 4], [1, 1, 4])  # bends in the middle
     assert exponent == pytest.approx(1) and local == pytest.approx([0, 2])
 
 
 @pytest.mark.slow
-def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
+def test_step_cost_shrunken(step_cost, monkeypatch, tmp_path, capsys):
     for name in ("keep_freed_memory", "return_freed_memory"):  # of the process that all tests share
-        monkeypatch.setattr(scaling, name, lambda: None)
-    found = scaling.main(["--quick", "--rounds", "1", "--out", str(tmp_path)])
+        monkeypatch.setattr(step_cost, name, lambda: None)
+    found = step_cost.main(["--quick", "--rounds", "1", "--out", str(tmp_path)])
     for name, (small, large) in found.items():
         assert getattr(large, name) == 2 * getattr(small, name)
         assert 1.9 <= large.flops / small.flops <= 4 or name == "depth"  # whose output matrix does not grow
@@ -90,8 +76,8 @@ def test_scaling_shrunken(scaling, monkeypatch, tmp_path, capsys):
     assert found["depth"][0] is found["batch"][0]  # measured once
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 4 * 3 and len({line.count("|") for line in table}) == 1
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads((tmp_path / "scaling.json").read_text())["width"]) == 2
+    assert (tmp_path / "step-cost.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "step-cost.json").read_text())["width"]) == 2
 
 
 @pytest.mark.slow
@@ -251,7 +237,7 @@ some_experiments = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, id=short, marks=() if short in QUICK else pytest.mark.slow)
-        for name in variants()
+        for name in list_experiments()
         for short in [name.rsplit("/", 1)[-1]]
     ],
 )

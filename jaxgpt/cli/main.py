@@ -43,7 +43,6 @@ COMMANDS = {
     "xray": Command(on_runs.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
     "page": Command(on_runs.page, "[RUN]", "jaxgpt page --out page.html"),
     "runs": Command(on_runs.runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
-    "track": Command(on_runs.track, "[RUN]", "jaxgpt track runs/mine --to tensorboard --follow"),
     "plan": Command(
         on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
     ),
@@ -54,13 +53,15 @@ COMMANDS = {
         takes_experiment=True,
     ),
     "study": Command(on_experiments.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
-    "scale": Command(
-        on_experiments.scale, "[EXPERIMENT]", "jaxgpt scale quickstart --data.path mytext.txt", takes_experiment=True
-    ),
     "import": Command(convert.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
     "export": Command(convert.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
     "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
     "audit": Command(on_runs.audit, "[RUN]", "jaxgpt audit runs/mine --steps 100"),
+}
+# Commands that left the package, with what replaces them.
+MOVED = {
+    "scale": "python experiments/scaling_laws.py quickstart --data.path mytext.txt",
+    "track": "python experiments/track.py RUN --to tensorboard",
 }
 # Older names, with the words that they stand for.
 ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     name, *expanded = ALIASES.get(name, (name,))
+    if name in MOVED:
+        raise UserError(f"jaxgpt {name} is an experiment now: in a clone of the repository, {MOVED[name]}")
     if name not in COMMANDS:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"

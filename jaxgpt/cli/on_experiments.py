@@ -13,7 +13,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jaxgpt.cli.console import say
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.config import Experiment
-from jaxgpt.config.validate import Count, NonNegativeInt, PositiveFloat
+from jaxgpt.config.validate import Count, NonNegativeInt
 from jaxgpt.errors import Preempted
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -44,7 +44,7 @@ def study(experiment: Positional[str], *, seeds: Count = 8, run_dir: str | None 
     variants = load_variants(experiment)
     configure_jax()
     from jaxgpt.fitting import fit
-    from jaxgpt.tools.study.study import STUDY, format_study, run_study
+    from jaxgpt.tools.study import STUDY, format_study, run_study
 
     place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
     with same_command_resumes():
@@ -76,13 +76,12 @@ def sweep(
         json: print JSON instead of text
         experiment: its fields are options too
     """
-    from jaxgpt.tools.sweep.space import parse_axes
+    from jaxgpt.tools.space import parse_axes
 
     axes = tuple(parse_axes(over))
     configure_jax()
     from jaxgpt.fitting import fit
-    from jaxgpt.tools.sweep.report import format_sweep, write_report
-    from jaxgpt.tools.sweep.sweep import Sweep, run_sweep
+    from jaxgpt.tools.sweep import Sweep, format_sweep, run_sweep, write_report
 
     place = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
     given = Sweep(experiment=experiment, axes=axes, trials=trials, seeds=seeds, seed=seed)
@@ -90,35 +89,6 @@ def sweep(
         found = run_sweep(given, place, say=say, fit_one=fit)
     write_report(given, found, place)
     print(render_json(found) if json else format_sweep(given, found, place))
-
-
-def scale(
-    *,
-    minutes: PositiveFloat = 30.0,
-    run_dir: str | None = None,
-    json: bool = False,
-    experiment: Annotated[Experiment, arg(name="")],
-) -> None:
-    """Fit a scaling law to small runs; test its prediction.
-
-    A ladder of widths and horizons is trained; the loss of a run with ten times the compute is predicted; then it is
-    trained. EXPERIMENT is as for `jaxgpt train`.
-
-    Args:
-        minutes: for all runs together, on this machine
-        run_dir: directory of the ladder, resumed if it exists; None: runs/scale/NAME
-        json: print JSON instead of text
-        experiment: its fields are options too
-    """
-    configure_jax()
-    from jaxgpt.fitting import fit
-    from jaxgpt.tools.scale.report import format_scale
-    from jaxgpt.tools.scale.scale import run_scale
-
-    place = Path(run_dir) if run_dir else RUNS / "scale" / experiment.name
-    with same_command_resumes():
-        found = run_scale(experiment, place, minutes=minutes, say=say, fit_one=fit)
-    print(render_json(found) if json else format_scale(found))
 
 
 def plan(*, topology: str | None = None, json: bool = False, experiment: Annotated[Experiment, arg(name="")]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 import sys
@@ -14,13 +13,11 @@ from tyro.conf import Positional, UseAppendAction
 from jaxgpt.cli.console import say, stdout_is_unicode
 from jaxgpt.config import Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, Size
-from jaxgpt.errors import shell_line
 from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.runs.find import find_run
 
 PageWeights = Literal["int8", "float32"]
-Service = Literal["tensorboard", "wandb", "trackio"]
 Sort = Literal["date", "loss", "name", "size", "speed", "tokens"]
 
 
@@ -51,33 +48,6 @@ def runs(
     print(format_rows(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     if len(rows) < len(found) or not found:
         say(f"{len(rows)} of {len(found)} runs below {directory}")
-
-
-def track(
-    run: Positional[str | None] = None,
-    *,
-    to: Service,
-    follow: bool = False,
-    project: str = "jaxgpt",
-) -> None:
-    """Send the metrics of a run to TensorBoard, W&B or trackio.
-
-    metrics.jsonl is read; training knows nothing of it. Called again, it sends what is new.
-
-    Args:
-        run: run directory; None: the newest under runs/
-        to: the service; each needs its package
-        follow: read on until the run is complete, or Ctrl-C
-        project: name of the project, for wandb and trackio
-    """
-    directory = find_run(run)
-    from jaxgpt.tools.track.track import track
-
-    with contextlib.redirect_stdout(sys.stderr):  # trackio prints on stdout, which is for results
-        count = track(directory, to, project=project, follow=follow)
-    print(f"{directory}: {count:,} values sent to {to}")
-    if to == "tensorboard":
-        print(f"next: {shell_line('tensorboard', '--logdir', directory.parent)}")
 
 
 def evaluate(
@@ -253,7 +223,7 @@ def report(
     new_file(str(folder / "summary.json"), force=force or page.exists())  # it belongs to the page that is replaced
     configure_jax()
     from jaxgpt.run import load
-    from jaxgpt.tools.report.report import make_report
+    from jaxgpt.tools.report import make_report
 
     summary, html = make_report(load(directory), samples=samples, tokens=tokens)
     write_whole(page, html)

@@ -29,7 +29,7 @@ from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
-from jaxgpt.tools.report.report import make_report
+from jaxgpt.tools.report import make_report
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.xray import xray
 from tests.conftest import REPOSITORY

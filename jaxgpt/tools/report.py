@@ -19,11 +19,12 @@ from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
-from jaxgpt.tools.report.curve_check import check_curve
-from jaxgpt.tools.report.memorization import SuffixArray, measure_novelty
-from jaxgpt.tools.report.reference_band import find_band
 
+RISE = 0.01  # relative rise above the best validation loss that counts as worse
 MOST_TEXT = 2**26  # leading tokens of the training text that are searched for memorised text
+LENGTHS = (5, 10, 20, 50)  # n of the n-grams, in characters
+SHOWN = 5  # longest overlaps that are reported
+SAMPLED = 200  # most tokens of each checkpoint's sample
 
 
 def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
@@ -37,22 +38,20 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
     training, finite = _curve(lines, "loss"), finite_values(lines, "val_loss")
-    band, why_no_band = find_band(run.metadata)
-    check = check_curve(_curve(lines, "val_loss"), training, band)
+    learning, since = judge_learning(_curve(lines, "val_loss"), training)
+    verdict = f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
     best = min(((loss, step) for step, loss in finite), default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
     memorization, why_no_memorization = _measure_memorization(run, samples, tokens)
     summary: dict[str, Any] = {
         "run": str(run.directory),
         "experiment": run.experiment.name,
-        "verdict": check.words,
-        "judged": dataclasses.asdict(check),
+        "verdict": {"yes": "learning", "unknown": "too few validations to judge"}.get(learning, verdict),
+        "judged": {"learning": learning, "learning_since": since},
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
         "validation_loss": {"best": best[0], "at": best[1], "last": finite[-1][1] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
-        "band": None if band is None else dataclasses.asdict(band),
-        "why_no_band": why_no_band,
         "throughput": {
             "tokens_per_second": float(np.median(rates)) if rates else None,
             "least": min(rates, default=None),
@@ -62,7 +61,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         },
         "parameters": count_parameters(run.model.shapes()),
         "device": run.metadata.device,
-        "samples": _sample_checkpoints(run, tokens=min(tokens, 200)),
+        "samples": _sample_checkpoints(run, min(tokens, SAMPLED)),
         "memorisation": memorization,
         "why_no_memorisation": why_no_memorization,
         "configuration": dataclasses.asdict(run.experiment),
@@ -73,6 +72,43 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
 def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of the lines of metrics.jsonl with this value; null, which was not finite, becomes nan."""
     return [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+
+
+def judge_learning(
+    validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]]
+) -> tuple[str, int | None]:
+    """Judge a run by its losses, each (step, nats per token).
+
+    Over-fitting: the validation loss is above its best by more than 1%, and by more than any rise from which the second
+    half of the curve has recovered, while the training loss has kept falling. Diverging: the training loss has risen
+    too, or a loss is not finite. The training losses, each of one batch, are smoothed over a tenth of them.
+
+    Returns:
+        "yes", "over-fitting", "diverging" or "unknown", and the step of the best validation loss if it got worse.
+    """
+    if any(not math.isfinite(loss) for _, loss in (*validation, *training)):
+        finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
+        return "diverging", min(finite)[1] if finite else None
+    if len(validation) < 2:
+        return "unknown", None
+    best_step, best = min(validation, key=lambda point: point[1])
+    last_step, last = validation[-1]
+    # Another rise may be as large as one from which the curve's second half has recovered.
+    half, swing = [loss for step, loss in validation if 2 * step >= last_step], RISE
+    for i, loss in enumerate(half[:-1]):
+        lowest = min(half[: i + 1])
+        if lowest > 0 and min(half[i + 1 :]) <= lowest * (1 + RISE):
+            swing = max(swing, loss / lowest - 1)
+    if last - best <= swing * best or not training:
+        return "yes", None
+
+    def smooth(step: int) -> float:
+        """Return the median of a tenth of the training losses, around a step."""
+        width = max(len(training) // 20, 1)
+        at = int(np.argmin([abs(s - step) for s, _ in training]))
+        return float(np.median([loss for _, loss in training[max(at - width, 0) : at + width + 1]]))
+
+    return ("over-fitting" if smooth(last_step) <= smooth(best_step) else "diverging"), best_step
 
 
 def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
@@ -120,19 +156,77 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
     return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}, ""
 
 
+class SuffixArray:
+    """Index of a corpus for substring search (Manber and Myers 1993; libdivsufsort)."""
+
+    def __init__(self, text: str):
+        """Index a corpus. Raises `UserError` without the pydivsufsort package."""
+        try:
+            import pydivsufsort
+        except ImportError:
+            raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
+        self._search, self._bytes = pydivsufsort.sa_search, text.encode()
+        self._suffixes = pydivsufsort.divsufsort(self._bytes) if text else np.zeros(0, np.int32)
+
+    def match_lengths(self, text: str) -> np.ndarray:
+        """Return the length of the longest match that begins at each character: characters, int64 [len(text)].
+
+        The match at the next character is at most one shorter, so its search starts from that length.
+        """
+        lengths, grown = np.zeros(len(text), np.int64), 0
+        for i in range(len(text)):
+            grown = max(grown - 1, 0)
+            while i + grown < len(text) and self._find(text[i : i + grown + 1]) is not None:
+                grown += 1
+            lengths[i] = grown
+        return lengths
+
+    def _find(self, piece: str) -> int | None:
+        """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
+        if not self._bytes:
+            return None
+        count, at = self._search(self._bytes, self._suffixes, piece.encode())
+        return int(self._suffixes[at]) if count > 0 else None
+
+    def position(self, piece: str) -> int:
+        """Return the offset, in characters, of an occurrence of a string, which the corpus must contain."""
+        at = self._find(piece)
+        assert at is not None
+        return len(self._bytes[:at].decode())
+
+
+def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
+    """Compare texts, each separately, with a corpus.
+
+    Returns:
+        characters, the total length of the texts; overlaps, the longest substrings that occur in the corpus, none part
+        of another, each with `at`, the offset of one occurrence in characters; novel, for each n the share of the
+        texts' n-grams that do not occur in the corpus, or None without n-grams.
+    """
+    overlaps: set[tuple[int, str]] = set()
+    seen: dict[int, list[bool]] = {n: [] for n in LENGTHS}
+    for text in texts:
+        lengths = corpus.match_lengths(text)
+        for n in LENGTHS:
+            seen[n] += (lengths[: max(len(text) - n + 1, 0)] >= n).tolist()
+        # A match that ends where the one before it ends is part of that one.
+        before = np.concatenate([[0], lengths - 1])[:-1]
+        for i in np.flatnonzero((lengths > before) & (lengths > 0)):
+            overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))
+    return {
+        "characters": sum(map(len, texts)),
+        "overlaps": [{"text": text, "at": corpus.position(text)} for _, text in sorted(overlaps)[:SHOWN]],
+        "novel": {str(n): 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
+    }
+
+
 def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """Return one self-contained HTML file. `lines` are those of metrics.jsonl."""
-    changed = list(differences(experiment, Experiment(name=experiment.name)))
+    changed = differences(experiment, Experiment(name=experiment.name))
 
     def points(name: str) -> list[list[Any]]:
         return [[line["step"], round_numbers(line[name], 6)] for line in lines if line.get(name) is not None]
 
-    configuration = [
-        [f"{part}.{name}", value, f"{part}.{name}" in changed]
-        for part, values in summary["configuration"].items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    ]
     data = {
         "title": f"Report of {summary['experiment']}",
         "summary": {name: value for name, value in summary.items() if name != "configuration"},
@@ -141,6 +235,11 @@ def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequenc
         "rates": points("tokens_per_second"),
         "learning_rates": points("learning_rate"),
         "grad_norms": points("grad_norm"),
-        "configuration": configuration,
+        "configuration": [
+            [f"{part}.{name}", value, f"{part}.{name}" in changed]
+            for part, values in summary["configuration"].items()
+            if isinstance(values, dict)
+            for name, value in values.items()
+        ],
     }
-    return render_html(["report/report"], data["title"], data, Arrays())
+    return render_html(["report"], data["title"], data, Arrays())

@@ -22,7 +22,7 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
-from jaxgpt.tools.curves import Curve, train_or_resume
+from jaxgpt.tools.grid import Curve, format_table, train_or_resume
 
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
@@ -108,36 +108,31 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
                     "give both the same value"
                 )
     slugs = [slug(name) for name in variants]
-    for name in variants:
-        if slug(name) in (".", "..") or slug(name).casefold() == STUDY.casefold():
-            raise UserError(
-                f"variant {name!r} cannot have the directory {slug(name)}, which is reserved: give it another name"
-            )
+    for name, place in zip(variants, slugs, strict=True):
+        if place.casefold() in (".", "..", STUDY):
+            raise UserError(f"variant {name!r} cannot have the directory {place}, which is reserved: give another name")
     if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
         raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
 
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
+    data: dict[str, dict[str, Any]] = {}
+    for name, experiment in variants.items():
+        run = directory / slug(name) / "seed-0"
+        if is_run(run):
+            data[name] = read_metadata(run).data
+        else:
+            initialize(experiment.parallel)
+            full, _ = resolve_init_from(experiment)
+            data[name] = prepare_for(full.model, full.data).fingerprint
     first, *others = variants
-    data = {
-        name: _data_fingerprint(experiment, directory / slug(name) / "seed-0") for name, experiment in variants.items()
-    }
     for name in others:
         if changed := describe_data_changes(data[first], data[name]):
             raise UserError(
                 f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token on "
                 "different texts or tokens cannot be compared: give both the same data and the tokenizer of the weights"
             )
-
-
-def _data_fingerprint(experiment: Experiment, directory: Path) -> dict[str, Any]:
-    """Return the fingerprint of a variant's data, from its run if there is one."""
-    if is_run(directory):
-        return read_metadata(directory).data
-    initialize(experiment.parallel)
-    full, _ = resolve_init_from(experiment)
-    return prepare_for(full.model, full.data).fingerprint
 
 
 def slug(name: str) -> str:
@@ -151,16 +146,16 @@ def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
     complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
     for axis in ("tokens", "seconds"):
         at = points[axis] = min((getattr(curve, axis)[-1] for curve in complete), default=0)
+        tables[axis] = {}
         # A run has no loss before its first validation.
-        is_known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
-        losses = {name: [_loss_at(curve, axis, at) for curve in seeds] for name, seeds in curves.items()}
-        tables[axis] = losses if is_known else {}
+        if at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf):
+            for name, seeds in curves.items():
+                tables[axis][name] = [
+                    float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
+                    for curve in seeds
+                ]
     rows = compare_losses(tables)
     return {axis: {"at": at, "rows": [dataclasses.asdict(row) for row in rows[axis]]} for axis, at in points.items()}
-
-
-def _loss_at(curve: Curve, axis: str, at: float) -> float | None:
-    return float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
 
 
 def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, list[Comparison]]:
@@ -220,37 +215,33 @@ def _test(differences: Mapping[Any, np.ndarray]) -> dict[Any, dict[str, Any]]:
     return found
 
 
-def _count(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
 def format_study(found: Mapping[str, Any]) -> str:
     """Return the result of `run_study` as tables in Markdown."""
-    tables, tests = [], 0
+
+    def count(x: float) -> str:
+        return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+    head = ["variant", "mean", "standard deviation", "difference from the first", "verdict", f"seeds to see {DETECT}"]
+    parts, tests = [], 0
     for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
-        at, rows = found[axis]["at"], found[axis]["rows"]
-        if not rows:
-            tables.append(
-                f"at equal {axis}: not all runs were validated within {_count(at)} {unit}, the length of the shortest"
+        at, cells = found[axis]["at"], []
+        if not found[axis]["rows"]:
+            parts.append(
+                f"at equal {axis}: not all runs were validated within {count(at)} {unit}, the length of the shortest"
             )
             continue
-        lines = [
-            f"validation loss at equal {axis}, {_count(at)} {unit}, over {found['seeds']} seeds",
-            "",
-            f"| variant | mean | standard deviation | difference from the first | verdict | seeds to see {DETECT} |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row in rows:
+        for row in found[axis]["rows"]:
             difference = "" if row["difference"] is None else f"{row['difference']:+.4f}"
             difference += "" if row["margin"] is None else f" ± {row['margin']:.4f}"
             mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row["mean"], row["deviation"]))
-            needed = "" if row["seeds_needed"] is None else _count(row["seeds_needed"])
-            lines.append(f"| {row['variant']} | {mean} | {deviation} | {difference} | {row['verdict']} | {needed} |")
+            needed = "" if row["seeds_needed"] is None else count(row["seeds_needed"])
+            cells.append([row["variant"], mean, deviation, difference, row["verdict"], needed])
             tests += row["p_value"] is not None
-        tables.append("\n".join(lines))
+        parts.append(f"validation loss at equal {axis}, {count(at)} {unit}, over {found['seeds']} seeds")
+        parts.append(format_table(head, cells))
     if tests:
-        tables.append(
+        parts.append(
             f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of studies "
             "find a difference."
         )
-    return "\n\n".join(tables)
+    return "\n\n".join(parts)

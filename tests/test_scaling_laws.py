@@ -13,17 +13,11 @@ from jaxgpt.errors import Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.runs.metadata import write_metadata
-from jaxgpt.tools.scale import ladder as ladder_plan
-from jaxgpt.tools.scale import scale as tool
-from jaxgpt.tools.scale import sizes
-from jaxgpt.tools.scale.ladder import HORIZONS, LEAST_STEPS, MOST_EPOCHS, RATIO, TEST_COMPUTE, make_plan
-from jaxgpt.tools.scale.law import Law, Point, fit_law, interval, predict, resample_laws
-from jaxgpt.tools.scale.report import format_scale
-from jaxgpt.tools.scale.scale import run_scale
-from jaxgpt.tools.scale.sizes import Speed, measure_speed, smallest_n_head, with_horizon
 from tests.conftest import TEXT
-from tests.helpers import tiny_experiment
+from tests.helpers import script, tiny_experiment
 
+tool = script("scaling_laws")
+Law, Point, fit_law, resample_laws, make_plan = tool.Law, tool.Point, tool.fit_law, tool.resample_laws, tool.make_plan
 TRUE = Law(E=0.9, A=30.0, alpha=0.36, B=60.0, beta=0.34)
 N, D = (30e3, 110e3, 240e3, 416e3), (0.25e6, 0.5e6, 1e6, 2e6)
 NOISE = 0.002  # relative, of a run: about that of seeds
@@ -41,9 +35,10 @@ def test_the_fit_recovers_a_law_from_losses_without_noise():
     assert found.parameters_exponent == pytest.approx(0.34 / 0.70)
 
 
-def test_the_fit_reaches_the_minimum_of_lbfgs():
+@pytest.mark.parametrize(("seed", "spread"), [(1, NOISE), (11, 7 * NOISE)])
+def test_the_fit_reaches_the_minimum_of_lbfgs(seed, spread):
     """The sum of Huber losses of log L, from the truth and from the fit on, by scipy."""
-    points = ladder(np.random.default_rng(1))
+    points = ladder(np.random.default_rng(seed), spread)
     n_P, d_P, y_P = (np.log([getattr(p, name) for p in points]) for name in ("parameters", "tokens", "loss"))
 
     def objective(x):
@@ -61,17 +56,17 @@ def test_the_fit_reaches_the_minimum_of_lbfgs():
 
 @pytest.mark.slow
 def test_intervals_hold_a_larger_run_and_the_exponents():
-    """95% of 100 ladders, less what a bootstrap of 16 runs misses."""
+    """95% of 40 grids, less what a bootstrap of 16 runs misses."""
     rng, in_loss, in_alpha = np.random.default_rng(2), [], []
-    for _ in range(100):
+    for _ in range(40):
         points = ladder(rng)
         found = fit_law(points)
-        laws = resample_laws(points, found, count=50)
-        _, low, high = predict(points, found, laws, 1_200_000, 7_000_000, confidence=0.95)
+        laws = resample_laws(points, found, count=40)
+        _, low, high = tool.predict(points, found, laws, 1_200_000, 7_000_000)
         in_loss.append(low <= TRUE.loss(1_200_000, 7_000_000) * np.exp(NOISE * rng.normal()) <= high)
-        low, high = interval([x.alpha for x in laws], 0.95)
+        low, high = tool.interval([x.alpha for x in laws])
         in_alpha.append(low <= TRUE.alpha <= high)
-    assert np.mean(in_loss) >= 0.88 and np.mean(in_alpha) >= 0.88
+    assert np.mean(in_loss) >= 0.85 and np.mean(in_alpha) >= 0.85
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +80,11 @@ def experiment(tmp_path_factory):
 def small_and_fast(monkeypatch):
     """To trace a model takes a tenth of a second: each size is made once. Runs may be shorter than in earnest."""
     monkeypatch.setattr(tool, "make_size", make_size)
-    monkeypatch.setattr(ladder_plan, "LEAST_TOKENS", 5000)
+    monkeypatch.setattr(tool, "LEAST_TOKENS", 5000)
+    monkeypatch.setattr(tool, "RESAMPLES", 20)
 
 
-make_size = functools.cache(sizes.make_size)
+make_size = functools.cache(tool.make_size)
 
 
 def size_of(experiment):
@@ -106,7 +102,7 @@ class Machine:
         self.trained, self.off = [], off
 
     def measure(self, size):
-        return Speed(first_step=1.0, per_token=size.flops_per_token / self.flops)
+        return tool.Speed(overhead=4.0, per_token=size.flops_per_token / self.flops)
 
     def fit(self, experiment, directory, *, progress, extend):
         if directory.name == "test":
@@ -127,7 +123,9 @@ class Machine:
 
 
 def scale(experiment, directory, machine, **options):
-    return run_scale(experiment, directory, fit_one=machine.fit, measure=machine.measure, **{"minutes": 5} | options)
+    return tool.run_scale(
+        experiment, directory, fit_one=machine.fit, measure=machine.measure, **{"minutes": 5} | options
+    )
 
 
 def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp_path):
@@ -135,19 +133,19 @@ def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp
     found = scale(experiment, tmp_path / "ladder", machine, say=told.append)
     assert machine.trained[-1].name == "test" and len(machine.trained) == len(found["points"]) + 1
     top, run = found["points"][-1], found["prediction"]["run"]
-    assert run["flops"] == pytest.approx(TEST_COMPUTE * top["flops"], rel=0.01)
+    assert run["flops"] == pytest.approx(tool.TEST_COMPUTE * top["flops"], rel=0.01)
     assert run["parameters"] >= top["parameters"] and run["tokens"] >= top["tokens"]
-    assert max(x["epochs"] for x in found["points"]) <= 1 and run["epochs"] <= MOST_EPOCHS
+    assert max(x["epochs"] for x in found["points"]) <= 1 and run["epochs"] <= tool.MOST_EPOCHS
     assert found["law"]["alpha"] == pytest.approx(Machine.law.alpha, rel=1e-3)
     assert abs(found["result"]["relative_error"]) < 1e-4 and found["result"]["within"]
-    assert "test run" in told[0] and f"| {top['width']} |" in format_scale(found)
+    assert "test run" in told[0] and f"| {top['width']} |" in tool.format_scale(found)
     assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"scale.json", "scale.png", "test"}
     again = Machine()
     assert scale(experiment, tmp_path / "ladder", again) == found and again.trained == []
-    with pytest.raises(UserError, match="has another ladder: minutes 5 -> 6"):
+    with pytest.raises(UserError, match="has another grid: minutes 5 -> 6"):
         scale(experiment, tmp_path / "ladder", again, minutes=6)
     other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
-    with pytest.raises(UserError, match="has another ladder: train.seed 0 -> 1"):
+    with pytest.raises(UserError, match="has another grid: train.seed 0 -> 1"):
         scale(other, tmp_path / "ladder", again)
 
 
@@ -185,32 +183,34 @@ def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experim
     }
     for minutes, plan in plans.items():
         assert sum(rung.seconds for rung in plan.rungs) + plan.test_seconds <= 60 * minutes
-        assert plan.rungs[0].steps >= LEAST_STEPS and plan.rungs[-1].parameters * RATIO <= plan.rungs[-1].tokens
-        assert len(plan.rungs) == HORIZONS * len({(rung.width, rung.seed) for rung in plan.rungs})
+        assert (
+            plan.rungs[0].steps >= tool.LEAST_STEPS and plan.rungs[-1].parameters * tool.RATIO <= plan.rungs[-1].tokens
+        )
+        assert len(plan.rungs) == tool.HORIZONS * len({(rung.width, rung.seed) for rung in plan.rungs})
     assert plans[4].test_flops < plans[7].test_flops < plans[20].test_flops
     assert [plan.rungs[-1].seed for plan in plans.values()] == [0, 0, 2]
 
 
 def test_what_does_not_fit_is_refused_in_one_line(experiment, tmp_path):
     machine = Machine()
-    with pytest.raises(UserError, match=r"--minutes 1: the smallest ladder.*give --minutes (\d+)") as refused:
+    with pytest.raises(UserError, match=r"--minutes 1: the smallest grid.*give --minutes (\d+)") as refused:
         scale(experiment, tmp_path / "ladder", machine, minutes=1)
     needed = int(str(refused.value).split("give --minutes ")[1].split(",")[0])
     scale(experiment, tmp_path / "ladder", machine, minutes=needed)
     small = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, batch_size=64))
     with pytest.raises(
-        UserError, match="the training split has .* tokens, a ladder needs .* or a batch of less than 512 tokens"
+        UserError, match="the training split has .* tokens, the grid needs .* or a batch of less than 512 tokens"
     ):
         scale(small, tmp_path / "small", machine)
     begun = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, init_from="runs/x"))
-    with pytest.raises(UserError, match="no ladder of this experiment: train.init_from='runs/x' fixes the size"):
+    with pytest.raises(UserError, match="train.init_from='runs/x' fixes the size"):
         scale(begun, tmp_path / "begun", machine)
 
 
 def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
     model = dataclasses.replace(experiment.model, n_head=8, n_embd=32, n_kv_head=2, mlp_dim=48)
     grouped = dataclasses.replace(experiment, model=model)
-    assert smallest_n_head(grouped) == 4
+    assert tool.smallest_n_head(grouped) == 4
     wider = make_size(grouped, 12, 11).experiment.model
     assert (wider.n_embd, wider.n_kv_head, wider.mlp_dim, wider.n_layer) == (48, 3, 72, 2)
     assert wider.mup_base_width == 32 and wider.width_ratio == 32 / 48, "one learning rate for all widths"
@@ -219,7 +219,7 @@ def test_sizes_have_heads_of_one_size_and_whole_dimensions(experiment):
 @pytest.mark.slow
 def test_a_size_has_the_parameters_and_the_speed_of_its_run(experiment, tmp_path):
     size = size_of(experiment)(2)
-    speed = measure_speed(size)
-    assert 0 < speed.per_token < speed.first_step
-    run = fit(with_horizon(size.experiment, 6), tmp_path / "run", progress=False)
+    speed = tool.measure_speed(size)
+    assert 0 < speed.per_token < speed.overhead
+    run = fit(tool.with_horizon(size.experiment, 6), tmp_path / "run", progress=False)
     assert count_parameters(run.params) == size.parameters

@@ -1,4 +1,4 @@
-"""A run's report: every number again by hand, the page in a browser, and a band where one is shipped."""
+"""A run's report: every number again by hand, what a curve says, what is memorised, and the page in a browser."""
 
 import dataclasses
 import json
@@ -13,14 +13,10 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.tools.report import reference_band
-from jaxgpt.tools.report.memorization import SuffixArray
-from jaxgpt.tools.report.reference_band import find_band, fit_band, render_band
-from jaxgpt.tools.report.report import make_report
+from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty
 from tests.browser import unreadable
-from tests.helpers import run_command, script, tiny_experiment
+from tests.helpers import run_command, tiny_experiment
 
 pytest.importorskip("pydivsufsort")
 TEXT = "In a village <script>pwned=1</script> of La Mancha there lived not long since a gentleman.\n" * 30
@@ -55,8 +51,7 @@ def test_the_summary_is_what_was_logged(run, found):
     assert summary["throughput"]["tokens_per_second"] == np.median(rates) and summary["throughput"]["least"] == min(
         rates
     )
-    assert summary["verdict"] == "learning" and summary["band"] is None
-    assert summary["why_no_band"] == "No reference band is shipped for reported."
+    assert summary["verdict"] == "learning"
     assert summary["configuration"]["train"]["steps"] == 12 and json.loads(json.dumps(summary)) is not None
 
 
@@ -81,49 +76,6 @@ def test_memorisation_is_of_what_it_writes(run, found):
     # The same line again and again: what is held out is in the training text, all of it.
     assert memory["held_out"]["novel"] == {"5": 0.0, "10": 0.0, "20": 0.0, "50": None}
     assert len(memory["held_out"]["overlaps"][0]["text"]) == 30
-
-
-@pytest.fixture
-def shipped(monkeypatch, tmp_path):
-    """(record, curves) -> ships their band."""
-    monkeypatch.setattr(reference_band, "BANDS", tmp_path)
-
-    def ship(record, curves):
-        text = render_band(record, fit_band(curves), {"date": "today"})
-        (tmp_path / f"{record.experiment.name}.json").write_text(text)
-
-    return ship
-
-
-def test_beside_its_band(run, shipped):
-    record = read_metadata(run.directory)
-    lines = read_metrics(run.directory / "metrics.jsonl")
-    curve = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
-    for shift, place in ((0.0, "inside"), (-0.5, "above"), (0.5, "below")):
-        shipped(record, [[(step, loss + shift + noise) for step, loss in curve] for noise in (-0.01, 0.0, 0.01)])
-        summary, page = make_report(run, samples=1, tokens=8)
-        assert summary["judged"]["band"] == place and place in summary["verdict"] and summary["band"]["seeds"] == 3
-        assert "why-no-band" in page
-
-
-def test_a_band_is_for_one_experiment_on_one_text(run, shipped):
-    record = read_metadata(run.directory)
-    shipped(record, [[(1, 2.0)], [(1, 2.1)]])
-    e = record.experiment
-    assert find_band(record)[0].seeds == 2
-
-    def changed(**parts):
-        return dataclasses.replace(record, experiment=dataclasses.replace(e, **parts))
-
-    # Another seed, another place of the same text, other checkpoints: the same curve is expected.
-    assert find_band(changed(train=dataclasses.replace(e.train, seed=7, checkpoint_every=99)))[0] is not None
-    assert find_band(changed(data=dataclasses.replace(e.data, path="elsewhere.txt")))[0] is not None
-    other, why = find_band(changed(optim=dataclasses.replace(e.optim, learning_rate=0.5)))
-    assert other is None and why.endswith("has another configuration: optim.learning_rate.")
-    other, why = find_band(
-        dataclasses.replace(record, data=record.data | {"tokens_sha256": "other", "val_sha256": "x"})
-    )
-    assert other is None and "another text" in why
 
 
 def test_over_fitting_is_said(run, tmp_path):
@@ -175,23 +127,6 @@ def test_the_page(found, open_page, tmp_path):
         page.close()
 
 
-@pytest.mark.parametrize("steps", [(4, 12), (12,)])
-def test_the_band_is_drawn(run, shipped, open_page, tmp_path, steps):
-    shipped(read_metadata(run.directory), [[(step, loss - step / 40) for step in steps] for loss in (3.0, 3.1)])
-    path = tmp_path / "report.html"
-    path.write_text(make_report(run, samples=1, tokens=8)[1], encoding="utf-8")
-    page = open_page(path)
-    box = page.locator("#losses path.band").bounding_box()
-    assert box["width"] > 5 and box["height"] > 5 and page.locator("#why-no-band").count() == 0
-    text = page.text_content("#losses svg")
-    assert "from 2 seeds" in text and page.complaints == []
-    # The axes' numbers are round: of the steps, 2 apart.
-    labels = page.eval_on_selector_all("#losses svg text", "all => all.map(text => text.textContent)")
-    assert labels[-11:-4] == ["0", "2", "4", "6", "8", "10", "12"]
-    assert all(len(label) <= 4 for label in labels[:-4]), labels
-    page.close()
-
-
 @pytest.mark.slow
 def test_the_command(run, tmp_path):
     options = ["--samples", "1", "--tokens", "8", "--out", str(tmp_path)]
@@ -206,18 +141,87 @@ def test_the_command(run, tmp_path):
     assert refused.returncode == 2 and "summary.json exists" in refused.stderr
 
 
-@pytest.mark.slow
-def test_bands_are_made_of_runs(run, tmp_path, monkeypatch):
-    bands = script("bands")
-    monkeypatch.setattr(bands, "load_experiment", lambda named: run.experiment)
-    (path,) = bands.main(["it", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "bands")])
-    held = json.loads(path.read_text())
-    curves = [bands.curve(tmp_path / f"runs/reported/seed-{seed}") for seed in range(2)]
-    assert held["band"]["mean"] == pytest.approx(np.mean([[loss for _, loss in c] for c in curves], axis=0).tolist())
-    assert held["band"]["steps"] == [4, 8, 12] and held["made"]["last"] == [c[-1][1] for c in curves]
-    monkeypatch.setattr(bands, "fit", lambda *args, **how: pytest.fail("they are there"))
-    again = tmp_path / "again"
-    bands.main(["it", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(again)])
-    assert json.loads((again / "reported.json").read_text())["band"] == held["band"]
-    monkeypatch.setattr(reference_band, "BANDS", again)
-    assert "inside" in make_report(run, samples=1, tokens=8)[0]["verdict"]
+# What a curve says: on curves that say it clearly, and on those that only just do not.
+
+STEPS = list(range(100, 1100, 100))
+
+
+def falling(to=1.5):
+    return [to + 2 * math.exp(-step / 200) for step in STEPS]
+
+
+TRAINING = [(step, 1.4 + 2 * math.exp(-step / 200)) for step in range(10, 1010, 10)]
+
+
+def rising(since, by):
+    """The validation loss turns at a step, and has risen by a share of its best at the end."""
+    best = falling()[STEPS.index(since)]
+    after = np.linspace(best, best * (1 + by), len(STEPS) - STEPS.index(since))
+    return falling()[: STEPS.index(since)] + after.tolist()
+
+
+RISEN = [(step, loss if step < 500 else loss + (step - 500) / 500) for step, loss in TRAINING]
+ONE_EASY_BATCH = [(step, loss + (2.0 if step == 1000 else 0.0)) for step, loss in TRAINING]
+SWINGING = [*falling()[:5], 1.65, 1.6, 1.664, 1.6]
+
+
+@pytest.mark.parametrize(
+    ("losses", "training", "learning", "since"),
+    [
+        (falling(), TRAINING, "yes", None),
+        (rising(500, 0.05), TRAINING, "over-fitting", 500),
+        (rising(500, 0.05), ONE_EASY_BATCH, "over-fitting", 500),
+        (rising(500, 0.05), RISEN, "diverging", 500),
+        (rising(500, 0.009), RISEN, "yes", None),  # within one per cent: noise
+        # A rise of 4% is nothing new to a curve that has recovered from as much in its second half.
+        ([*SWINGING, 1.66], TRAINING, "yes", None),
+        ([*SWINGING, 1.7], TRAINING, "over-fitting", 700),
+        ([*SWINGING[:5], 1.6, 1.62, 1.64, 1.652, 1.664], TRAINING, "over-fitting", 600),
+        ([2.0, 5.0, *rising(300, 0.05)[2:]], TRAINING, "over-fitting", 300),  # a swing long ago
+        ([*falling()[:-1], math.inf], TRAINING, "diverging", 900),
+        ([math.nan] * 10, TRAINING, "diverging", None),
+        ([0.0] * 10, TRAINING, "yes", None),  # a text of one letter
+    ],
+)
+def test_what_a_curve_says(losses, training, learning, since):
+    assert judge_learning(list(zip(STEPS, losses, strict=True)), training) == (learning, since)
+
+
+def test_one_validation_is_too_few():
+    assert judge_learning([(1, 2.0)], TRAINING) == ("unknown", None)
+
+
+# What is word for word from a corpus: against every stretch tried by hand.
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "aé漢🐎", "abcdefghij"])
+def test_match_lengths_are_those_of_every_stretch(alphabet):
+    rng = np.random.default_rng(len(alphabet))
+    corpus, text = ("".join(rng.choice(list(alphabet), n)) for n in (400, 120))
+    text = text + corpus[50:90] + text[:10]
+    expected = [max(n for n in range(len(text) - i + 1) if text[i : i + n] in corpus) for i in range(len(text))]
+    assert SuffixArray(corpus).match_lengths(text).tolist() == expected
+
+
+def test_novel_n_grams_and_the_longest_overlaps():
+    rng = np.random.default_rng(0)
+    corpus = "".join(rng.choice(list("abcdé"), 3000))
+    texts = [corpus[100:160] + "zzzz" + corpus[1000:1030], "".join(rng.choice(list("abcdé"), 80))]
+    found = measure_novelty(SuffixArray(corpus), texts)
+    assert found["characters"] == 94 + 80
+    for n in LENGTHS:
+        grams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
+        assert found["novel"][str(n)] == pytest.approx(np.mean([gram not in corpus for gram in grams]))
+    first, second, *_ = found["overlaps"]
+    assert first["text"] == corpus[100:160] and corpus[first["at"] : first["at"] + 60] == first["text"]
+    assert second["text"] == corpus[1000:1030]
+    lengths = [len(each["text"]) for each in found["overlaps"]]
+    assert len(lengths) == SHOWN and lengths == sorted(lengths, reverse=True)
+
+
+def test_the_shortest_texts():
+    corpus = SuffixArray("abcabc")
+    assert measure_novelty(corpus, [""])["overlaps"] == []
+    for texts, novel in ((["", "ab"], None), (["abcabc"], 0.0), (["xyzxyz"], 1.0)):
+        assert measure_novelty(corpus, texts)["novel"]["5"] == novel
+    assert SuffixArray("").match_lengths("ab").tolist() == [0, 0]

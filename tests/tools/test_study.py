@@ -1,30 +1,21 @@
 """Studies: the statistics against scipy's, the runs against runs by hand, and what is no comparison."""
 
+import contextlib
 import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from jaxgpt.cli import on_experiments
 from jaxgpt.cli.experiment_file import load_variants
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.statistics import holm_levels
-from jaxgpt.tools.curves import Curve, read_curve
-from jaxgpt.tools.study.study import (
-    check_comparable,
-    compare,
-    compare_losses,
-    format_study,
-    run_study,
-    slug,
-)
+from jaxgpt.tools.grid import Curve, read_curve
+from jaxgpt.tools.study import check_comparable, compare, compare_losses, format_study, run_study, slug
 from tests.helpers import run_command, tiny_experiment
-
-
-def curve(tokens, seconds, losses):
-    return Curve(tokens=tokens, seconds=seconds, losses=losses)
 
 
 def test_verdicts():
@@ -103,18 +94,19 @@ def test_nothing_is_found_where_nothing_differs_and_two_standard_deviations_are(
 
 
 def test_all_are_compared_where_the_shortest_ends():
-    curves = {
-        "slow": [curve([100, 200, 400], [10, 20, 40], [3.0, 2.0, 1.0])],
-        "fast": [curve([100, 300], [5, 15], [2.5, 1.5])],
-    }
-    found = compare(curves)
+    def make(fast):
+        slow = Curve(tokens=[100, 200, 400], seconds=[10, 20, 40], losses=[3.0, 2.0, 1.0])
+        return {"slow": [slow], "fast": [Curve(tokens=[100, 300], seconds=fast, losses=[2.5, 1.5])]}
+
+    found = compare(make([5, 15]))
     assert found["tokens"]["at"] == 300 and found["seconds"]["at"] == 15
     assert [row["losses"] for row in found["tokens"]["rows"]] == [[1.5], [1.5]]
     assert [row["losses"] for row in found["seconds"]["rows"]] == [[2.5], [1.5]]
     # Where one was not measured yet when the other had ended, nothing is known.
-    curves["fast"] = [curve([100, 300], [2, 4], [2.5, 1.5])]
-    assert compare(curves)["seconds"] == {"at": 4, "rows": []}
-    assert "at equal seconds: not all runs were validated within 4 s" in format_study(compare(curves) | {"seeds": 1})
+    assert compare(make([2, 4]))["seconds"] == {"at": 4, "rows": []}
+    assert "at equal seconds: not all runs were validated within 4 s" in format_study(
+        compare(make([2, 4])) | {"seeds": 1}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +161,9 @@ def test_a_study_goes_on_where_it_was_left(variants, studied):
     )
     assert [place.parent.name for place in calls] == ["as-it-is", "wider"] and more["seeds"] == 3
     assert more["tokens"]["rows"][0]["losses"][:2] == found["tokens"]["rows"][0]["losses"]
+    longer = {x: dataclasses.replace(e, train=dataclasses.replace(e.train, steps=6)) for x, e in variants.items()}
+    with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
+        run_study(longer, directory, seeds=1)
 
 
 @pytest.mark.slow
@@ -180,57 +175,28 @@ def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path):
         return fit(experiment, place, **how)
 
     found = run_study(variants, tmp_path, seeds=1, fit_one=lost)
-    assert found["tokens"]["rows"][1] | {"variant": ""} == {
-        "variant": "",
-        "losses": [None],
-        "mean": None,
-        "deviation": None,
-        "difference": None,
-        "margin": None,
-        "p_value": None,
-        "level": None,
-        "seeds_needed": None,
-        "verdict": "1 of 1 diverged",
-    }
+    row = found["tokens"]["rows"][1]
+    assert (row["losses"], row["mean"], row["difference"], row["verdict"]) == ([None], None, None, "1 of 1 diverged")
     assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
     assert run_study(variants, tmp_path, seeds=1, fit_one=lost) == found
 
 
-@pytest.mark.slow
-def test_another_configuration_in_the_same_place_is_refused(variants, studied):
-    changed = {
-        name: dataclasses.replace(e, train=dataclasses.replace(e.train, steps=6)) for name, e in variants.items()
-    }
-    with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
-        run_study(changed, studied[0], seeds=1)
-
-
 @pytest.mark.parametrize(
-    "change, said",
+    ("part", "change", "said"),
     [
-        (
-            lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, tokenizer="byte")),
-            "data.tokenizer is 'char' and 'byte'",
-        ),
-        (
-            lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, val_fraction=0.5)),
-            "data.val_fraction is 0.1 and 0.5",
-        ),
-        (lambda e: dataclasses.replace(e, data=dataclasses.replace(e.data, path="x.txt")), "data.path is"),
-        (
-            lambda e: dataclasses.replace(e, train=dataclasses.replace(e.train, eval_tokens=5)),
-            "train.eval_tokens is None and 5",
-        ),
+        ("data", {"tokenizer": "byte"}, "data.tokenizer is 'char' and 'byte'"),
+        ("data", {"val_fraction": 0.5}, "data.val_fraction is 0.1 and 0.5"),
+        ("data", {"path": "x.txt"}, "data.path is"),
+        ("train", {"eval_tokens": 5}, "train.eval_tokens is None and 5"),
+        ("data", {"bpe_vocab_size": 999}, None),  # which matters to no other tokenizer
     ],
 )
-def test_what_shares_no_metric(variants, change, said):
+def test_what_shares_no_metric(variants, part, change, said):
     first = variants["as it is"]
-    with pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}"):
-        check_comparable({"a": first, "b": change(first)})
-    # How many tokens a BPE would have matters to no other tokenizer.
-    check_comparable(
-        {"a": first, "b": dataclasses.replace(first, data=dataclasses.replace(first.data, bpe_vocab_size=999))}
-    )
+    other = dataclasses.replace(first, **{part: dataclasses.replace(getattr(first, part), **change)})
+    expected = pytest.raises(UserError, match=f"variants 'a' and 'b' do not share a metric: {said}")
+    with expected if said else contextlib.nullcontext():
+        check_comparable({"a": first, "b": other})
 
 
 @pytest.fixture
@@ -312,15 +278,18 @@ def test_the_command(tmp_path, text_file):
     assert list(load_variants(str(tmp_path / "s.py"))) == ["relu", "gelu"]
 
 
-def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys):
-    from jaxgpt.cli import on_experiments
-
+@pytest.mark.parametrize("command", ["study", "sweep"])
+def test_interrupted_says_how_to_go_on(variants, tmp_path, monkeypatch, capsys, command):
     def stopped(*args, **how):
         raise Preempted("SIGINT: saved step 1 of 4. To continue: jaxgpt train --run-dir x")
 
     monkeypatch.setattr("jaxgpt.fitting.fit", stopped)
     monkeypatch.setattr(on_experiments, "load_variants", lambda named: variants)
     with pytest.raises(SystemExit) as left:
-        on_experiments.study("s.py", run_dir=str(tmp_path))
+        if command == "study":
+            on_experiments.study("s.py", run_dir=str(tmp_path))
+        else:
+            over = ("model.n-layer=1,2",)
+            on_experiments.sweep(over=over, trials=2, run_dir=str(tmp_path), experiment=variants["as it is"])
     assert left.value.code == 1
-    assert capsys.readouterr().err == "SIGINT: saved step 1 of 4. Run the same command to resume.\n"
+    assert capsys.readouterr().err.endswith("SIGINT: saved step 1 of 4. Run the same command to resume.\n")

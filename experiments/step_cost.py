@@ -4,7 +4,7 @@ Question    one dimension varies at a time, the others as in the base: which pow
             where does the exponent change?
 Reference   arithmetic: 6 FLOPs per weight and token, 12 per layer, token, width and token of context
             (arXiv:2204.02311).
-Command     python experiments/scaling.py [--quick] [--rounds N] [--out DIR]   -> a table, DIR/scaling.png, scaling.json
+Command     python experiments/step_cost.py [--quick] [--rounds N] [--out DIR]   -> a table, DIR/step-cost.png, step-cost.json
 Hardware    any one device. Two cores: 2 to 7 minutes, 2.2 GB.
 Method      the step that `jaxgpt train` runs, AdamW, synthetic tokens. Time: every point takes its turn in each round,
             since the machine's speed drifts; median, least and most over the rounds. Memory: the compiler's estimate
@@ -87,7 +87,7 @@ class Prepared:
         )
         self.trainer = make_trainer(
             Experiment(
-                name="scaling",
+                name="step-cost",
                 model=model,
                 train=TrainConfig(batch_size=point.batch),
                 parallel=ParallelConfig(strategy="single"),
@@ -277,9 +277,9 @@ def main(argv: list[str] | None = None) -> dict[str, list[Point]]:
     found = measure(base, sweep, args.rounds)
     print(table(found))
     args.out.mkdir(parents=True, exist_ok=True)
-    draw(found, base, args.out / "scaling.png")
+    draw(found, base, args.out / "step-cost.png")
     record = {name: [dataclasses.asdict(p) for p in points] for name, points in found.items()}
-    (args.out / "scaling.json").write_text(json.dumps(record, indent=1))
+    (args.out / "step-cost.json").write_text(json.dumps(record, indent=1))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: who is kept, who wins, and that an interrupted one ends as any other."""
+"""Sweeps: what --over means, who is kept, who wins, and that an interrupted one ends as any other."""
 
 import dataclasses
 import json
@@ -14,15 +14,112 @@ from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Diverged, Preempted, UserError
 from jaxgpt.runs.metadata import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
-from jaxgpt.tools.sweep.report import format_sweep, write_report
-from jaxgpt.tools.sweep.space import parse_axes
-from jaxgpt.tools.sweep.sweep import Round, Sweep, format_cost, gap, plan_rounds, run_sweep, shorten
+from jaxgpt.tools.space import Axis, draw_points, parse_axes, parse_axis, with_values
+from jaxgpt.tools.sweep import (
+    Round,
+    Sweep,
+    format_cost,
+    format_sweep,
+    gap,
+    plan_rounds,
+    run_sweep,
+    shorten,
+    write_report,
+)
 from tests.helpers import tiny_experiment
 
+RATE = "optim.learning-rate=1e-4..1e-1"
 EXPERIMENT = Experiment(name="fake", optim=OptimConfig(warmup_steps=50), train=TrainConfig(steps=600, seed=7))
 
 
-def make(over="optim.learning-rate=1e-4..1e-1", experiment=EXPERIMENT, **given):
+@pytest.mark.parametrize(
+    ("text", "axis"),
+    [
+        (RATE, Axis(field="optim.learning_rate", low=1e-4, high=1e-1)),
+        ("optim.learning_rate=.5..1", Axis(field="optim.learning_rate", low=0.5, high=1.0)),
+        ("model.dropout=0..0.3", Axis(field="model.dropout", high=0.3)),
+        ("model.n-layer=1..8", Axis(field="model.n_layer", low=1, high=8)),
+        ("optim.warmup-steps=1e1..1e3", Axis(field="optim.warmup_steps", low=10, high=1000)),
+        ("optim.warmup-steps=None,10,100", Axis(field="optim.warmup_steps", choices=(None, 10, 100))),
+        ("optim.grad-clip=0.5,1", Axis(field="optim.grad_clip", choices=(0.5, 1.0))),
+        ("model.activation=relu, gelu,swiglu", Axis(field="model.activation", choices=("relu", "gelu", "swiglu"))),
+        ("model.qk-norm=true,False", Axis(field="model.qk_norm", choices=(True, False))),
+        ("model.position=none,rope", Axis(field="model.position", choices=("none", "rope"))),
+    ],
+)
+def test_what_is_given_for_over(text, axis):
+    assert repr(parse_axis(text)) == repr(axis)
+    assert repr(parse_axis(str(axis))) == repr(axis)  # as `sweep.json` has it
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optim.learning-rate", "needs FIELD=LOW..HIGH or FIELD=A,B,C"),
+        ("=1..2", "needs FIELD=LOW..HIGH"),
+        ("learning-rate=1..2", "there is no field 'learning_rate' (did you mean optim.learning_rate?)"),
+        ("train.batch-size=1..8", "train.batch_size cannot vary: it changes the data, the tokens or the steps"),
+        ("parallel.fsdp=1,2", "Fields of model, optim, lora can vary, except model.block_size and model.vocab_size"),
+        ("model.block-size=8..16", "model.block_size cannot vary"),
+        ("lora.targets=q,v", "lora.targets cannot vary: it is a list"),
+        ("optim.learning-rate=1e-1..1e-4", "needs LOW below HIGH"),
+        ("optim.warmup-steps=None..3", "needs LOW below HIGH"),
+        ("optim.learning-rate=a..b", "optim.learning_rate='a': needs a number"),
+        ("optim.learning-rate=0..1", "optim.learning_rate=0.0: needs more than 0"),
+        ("optim.learning-rate=1..inf", "optim.learning_rate=inf: needs a finite number"),
+        ("model.n-layer=1.5..2", "model.n_layer='1.5': needs a whole number"),
+        ("model.n-layer=0..2", "model.n_layer=0: needs at least 1"),
+        ("model.activation=relu..gelu", "model.activation='relu..gelu': needs one of relu, gelu"),
+        ("model.activation=relu,relu", "needs two or more different choices"),
+        ("model.n-layer=2", "needs two or more different choices"),
+        ("model.bias=1,0", "model.bias='1': needs true or false"),
+    ],
+)
+def test_what_cannot_be_swept(text, said):
+    with pytest.raises(UserError) as caught:
+        parse_axes([text])
+    assert str(caught.value).startswith(f"--over {text}: ") and said in str(caught.value)
+
+
+def test_a_sweep_has_fields_and_each_once():
+    with pytest.raises(UserError, match=r"--over has optim\.learning_rate twice"):
+        parse_axes([RATE, "model.n-layer=1..2", "optim.learning_rate=1,2"])
+    with pytest.raises(UserError, match="a sweep needs a field: --over"):
+        parse_axes([])
+
+
+def test_one_field_is_spread_evenly():
+    def values(over, trials):
+        return [value for point in draw_points(parse_axes([over]), trials, 0) for value in point.values()]
+
+    assert np.diff(np.log10(values(RATE, 20))) == pytest.approx(3 / 20, abs=1e-3)
+    assert values(RATE, 20)[0] == pytest.approx(10 ** (-4 + 3 / 40), rel=1e-3)
+    assert values("model.dropout=0..0.4", 4) == pytest.approx([0.05, 0.15, 0.25, 0.35])
+    assert values("model.n-layer=1..3", 20) == [1, 2, 3]  # repetitions are one trial
+    assert values("model.activation=relu,gelu,swiglu", 3) == ["relu", "gelu", "swiglu"]
+    assert values(RATE, 1) == [0.003162], "a value is readable"
+    narrow = parse_axis("optim.beta2=0.99..0.99996")
+    assert narrow.at(0.9999) == 0.99996 and narrow.at(0.0) == 0.99, "and within the range"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_fields_are_each_covered(seed):
+    """The first 16 points have one in each sixteenth of the first field, and 27 have three in each ninth of the second."""
+    axes = parse_axes([RATE, "model.dropout=0..0.9", "model.activation=relu,gelu"])
+    points = draw_points(axes, 27, seed)
+    assert len(points) == 27 and points == draw_points(axes, 27, seed) != draw_points(axes, 27, seed + 1)
+    first = [(np.log10(p["optim.learning_rate"]) + 4) / 3 * 16 for p in points[:16]]
+    second = [p["model.dropout"] * 10 for p in points]
+    assert sorted(map(int, first)) == list(range(16))
+    assert sorted(map(int, second)) == sorted([*range(9)] * 3)
+
+
+def test_fields_that_depend_on_each_other_change_together():
+    e = with_values(Experiment(name="x"), {"model.n_head": 5, "model.n_embd": 20, "optim.beta1": 0.5})
+    assert (e.model.n_head, e.model.n_embd, e.optim.beta1, e.name) == (5, 20, 0.5, "x")
+
+
+def make(over=RATE, experiment=EXPERIMENT, **given):
     return Sweep(experiment=experiment, axes=tuple(parse_axes([over])), **given)
 
 
@@ -138,19 +235,16 @@ def one(tmp_path_factory):
     return sweep, directory
 
 
+WITH_SEED_0 = dataclasses.replace(EXPERIMENT, train=TrainConfig(steps=600))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(trials=2), "trials 1 -> 2"),
-        (dict(seed=1), "seed 0 -> 1"),
-        (
-            dict(axes=make("optim.learning-rate=1e-4..1").axes),
-            r"over optim\.learning_rate=0\.0001\.\.0\.1 -> optim.*0\.0001\.\.1",
-        ),
-        (
-            dict(experiment=dataclasses.replace(EXPERIMENT, train=TrainConfig(steps=600))),
-            r"another sweep: train\.seed 7 -> 0\. Name another directory with --run-dir",
-        ),
+        ({"trials": 2}, "trials 1 -> 2"),
+        ({"seed": 1}, "seed 0 -> 1"),
+        ({"axes": make("optim.learning-rate=1e-4..1").axes}, r"over optim\.learning_rate=0\.0001\.\.0\.1 -> optim.*1"),
+        ({"experiment": WITH_SEED_0}, r"another sweep: train\.seed 7 -> 0\. Name another directory with --run-dir"),
     ],
 )
 def test_another_sweep_is_not_mixed_with_it(one, change, said):
@@ -202,8 +296,7 @@ def test_equal_finalists_seldom_differ():
 
 
 def test_the_report(tmp_path):
-    over = "optim.learning-rate=1e-4..1e-1"
-    both = Sweep(experiment=EXPERIMENT, axes=tuple(parse_axes([over, "model.activation=relu,gelu"])), trials=9)
+    both = Sweep(experiment=EXPERIMENT, axes=tuple(parse_axes([RATE, "model.activation=relu,gelu"])), trials=9)
     found = run_sweep(both, tmp_path, fit_one=Fake(largest=5e-2, best=1e-4))
     write_report(both, found, tmp_path)
     kept = json.loads((tmp_path / "sweep.json").read_text())
@@ -233,11 +326,3 @@ def test_the_command(tmp_path, text_file, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "runs/sweeps/tiny/sweep.json").read_text())["result"]
     assert [len(trial["losses"]) for trial in found["trials"]] == [2, 2, 1, 1]
-
-
-def test_interrupted_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxgpt.fitting.fit", Fake(stop_after=0))
-    with pytest.raises(SystemExit) as left:
-        on_experiments.sweep(over=("model.n-layer=1,2",), run_dir=str(tmp_path), experiment=EXPERIMENT)
-    assert left.value.code == 1
-    assert capsys.readouterr().err.endswith("SIGINT: step 1 is saved. Run the same command to resume.\n")

@@ -21,13 +21,12 @@ DIGITS = 4  # of a float in a range: 0.001234
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A swept field: a range of numbers, or choices."""
+    """A swept field: choices, or a range of floats or of whole numbers."""
 
     field: str  # such as optim.learning_rate
     choices: tuple[Any, ...] = ()  # empty: a range
     low: float = 0.0
     high: float = 0.0
-    is_whole: bool = False  # the range is one of whole numbers
 
     @property
     def is_log(self) -> bool:
@@ -40,7 +39,7 @@ class Axis:
             return self.choices[int(share * len(self.choices))]
         span = self.high - self.low
         value = self.low * (self.high / self.low) ** share if self.is_log else self.low + span * share
-        value = round(value) if self.is_whole else float(f"{value:.{DIGITS}g}")
+        value = round(value) if isinstance(self.low, int) else float(f"{value:.{DIGITS}g}")
         return min(max(value, self.low), self.high)
 
     def __str__(self) -> str:
@@ -63,7 +62,9 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
 def parse_axis(text: str) -> Axis:
     """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`. Raises `UserError`."""
     name, _, values = text.partition("=")
-    field, hints = name.replace("-", "_"), _field_types()
+    field = name.replace("-", "_")
+    sections = {section: kind for section, kind in field_hints(Experiment).items() if dataclasses.is_dataclass(kind)}
+    hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
     if not name or not values:
         raise UserError(f"--over {text}: needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
     if field not in hints:
@@ -75,26 +76,20 @@ def parse_axis(text: str) -> Axis:
             f"--over {text}: {field} cannot vary: it changes the data, the tokens or the steps of a run, or does not "
             f"decide its loss. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
         )
-    hint = hints[field]
-    kinds = _kinds(hint)
+    kinds = _kinds(hints[field])
     if tuple in kinds:
         raise UserError(f"--over {text}: {field} cannot vary: it is a list")
+    is_range = ".." in values and not kinds.isdisjoint((int, float))
+    words = values.split("..", 1) if is_range else values.split(",")
     try:
-        axis = _parse_range(field, values, kinds) if ".." in values else _parse_choices(field, values, kinds)
-        for value in axis.choices or (axis.low, axis.high):
-            check_value(field, value, hint)
+        found = tuple(check_value(field, _parse_word(word.strip(), kinds), hints[field]) for word in words)
+        if is_range and (None in found or not found[0] < found[1]):
+            raise UserError("needs LOW below HIGH")
+        if not is_range and len(set(found)) < max(2, len(found)):
+            raise UserError("needs two or more different choices, or a range of numbers, LOW..HIGH")
     except UserError as e:
         raise UserError(f"--over {text}: {e}") from None
-    return axis
-
-
-def _field_types() -> dict[str, Any]:
-    """Return the annotation of every field of an experiment, by names such as optim.learning_rate."""
-    found: dict[str, Any] = {}
-    for section, kind in field_hints(Experiment).items():
-        if dataclasses.is_dataclass(kind):
-            found |= {f"{section}.{name}": hint for name, hint in field_hints(kind).items()}
-    return found
+    return Axis(field=field, low=found[0], high=found[1]) if is_range else Axis(field=field, choices=found)
 
 
 def _kinds(hint: Any) -> set[type]:
@@ -107,42 +102,19 @@ def _kinds(hint: Any) -> set[type]:
     return {str} if origin is Literal else {origin or hint}
 
 
-def _parse_range(field: str, values: str, kinds: set[type]) -> Axis:
-    if kinds.isdisjoint((int, float)):
-        raise UserError("not a number: give choices, A,B,C")
-    try:
-        low, high = map(float, values.split("..", 1))
-    except ValueError:
-        raise UserError("needs two numbers, LOW..HIGH") from None
-    is_whole = float not in kinds
-    if is_whole and not (low.is_integer() and high.is_integer()):
-        raise UserError("needs whole numbers, LOW..HIGH")
-    if not low < high:
-        raise UserError("needs LOW below HIGH")
-    low, high = (int(low), int(high)) if is_whole else (low, high)
-    return Axis(field=field, low=low, high=high, is_whole=is_whole)
-
-
-def _parse_choices(field: str, values: str, kinds: set[type]) -> Axis:
-    choices = tuple(_parse_choice(word.strip(), kinds) for word in values.split(","))
-    if len(set(choices)) < max(2, len(choices)):
-        raise UserError("needs two or more different choices, or a range LOW..HIGH")
-    return Axis(field=field, choices=choices)
-
-
-def _parse_choice(word: str, kinds: set[type]) -> Any:
+def _parse_word(word: str, kinds: set[type]) -> Any:
     """Return the value that a word means; the word itself if it means none, for `check_value` to refuse."""
     if word == "None" and NoneType in kinds:
         return None
     if bool in kinds:
         return {"true": True, "false": False}.get(word.lower(), word)
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(word)
-            except ValueError:
-                continue
-    return word
+    try:
+        number = float(word)
+    except ValueError:
+        return word
+    if float in kinds:
+        return number
+    return int(number) if int in kinds and number.is_integer() else word
 
 
 def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:

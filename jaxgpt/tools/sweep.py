@@ -17,23 +17,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import Experiment, differences, from_dict
-from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_json, render_json, write_whole
+from jaxgpt.config.serialize import to_source
+from jaxgpt.errors import UserError, shell_line
+from jaxgpt.files import is_there, open_whole, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
-from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.resume import CHANGEABLE
 from jaxgpt.statistics import mean_interval
-from jaxgpt.tools.curves import DIVERGED, train_or_resume
-from jaxgpt.tools.sweep.space import Axis, describe_point, draw_points, with_values
+from jaxgpt.tools.grid import format_table, train_or_resume
+from jaxgpt.tools.space import Axis, describe_point, draw_points, with_values
 
-SWEEP = "sweep.json"  # the definition and, once there is one, the result
+SWEEP, WINNER, PLOT = "sweep.json", "winner.py", "sweep.png"  # the first: the definition and, later, the result
 LARGEST_SWEEP = 2**24  # bytes of it
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
 
@@ -88,11 +88,6 @@ class Round:
     steps: int
     seeds: tuple[int, ...]
 
-    @property
-    def total(self) -> int:
-        """Return the steps of all runs."""
-        return self.trials * self.steps * len(self.seeds)
-
 
 def plan_rounds(sweep: Sweep) -> list[Round]:
     """Return the rounds. Raises `UserError` if the experiment has too few steps."""
@@ -118,10 +113,10 @@ def plan_rounds(sweep: Sweep) -> list[Round]:
 def format_cost(sweep: Sweep, rounds: Sequence[Round]) -> str:
     """Return the steps of all rounds in words."""
     parts = [
-        f"{r.trials} x {r.steps:,}" if len(r.seeds) == 1 else f"{r.trials} x {len(r.seeds)} seeds x {r.steps:,}"
-        for r in rounds
+        f"{r.trials} x " + (f"{len(r.seeds)} seeds x " if len(r.seeds) > 1 else "") + f"{r.steps:,}" for r in rounds
     ]
-    total, runs = sum(r.total for r in rounds), sum(r.trials * len(r.seeds) for r in rounds)
+    runs = sum(r.trials * len(r.seeds) for r in rounds)
+    total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
     times = total / sweep.experiment.train.steps
     return f"{runs} runs of {' + '.join(parts)} = {total:,} steps, {times:.1f} times those of one full run"
 
@@ -149,7 +144,13 @@ def run_sweep(
         UserError: a point is not a valid experiment, the directory has another sweep, or all runs diverged.
     """
     rounds, points = plan_rounds(sweep), sweep.points
-    planned = _experiments(sweep, points, rounds)
+    planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed; all are made before the first run
+    for n, point in enumerate(points, 1):
+        try:
+            full = with_values(sweep.experiment, point)
+            planned |= {(n, r.steps, seed): shorten(full, r.steps, seed) for r in rounds for seed in r.seeds}
+        except UserError as e:
+            raise UserError(f"trial {n} of the sweep, {describe_point(point)}: {e}") from None
     _check_or_write_definition(sweep, directory)
     say(format_cost(sweep, rounds))
     trials = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
@@ -160,9 +161,10 @@ def run_sweep(
         for seed in current.seeds:
             for trial in alive:
                 name = f"steps-{current.steps}-seed-{seed}"
-                loss = _train(planned[trial.trial, r, seed], directory / f"trial-{trial.trial:02}" / name, fit_one)
-                trial.losses[-1].append(loss)
-                result = "diverged" if loss is None else f"{loss:.4f}"
+                place = directory / f"trial-{trial.trial:02}" / name
+                losses = train_or_resume(planned[trial.trial, current.steps, seed], place, fit_one).losses
+                trial.losses[-1].append(losses[-1] if losses else None)
+                result = f"{losses[-1]:.4f}" if losses else "diverged"
                 say(f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}: {result}")
         alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)
         if not alive:
@@ -178,22 +180,6 @@ def run_sweep(
     }
 
 
-def _experiments(
-    sweep: Sweep, points: Sequence[dict[str, Any]], rounds: Sequence[Round]
-) -> dict[tuple[int, int, int], Experiment]:
-    """Return the experiment of each trial, round and seed, so that an invalid one is found before the first run."""
-    found = {}
-    for trial, point in enumerate(points, 1):
-        try:
-            full = with_values(sweep.experiment, point)
-            for r, current in enumerate(rounds):
-                for seed in current.seeds:
-                    found[trial, r, seed] = shorten(full, current.steps, seed)
-        except UserError as e:
-            raise UserError(f"trial {trial} of the sweep, {describe_point(point)}: {e}") from None
-    return found
-
-
 def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
     """Return an experiment of fewer steps, with a complete schedule: warm-up steps that are given shrink alike."""
     warmup = experiment.optim.warmup_steps
@@ -204,14 +190,6 @@ def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
         optim=dataclasses.replace(experiment.optim, warmup_steps=warmup),
         train=dataclasses.replace(experiment.train, steps=steps, seed=seed, sample_tokens=0),
     )
-
-
-def _train(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> float | None:
-    """Train or resume a run, and return its last validation loss. None: it diverged."""
-    train_or_resume(experiment, directory, fit_one)
-    if (directory / DIVERGED).exists():
-        return None
-    return finite_values(read_metrics(directory / "metrics.jsonl"), "val_loss")[-1][1]
 
 
 def _check_or_write_definition(sweep: Sweep, directory: Path) -> None:
@@ -230,13 +208,12 @@ def _check_or_write_definition(sweep: Sweep, directory: Path) -> None:
         theirs = read_json(path, LARGEST_SWEEP)["definition"]
         changed = differences(from_dict(Experiment, theirs["experiment"]), sweep.experiment)
         # The text is compared where a run is resumed, but not where all are complete.
-        kept = {name for name in changed if name.startswith(CHANGEABLE) and not name.startswith("data.")}
-        other = {name: (theirs[name], ours[name]) for name in ours if name != "experiment"}
+        changed = {x: values for x, values in changed.items() if x.startswith("data.") or not x.startswith(CHANGEABLE)}
+        changed |= {x: (theirs[x], ours[x]) for x in ours if x != "experiment" and theirs[x] != ours[x]}
     except (TypeError, KeyError):
         raise UserError(f"{path} is damaged: name another directory with --run-dir") from None
-    found = {name: values for name, values in (changed | other).items() if name not in kept and values[0] != values[1]}
-    if found:
-        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in found.items() if name != "points")
+    if changed:
+        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items() if name != "points")
         raise UserError(f"{directory} holds another sweep: {listed or 'points'}. Name another directory with --run-dir")
 
 
@@ -259,3 +236,105 @@ def mean_and_margin(losses: Sequence[float]) -> tuple[float, float | None]:
         return losses[0], None
     mean, margin = mean_interval(losses)
     return float(mean), float(margin)
+
+
+def write_report(sweep: Sweep, found: Mapping[str, Any], directory: Path) -> None:
+    """Write `sweep.json`, `sweep.png` and `winner.py` into the directory of the sweep. found: of `run_sweep`."""
+    content = {"definition": sweep.to_json(), "result": found}
+    write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
+    plot_sweep(sweep.axes, found, directory / PLOT)
+    winner = found["trials"][0]
+    note = f"The winner of a sweep over {', '.join(map(str, sweep.axes))}: validation loss {_format_loss(winner['losses'][-1])}."
+    name = f"{sweep.experiment.name[:40]}-winner"  # a run of its own, not that of the experiment
+    best = dataclasses.replace(with_values(sweep.experiment, winner["point"]), name=name)
+    write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
+
+
+def format_sweep(sweep: Sweep, found: Mapping[str, Any], directory: Path) -> str:
+    """Return the result of `run_sweep` as a table in Markdown, and what it means. directory: of the sweep."""
+    steps = [f"{r['steps']:,} steps" for r in found["rounds"]]
+    steps[-1] += ", new seeds (95%)"
+    rows = []
+    for trial in found["trials"]:
+        losses = [_format_loss(losses) for losses in trial["losses"]]
+        rows.append(
+            [str(trial["trial"]), *map(str, trial["point"].values()), *losses, *[""] * (len(steps) - len(losses))]
+        )
+    winner, behind = found["trials"][0], found["gap"]
+    lines = [
+        format_table(["trial", *(axis.field for axis in sweep.axes), *steps], rows),
+        "",
+        f"winner: trial {winner['trial']}, {describe_point(winner['point'])}: {_format_loss(winner['losses'][-1])}",
+    ]
+    if behind:
+        second = found["trials"][1]
+        line = f"trial {second['trial']}, {describe_point(second['point'])}, is worse by {behind['mean']:.4f}"
+        if behind["margin"] is None:
+            lines.append(f"{line}: one seed, no interval")
+        else:
+            words = "no more than noise" if behind["mean"] <= behind["margin"] else "more than noise"
+            lines.append(f"{line} ± {behind['margin']:.4f} (95%): {words}")
+    for axis in sweep.axes:
+        tried, best = [trial["point"][axis.field] for trial in found["trials"]], winner["point"][axis.field]
+        if not axis.choices and best in (min(tried), max(tried)):
+            end = "lowest" if best == min(tried) else "highest"
+            lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
+    lines.append(f"{directory / PLOT}; next: {shell_line('jaxgpt', 'train', directory / WINNER)}")
+    return "\n".join(lines)
+
+
+def _format_loss(losses: list[float | None]) -> str:
+    """Return the mean of a round and its interval, or that it diverged."""
+    finite = [loss for loss in losses if loss is not None]
+    if len(finite) < len(losses):
+        return "diverged" if len(losses) == 1 else f"{len(losses) - len(finite)} of {len(losses)} diverged"
+    mean, margin = mean_and_margin(finite)
+    return f"{mean:.4f}" + ("" if margin is None else f" ± {margin:.4f}")
+
+
+COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of the rounds, from the shortest; the last one is the finals'
+
+
+def plot_sweep(axes: Sequence[Axis], found: Mapping[str, Any], path: Path) -> None:
+    """Plot a panel per field, with a colour per round and error bars at full length, to a PNG file.
+
+    Runs that diverged are left out, and losses far above the others lie outside.
+
+    found: of `run_sweep`.
+    """
+    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+
+    figure = Figure(figsize=(max(5.5, 4.2 * len(axes)), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    rounds = found["rounds"]
+    means: list[list[tuple[dict[str, Any], float, float]]] = []  # (point, mean, margin) of each trial, by round
+    for r in range(len(rounds)):
+        reached = [trial for trial in found["trials"] if len(trial["losses"]) > r and None not in trial["losses"][r]]
+        values = [mean_and_margin(trial["losses"][r]) for trial in reached]
+        means.append([(x["point"], mean, margin or 0.0) for x, (mean, margin) in zip(reached, values, strict=True)])
+    shown = sorted(mean for by_trial in means for _, mean, _ in by_trial)
+    low, median = shown[0], shown[len(shown) // 2]
+    high = min(shown[-1], low + 4 * (median - low)) if median > low else shown[-1]
+    pad = 0.05 * (high - low) or 0.01
+    style = "o-" if len(axes) == 1 and not axes[0].choices else "o"
+    for axis, panel in zip(axes, panels, strict=True):
+        position = axis.choices.index if axis.choices else float
+        for r, by_trial in enumerate(means):
+            points = sorted((position(point[axis.field]), mean, margin) for point, mean, margin in by_trial)
+            x, y, margins = zip(*points, strict=True)
+            is_last = r == len(rounds) - 1
+            colour = COLOURS[max(len(COLOURS) - len(rounds) + r, 0)]
+            label = f"{rounds[r]['steps']:,} steps" + (f", {len(rounds[r]['seeds'])} new seeds" if is_last else "")
+            panel.errorbar(x, y, yerr=margins if is_last else None, fmt=style, color=colour, capsize=3, label=label)
+        panel.set(xlabel=axis.field, ylim=(low - pad, high + pad))
+        if axis.choices:
+            panel.set_xticks(range(len(axis.choices)), [str(choice) for choice in axis.choices])
+            panel.set_xlim(-0.5, len(axis.choices) - 0.5)
+        elif axis.is_log:
+            panel.set_xscale("log")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("validation loss (nats per token)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    with open_whole(path) as f:
+        figure.savefig(f, format="png", dpi=130)

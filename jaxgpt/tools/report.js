@@ -11,18 +11,17 @@ function ticks(low, high, n) {
   return Array.from({ length: Math.floor(high / apart) - first + 1 }, (_, i) => (first + i) * apart);
 }
 
-// A chart over steps: series of { name, points: [[step, value]], color, dash, dots }, and a band of { steps, low, high }.
+// A chart over steps: series of { name, points: [[step, value]], color, dash, dots }.
 // from: lowest value of the axis. null: the lowest of the data, and high values in the first tenth, before the model has learnt, are cut off.
-function curves(label, unit, series, { band = null, height = 320, from = null } = {}) {
+function curves(label, unit, series, { height = 320, from = null } = {}) {
   const drawn = series.filter((one) => one.points.length);
-  const keyed = drawn.length > 1 || band !== null; // the unit names a single line
+  const keyed = drawn.length > 1; // the unit names a single line
   const [left, right, top, bottom, width] = [80, 14, 12, keyed ? 64 : 44, 860];
   const xs = drawn.flatMap((one) => one.points.map((p) => p[0]));
   const all = drawn.flatMap((one) => one.points.map((p) => p[1])).sort((a, b) => a - b);
   if (!all.length) return h("p", { class: "quiet" }, "No values were logged.");
   const ends = drawn.map((one) => one.points[Math.floor(one.points.length / 10)][1]);
   let [low, high] = from === null ? [all[0], Math.max(...ends)] : [from, all[all.length - 1]];
-  if (band) [low, high] = [Math.min(low, ...band.low.slice(-1)), Math.max(high, ...band.high.slice(1))];
   if (high <= low) high = low + Math.max(Math.abs(low), 1e-6) * 0.1;
   const pad = (high - low) * 0.06;
   [low, high] = [from === null ? low - pad : from, high + pad];
@@ -36,12 +35,6 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
   }
   for (const step of ticks(0, last, 8).filter(Number.isInteger)) {
     svg.append(h("text", { class: "quiet", x: x(step), y: height - bottom + 18, "text-anchor": x(step) > width - 40 ? "end" : "middle" }, step.toLocaleString("en")));
-  }
-  if (band) {
-    let shown = band.steps.map((step, i) => [x(step), y(band.low[i]), y(band.high[i])]).filter((_, i) => band.steps[i] <= last);
-    if (shown.length === 1) shown = [-5, 5].map((by) => [shown[0][0] + by, ...shown[0].slice(1)]); // a single step has no width
-    const edge = [...shown.map(([at, , up]) => `${at},${up}`), ...shown.reverse().map(([at, down]) => `${at},${down}`)];
-    svg.append(h("path", { class: "band", d: `M${edge.join("L")}Z` }));
   }
   drawn.forEach((one, n) => {
     const path = h("path", { class: "line", d: `M${one.points.map(([step, v]) => `${x(step)},${y(v)}`).join("L")}`, "stroke-dasharray": one.dash || null });
@@ -58,7 +51,6 @@ function curves(label, unit, series, { band = null, height = 320, from = null } 
     key.style.stroke = one.color;
     svg.append(key, h("text", { class: "quiet", x: left + 200 * n + 30, y: height - 6 }, one.name));
   });
-  if (band) svg.append(h("text", { class: "quiet", x: left + 200 * drawn.length, y: height - 6 }, `shaded: 95% prediction interval from ${band.seeds} seeds`));
   svg.append(h("text", { class: "quiet", x: width - right, y: height - bottom + 38, "text-anchor": "end" }, `optimiser step; ${unit}`));
   return svg;
 }
@@ -67,12 +59,11 @@ function losses() {
   const rows = data.validation.map(([step, loss]) => [step.toLocaleString("en"), number(loss, 5)]);
   return section("losses", "Losses",
     h("p", { id: "verdict" }, h("b", {}, "Verdict: "), `${s.verdict}.`),
-    s.band ? null : h("p", { class: "quiet", id: "why-no-band" }, s.why_no_band),
     s.skipped_steps.length ? h("p", {}, `Skipped steps: ${s.skipped_steps.slice(0, 20).join(", ")}.`) : null,
     curves("training and validation loss by step; the table below lists the validation losses", "nats per token", [
       { name: "training, per batch", points: data.training, color: "var(--cool)", thin: true },
       { name: "validation", points: data.validation, color: "var(--accent)", dots: true },
-    ], { band: s.band }),
+    ]),
     h("details", {}, h("summary", {}, "validation losses"), table("nats per token, over the validation split", ["step", "loss"], rows)));
 }
 

@@ -1,9 +1,13 @@
-"""Train a run to its end, or take it as it is, and read the curve of its validation losses."""
+"""Train a grid of runs, each to its end or taken as it is, and tabulate what came out.
+
+The record of a grid is its run directories: what is complete is read, what was interrupted resumes, and a run that
+diverged keeps the reason in `diverged.txt` and is not tried again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from jaxgpt.runs.find import is_run
 from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 
-DIVERGED = "diverged.txt"  # the reason, in the directory of the run
+DIVERGED = "diverged.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +56,13 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     lines = read_metrics(directory / "metrics.jsonl")
     validated = finite_values(lines, "val_loss")
     rated = [(line["tokens"], line["tokens_per_second"]) for line in lines if line.get("tokens_per_second")]
-    if not rated or not validated:
-        return Curve()
-    tokens, rates = (np.array(x, float) for x in zip(*rated, strict=True))
+    tokens, rates = np.array(rated, float).reshape(-1, 2).T
     elapsed = np.cumsum(np.diff(tokens, prepend=0.0) / rates)
-    per_step = experiment.train.batch_size * experiment.model.block_size
-    at = [step * per_step for step, _ in validated]
+    at = [step * experiment.train.batch_size * experiment.model.block_size for step, _ in validated]
     seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
     return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
+
+
+def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])

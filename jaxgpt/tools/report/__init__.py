@@ -1,1 +1,0 @@
-"""Summarise a run as a page."""

@@ -1,1 +1,0 @@
-"""Train variants of an experiment with several seeds and compare them."""

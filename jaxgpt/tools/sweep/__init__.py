@@ -1,1 +1,0 @@
-"""Search for the best values of an experiment's fields by successive halving."""

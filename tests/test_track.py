@@ -1,0 +1,212 @@
+"""Tracking: what reaches a service, once each, from a log that is written, cut off and written again."""
+
+import json
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.runs.metrics import read_metrics
+from tests.helpers import script
+from tests.tools.written_run import STEPS, write_run
+
+module = script("track")
+track = module.track
+
+
+def write(path, *lines):
+    """Append lines, or text as it is."""
+    with path.open("a") as f:
+        f.writelines(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+
+
+def replace(path, *lines):
+    """Write a log anew, as a run does that resumes."""
+    write(path.with_name("new"), *lines)
+    path.with_name("new").replace(path)
+
+
+def loss(step):
+    return {"step": step, "loss": 1.0 / step, "mfu": None, "tokens_per_second": 100.0, "seconds": 0.5 * step}
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "run", trained=0)
+    write(tmp_path / "run/metrics.jsonl", loss(1), loss(2), {"step": 2, "val_loss": 3.0})
+    return tmp_path / "run"
+
+
+def expected(directory):
+    lines = read_metrics(directory / "metrics.jsonl")
+    return sorted((line["step"], x, line[x]) for line in lines for x in module.SCALARS if line.get(x) is not None)
+
+
+def test_lines_are_read_once_whole_and_undamaged(tmp_path):
+    path, looks = tmp_path / "metrics.jsonl", []
+
+    events = iter(
+        [
+            lambda: write(path, loss(1), '{"step": 2, "lo'),
+            lambda: write(path, 'ss": 0.5}\n{"step": 3, "lo\n'),
+            lambda: None,
+            lambda: replace(path, *map(loss, (1, 2, 3))),
+        ]
+    )
+
+    def pause():
+        looks.append([])
+        next(events)()
+
+    def is_live():
+        if len(looks) == 4:
+            write(path, loss(4))  # just before the end
+        return len(looks) < 4
+
+    for line in module.iter_new_lines(path, is_live, pause):
+        looks[-1].append(line["step"])
+    assert looks == [[1], [2], [], [1, 2, 3, 4]]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What W&B gets: (step, scalar, value), and None when it is closed."""
+    values = []
+
+    def send(step, scalars, time):
+        values.extend((step, name, value) for name, value in scalars.items())
+
+    service = send, lambda: None, lambda: values.append(None)
+    monkeypatch.setitem(module.SERVICES, "wandb", lambda *_: service)
+    return values
+
+
+def follow(run, monkeypatch, *events):
+    """Track a run while the events happen, one between two looks; the run is complete with the last."""
+    left = list(events)
+
+    def sleep(seconds):
+        left.pop(0)()
+        if not left:
+            (run / f"checkpoints/{STEPS}").mkdir(parents=True)
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    return track(run, "wandb", follow=True)
+
+
+def test_following_a_run_that_is_killed_and_resumed_sends_each_value_once(run, kept, monkeypatch):
+    path = run / "metrics.jsonl"
+    events = (
+        lambda: write(path, loss(3)),
+        lambda: replace(path, loss(1), loss(2)),
+        lambda: write(path, *map(loss, (3, 4))),
+    )
+    follow(run, monkeypatch, *events)
+    write(path, {"step": 4, "val_loss": 2.0})
+    assert track(run, "wandb") == 1 and kept.pop() is None
+    assert sorted(filter(None, kept)) == sorted([*expected(run), (2, "val_loss", 3.0)])
+
+
+def test_following_ends_when_the_run_is_started_over(run, kept, monkeypatch):
+    def fresh():
+        run.rename(run.with_name("aside"))
+        write_run(run)
+
+    with pytest.raises(UserError, match="started over with --fresh"):
+        follow(run, monkeypatch, fresh, lambda: None)
+
+
+def test_a_damaged_record_of_what_was_sent_is_refused(run, kept):
+    (run / "tracked-wandb.json").write_text('{"key": "a", "sent": {"loss": "many"}}')
+    with pytest.raises(UserError, match="tracked-wandb.json is damaged: delete it"):
+        track(run, "wandb")
+
+
+def test_tensorboard_gets_each_value_once_however_often_it_is_called(run):
+    pytest.importorskip("tensorboardX", reason="of the extra tensorboard")
+    from tensorboardX.proto.event_pb2 import Event
+
+    (run / "tensorboard").mkdir()
+    (run / "tensorboard/events.out.tfevents.1.earlier").touch()
+    for _ in range(2):
+        assert track(run, "tensorboard") == len(expected(run))
+    (file,) = (run / "tensorboard").iterdir()
+    raw, at, found = file.read_bytes(), 0, []
+    while at < len(raw):  # the format of TFRecord
+        (size,) = struct.unpack_from("<Q", raw, at)
+        found.append(Event.FromString(raw[at + 12 : at + 12 + size]))
+        at += 12 + size + 4
+    scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value if v.WhichOneof("value")]
+    assert sorted(scalars) == [(step, name, np.float32(value)) for step, name, value in expected(run)]
+    times = {e.step: e.wall_time for e in found if e.step}
+    assert times[2] - times[1] == pytest.approx(0.5, abs=1e-3)
+    tags = {v.tag: v.metadata for e in found for v in e.summary.value}
+    assert b"optim.learning_rate" in tags["_hparams_/session_start_info"].plugin_data.content
+
+
+class FakeRun:
+    """A run of W&B, which takes the step as a value, or of trackio; it keeps what it gets."""
+
+    def __init__(self):
+        self.logged, self.is_finished = [], False
+
+    def define_metric(self, name, *, step_metric=None):
+        pass
+
+    def log(self, values, step=None):
+        step = values.pop("step") if step is None else step
+        self.logged += [(step, name, value) for name, value in values.items()]
+
+    def finish(self):
+        self.is_finished = True
+
+
+def fake_service(name, runs):
+    """Return a module with the signature that is used: (project, name and key, config) -> a run."""
+
+    def wandb(*, project, name, id, resume, config, settings):
+        assert resume == "allow" and settings == {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
+        runs.append((project, id, config, FakeRun()))
+        return runs[-1][-1]
+
+    def trackio(*, project, name, config, resume, embed, auto_log_gpu, auto_log_cpu):
+        assert resume == "allow" and not (embed or auto_log_gpu or auto_log_cpu)
+        runs.append((project, name.rpartition("-")[2], config, FakeRun()))
+        return runs[-1][-1]
+
+    return types.SimpleNamespace(init=wandb if name == "wandb" else trackio, Settings=dict, Error=RuntimeError)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_second_call_continues_the_run_with_what_is_new(run, monkeypatch, name):
+    runs = []
+    monkeypatch.setitem(sys.modules, name, fake_service(name, runs))
+    first = track(run, name, project="mine")
+    write(run / "metrics.jsonl", loss(3))
+    assert first + 2 == len(expected(run)) and track(run, name, project="mine") == 2
+    one, two = runs
+    assert one[:3] == two[:3] and one[0] == "mine" and one[2]["model.n_layer"] == 1
+    assert one[1] == json.loads((run / f"tracked-{name}.json").read_text())["key"]
+    assert sorted(one[3].logged + two[3].logged) == expected(run) and two[3].is_finished
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named(run, monkeypatch, capsys, name):
+    package = {"tensorboard": "tensorboardX"}.get(name, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as left:
+        module.main([str(run), "--to", name])
+    assert left.value.code == 2 and f"python -m pip install {package}" in capsys.readouterr().err
+
+
+def test_an_account_that_is_missing_is_said_in_a_line(run, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.\nsecond line")
+
+    fake = types.SimpleNamespace(init=refuse, Settings=dict, Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(UserError, match="W&B: No API key configured"):
+        track(run, "wandb")
