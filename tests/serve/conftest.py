@@ -6,19 +6,14 @@ from starlette.testclient import TestClient
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import prepare
-from jaxgpt.serve.app import Service, make_app
-from jaxgpt.serve.guard import Guard
-from jaxgpt.serve.metrics import Metrics
+from jaxgpt.serve.app import make_app
+from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.served import serve_run
-from jaxgpt.serve.server import Options, make_server
+from jaxgpt.serve.server import Guard, make_server
 from tests.helpers import make_model, recorded_run
 from tests.serve.fake_engine import FakeEngine, fake_score
 
 BLOCK = 96
-OPTIONS = Options(
-    host="127.0.0.1", port=0, slots=4, key=None, hosts=(), cache_dtype=None, prefix_bytes=10**7, timeout=60.0
-)
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +43,9 @@ def faked(byte_run):
         def start(engine=None, *, key=None, queue=4, hosts=(), **limits):
             engine = engine or FakeEngine()
             scheduler = Scheduler(engine, fake_score, queue=queue, log=lambda line: None)
-            served = serve_run(byte_run, slots=engine.slots, queue=queue)
-            metrics, lines = Metrics(), []
-            service = Service(
-                served=served, scheduler=scheduler, metrics=metrics, compilations=lambda: 0, log=lines.append
-            )
-            app = make_app(service)
-            paths = frozenset(route.path for route in app.routes)
-            app = Guard(app=app, metrics=metrics, paths=paths, key=key, hosts=frozenset(hosts), **limits)
+            served, lines = Served(byte_run, slots=engine.slots, queue=queue), []
+            app = make_app(served, scheduler, lines.append)
+            app = Guard(app, scheduler.metrics, key=key, hosts=hosts, **limits)
             client = stack.enter_context(Client(app))
             client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines
             return client
@@ -66,5 +56,10 @@ def faked(byte_run):
 @pytest.fixture(scope="session")
 def real(byte_run):
     """A client of a server with an engine."""
-    with Client(make_server(byte_run, OPTIONS, say=lambda line: None)) as client:
+    with Client(start_server(byte_run)) as client:
         yield client
+
+
+def start_server(run):
+    """The application over the engine of a run."""
+    return make_server(run, slots=4, say=lambda line: None, prefix_bytes=10**7, timeout=60.0)

@@ -1,4 +1,4 @@
-"""A server without a model that speaks the wire of the playground, deterministically: see jaxgpt/serve/playground.py."""
+"""A server without a model that speaks the wire of the playground, deterministically: see jaxgpt/serve/playground.js."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from jaxgpt.serve.playground import playground_page
+from jaxgpt.serve.app import playground_page
 
 SCRIPT = "<script>pwned=1</script>"
 IMAGE = "<img src=x onerror=pwned=1>"

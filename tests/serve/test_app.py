@@ -155,12 +155,12 @@ def test_metrics_count(faked):
     client.ask(prompt="abc", max_tokens=-5)
     text = client.get("/metrics").text
     for line in (
-        'http_requests_total{path="/v1/completions",status="200"} 1',
-        'http_requests_total{path="/v1/completions",status="400"} 1',
-        "prompt_tokens_total 3",
-        "completion_tokens_total 5",
-        "slots 2",
-        "first_token_seconds_count 1",
-        'first_token_seconds_bucket{le="+Inf"} 1',
+        'http_requests_total{path="/v1/completions",status="200"} 1.0',
+        'http_requests_total{path="/v1/completions",status="400"} 1.0',
+        "prompt_tokens_total 3.0",
+        "completion_tokens_total 5.0",
+        "slots 2.0",
+        "first_token_seconds_count 1.0",
+        'first_token_seconds_bucket{le="+Inf"} 1.0',
     ):
         assert f"\njaxgpt_{line}\n" in text, line

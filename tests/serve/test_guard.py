@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxgpt.serve import app as app_module
-from jaxgpt.serve.parameters import parse_object
+from jaxgpt.serve.requests import parse
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.test_parameters import JSON, refused
 
@@ -127,12 +127,12 @@ def test_a_slow_body_is_refused(faked):
 def test_others_are_answered_while_a_request_is_read(faked, monkeypatch, path):
     client, begun, go_on, done = faked(), threading.Event(), threading.Event(), []
 
-    def slow(raw):
+    def slow(kind, raw, *more):
         begun.set()
         done.append(go_on.wait(2))
-        return parse_object(raw)
+        return parse(kind, raw, *more)
 
-    monkeypatch.setattr(app_module, "parse_object", slow)
+    monkeypatch.setattr(app_module, "parse", slow)
     thread = threading.Thread(target=lambda: client.ask(path))
     thread.start()
     assert begun.wait(5) and client.get("/health").status_code == 200 and not done
@@ -145,9 +145,9 @@ def test_who_leaves_frees_the_slot_within_one_burst(faked, stream):
     client = faked(FakeEngine(slots=1, delay=0.02))
     asked = body(prompt="ab", max_tokens=64, stream=stream)
     call(client.guard, [(0, asked), (0.03, LEFT)])
-    wait_for(lambda: not client.scheduler.num_running)
+    wait_for(lambda: not client.scheduler.running)
     assert client.engine.cancelled == [0] and client.engine.steps <= 3
-    assert client.guard.metrics.disconnected == 1
+    assert client.scheduler.metrics.registry.get_sample_value("jaxgpt_disconnects_total") == 1
 
 
 def test_who_leaves_while_waiting_leaves_the_queue(faked):
@@ -155,9 +155,9 @@ def test_who_leaves_while_waiting_leaves_the_queue(faked):
     client.engine.gate.clear()
     first = threading.Thread(target=lambda: client.ask(prompt="a", max_tokens=8))
     first.start()
-    wait_for(lambda: client.scheduler.num_running)
+    wait_for(lambda: client.scheduler.running)
     call(client.guard, [(0, body(prompt="b")), (0.05, LEFT)])
-    assert client.scheduler.num_waiting == 0
+    assert not client.scheduler.waiting
     client.engine.gate.set()
     first.join(10)
     assert client.engine.submitted == 1
@@ -169,7 +169,7 @@ def test_a_full_queue_answers_at_once(faked):
     threads = [threading.Thread(target=lambda: client.ask(prompt="a", max_tokens=8)) for _ in range(5)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: client.scheduler.num_waiting + client.scheduler.num_running == 5)
+    wait_for(lambda: len(client.scheduler.waiting) + len(client.scheduler.running) == 5)
     start = time.perf_counter()
     response = client.ask(prompt="a")
     seconds = time.perf_counter() - start
@@ -215,7 +215,7 @@ def test_closing_lets_the_running_end(faked):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(client.ask(prompt="a", max_tokens=60)))
     thread.start()
-    wait_for(lambda: client.scheduler.num_running)
+    wait_for(lambda: client.scheduler.running)
     client.scheduler.close(10)
     thread.join(10)
     assert answers[0].json()["choices"][0]["text"] == "a" * 60

@@ -10,13 +10,12 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.serve.playground import playground_page
-from jaxgpt.serve.server import make_server
+from jaxgpt.serve.app import playground_page
 from jaxgpt.tools.html_page import hash_source
 from tests.browser import watch
 from tests.conftest import REPOSITORY
 from tests.serve import fake_server
-from tests.serve.conftest import OPTIONS
+from tests.serve.conftest import start_server
 from tests.serve.fake_server import ANSWER, END_OF_TURN, IMAGE, SCRIPT, Fake, distribution, make_app, reply, text_of
 
 LINES = 400  # of JavaScript
@@ -90,7 +89,7 @@ def expected(body):
 
 @pytest.fixture(scope="module")
 def address_of_real(byte_run):
-    app = make_server(byte_run, OPTIONS, say=lambda line: None)
+    app = start_server(byte_run)
     with fake_server.running(app) as address:
         yield address
 

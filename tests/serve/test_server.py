@@ -17,7 +17,7 @@ import pytest
 import jaxgpt
 from jaxgpt.__main__ import main
 from jaxgpt.serve import server as server_module
-from jaxgpt.serve.server import Server, bind
+from jaxgpt.serve.server import bind, make_http
 from tests.conftest import REPOSITORY
 from tests.helpers import tiny_experiment
 from tests.serve.fake_engine import FakeEngine
@@ -34,11 +34,10 @@ def listening(faked, monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def start(engine=None):
-            client, listener, lines = faked(engine), bind("127.0.0.1", 0), []
-            server = Server(client.guard, listener, lines.append)
+            client, listener = faked(engine), bind("127.0.0.1", 0)
+            server = make_http(client.guard)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
-            wait_for(lambda: lines)
 
             def stop():
                 server.should_exit = True
@@ -47,7 +46,7 @@ def listening(faked, monkeypatch):
 
             stack.callback(stop)
             client.server, client.stop = server, stop
-            return int(lines[0].rpartition(":")[2]), client
+            return listener.getsockname()[1], client
 
         yield start
 
@@ -146,8 +145,8 @@ def test_100_who_leave_free_their_slots(listening, stream):
     for _ in range(100):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(raw)
-            wait_for(lambda: client.scheduler.num_running)
-        wait_for(lambda: not client.scheduler.num_running)
+            wait_for(lambda: client.scheduler.running)
+        wait_for(lambda: not client.scheduler.running)
     assert len(client.engine.cancelled) == 100
 
 
