@@ -29,14 +29,13 @@ BURST, BURST_SECONDS = 8, 0.05  # most tokens, and about the most time, between 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 FAILED = "decoding has failed: the server's log has the reason"
 
-prometheus_client.disable_created_metrics()  # a time of creation beside each counter and histogram
-
 
 class Metrics:
     """What is counted from one start to the end."""
 
     def __init__(self) -> None:
         """Start at zero."""
+        prometheus_client.disable_created_metrics()  # a time of creation beside each counter and histogram
         self.registry = prometheus_client.CollectorRegistry()
         common = {"namespace": "jaxgpt", "registry": self.registry}
         counter = functools.partial(prometheus_client.Counter, **common)
