@@ -75,7 +75,7 @@ HALF = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SLOW = [
     (b"", b""),
-    *((first, raw) for first in (b"", HEALTH) for raw in (b"GET", HALF, HALF + b"Content-Length: 9\r\n\r\n{")),
+    *((first, raw) for first in (b"", HEALTH) for raw in (b"GET", HALF, HALF + b"Content-Length: 999\r\n\r\n{")),
 ]
 
 
@@ -100,7 +100,9 @@ def test_slow_clients_are_closed_and_hold_up_nobody(listening):
         start = time.monotonic()
         assert answer_to(port, request("/tokenize", "Connection: close", prompt="a"))[9:12] == b"200"
         for slow, connection in zip(SLOW, connections, strict=True):
-            assert b"HTTP/1.1 408 " in b"".join(iter(lambda c=connection: c.recv(65536), b"")), slow
+            # To a client that still sends, a reset may come before the answer.
+            with contextlib.suppress(ConnectionResetError) if slow == SLOW[-1] else contextlib.nullcontext():
+                assert b"HTTP/1.1 408 " in b"".join(iter(lambda c=connection: c.recv(65536), b"")), slow
         assert 0.2 < time.monotonic() - start < 3
         done.set()
 
@@ -120,16 +122,14 @@ def test_what_is_not_http_is_refused(listening, raw):
     assert answer_to(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[9:12] == b"200"
 
 
-PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
 def test_who_does_not_read_is_disconnected(listening):
     """Also one whose last bytes wait in a connection that is closing."""
     port, client = listening()
     with contextlib.ExitStack() as stack:
-        for last in (b"", b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"):
+        page = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+        for last in (b"", b"", page + b"Connection: close\r\n\r\n"):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-            connection.sendall(PAGE * 150 + last)
+            connection.sendall((page + b"\r\n") * 150 + last)
         wait_for(lambda: len(client.server.server_state.connections) == 3)
         wait_for(lambda: not client.server.server_state.connections and not client.server.server_state.tasks)
 
