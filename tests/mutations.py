@@ -1028,7 +1028,7 @@ MUTATIONS = (
         "serve/requests.py",
         "        if name not in hints:\n",
         "        if name not in hints:\n            continue\n",
-        "serve/test_parameters.py::test_bad_parameters_are_named[temprature-1]",
+        "serve/test_requests.py::test_bad_parameters_are_named",
     ),
     Mutation(
         "prompt-score-of-the-next-token",

@@ -69,23 +69,16 @@ class Update(NamedTuple):
 
 
 Deliver = Callable[[Update | Exception], None]  # hands news over to the event loop
+Score = Callable[[Sequence[int]], PromptScores]  # the log-probabilities of a prompt
 
 
 class Scheduler:
     """Decode the rows of many requests in the slots of one engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        score: Callable[[Sequence[int]], PromptScores],
-        *,
-        queue: int,
-        log: Callable[[str], None],
-    ):
+    def __init__(self, engine: Engine, score: Score, *, queue: int, log: Callable[[str], None]):
         """Start the thread.
 
-        engine: compiled. score: returns the log-probabilities of a prompt. queue: most rows that wait for a slot.
-        log: prints a line.
+        engine: compiled. queue: most rows that wait for a slot. log: prints a line.
         """
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
         self.waiting: collections.deque[tuple[Row, Deliver]] = collections.deque()  # rows without a slot

@@ -136,25 +136,15 @@ def bind(host: str, port: int) -> socket.socket:
 class Guard:
     """ASGI middleware that checks each request, reads its body, and ends it if the client leaves or it takes too long."""
 
-    def __init__(
-        self,
-        app: Starlette,
-        metrics: Metrics,
-        *,
-        key: str | None = None,
-        hosts: Sequence[str] = (),
-        body_timeout: float = BODY_TIMEOUT,
-        timeout: float = 300.0,
-    ):
+    def __init__(self, app: Starlette, metrics: Metrics, *, key: str | None, hosts: Sequence[str], timeout: float):
         """Guard an application.
 
         key: that clients must send; None: everybody may ask. hosts: names by which the server may be called, beside
         localhost and addresses. timeout: seconds for a whole request.
         """
-        self._app, self._metrics, self._key = app, metrics, key
+        self._app, self._metrics, self._key, self._timeout = app, metrics, key, timeout
         self._paths = {getattr(route, "path", "") for route in app.routes}  # that the metrics tell apart
         self._names = {"localhost", *(name.lower() for name in hosts)}
-        self._body_timeout, self._timeout = body_timeout, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request; pass the application's start and end on."""
@@ -217,7 +207,7 @@ class Guard:
         if len(length) > 20 or int(length) > LARGEST_BODY:  # digits alone, or it would not have come so far
             raise too_large
         try:
-            async with asyncio.timeout(self._body_timeout):
+            async with asyncio.timeout(BODY_TIMEOUT):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -228,7 +218,7 @@ class Guard:
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise RequestError(f"the body took longer than {self._body_timeout:g} s", status=408) from None
+            raise RequestError(f"the body took longer than {BODY_TIMEOUT:g} s", status=408) from None
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application until it ends, the client leaves, or the time is over."""

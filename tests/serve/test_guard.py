@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jaxgpt.serve import app as app_module
+from jaxgpt.serve import server as server_module
 from jaxgpt.serve.requests import parse
 from tests.serve.conftest import JSON, FakeEngine, refused, wait_for
 
@@ -87,9 +88,10 @@ def body(**parameters):
 LEFT = {"type": "http.disconnect"}
 
 
-def test_a_slow_body_is_refused(faked):
+def test_a_slow_body_is_refused(faked, monkeypatch):
+    monkeypatch.setattr(server_module, "BODY_TIMEOUT", 0.2)
     begin = {"type": "http.request", "body": b"{", "more_body": True}
-    start, _ = call(faked(body_timeout=0.2).guard, [(0, begin), (5, begin)])
+    start, _ = call(faked().guard, [(0, begin), (5, begin)])
     assert start["status"] == 408
 
 

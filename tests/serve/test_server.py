@@ -21,13 +21,13 @@ from tests.serve.conftest import JSON, FakeEngine, wait_for
 @pytest.fixture
 def listening(faked, monkeypatch):
     """A function that starts a server over a fake engine on a port: listening(engine) -> (port, client)."""
-    monkeypatch.setattr(server_module, "HEAD_TIMEOUT", 0.3)
-    monkeypatch.setattr(server_module, "READ_TIMEOUT", 0.3)
+    for name in ("HEAD_TIMEOUT", "BODY_TIMEOUT", "READ_TIMEOUT"):
+        monkeypatch.setattr(server_module, name, 0.3)
     monkeypatch.setattr(server_module, "GRACE", 1.0)
     with contextlib.ExitStack() as stack:
 
         def start(engine=None):
-            client, listener = faked(engine, body_timeout=0.3), bind("127.0.0.1", 0)
+            client, listener = faked(engine), bind("127.0.0.1", 0)
             server = make_http(client.guard)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
