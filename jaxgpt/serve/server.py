@@ -97,16 +97,16 @@ def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> No
     """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it once more after the end, a success here
         signal.signal(number, lambda *_: None)
-    host, port = listener.getsockname()[:2]
-    say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    make_http(app).run([listener])
+    Server(app, listener, say).run([listener])
     say("stopped")
 
 
-def make_http(app: Guard) -> uvicorn.Server:
-    """Return uvicorn's server, with deadlines and limits."""
-    return uvicorn.Server(
-        uvicorn.Config(
+class Server(uvicorn.Server):
+    """uvicorn with deadlines and limits. It prints its address once it answers, and a signal would stop it."""
+
+    def __init__(self, app: Guard, listener: socket.socket, say: Callable[[str], None]):
+        """Configure uvicorn. listener: where `run` will listen. say: prints a line."""
+        config = uvicorn.Config(
             app,
             loop="asyncio",
             http=Deadlines,
@@ -118,7 +118,14 @@ def make_http(app: Guard) -> uvicorn.Server:
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=int(GRACE),
         )
-    )
+        super().__init__(config)
+        host, port = listener.getsockname()[:2]
+        self._say, self._address = say, f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._say(self._address)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ import pytest
 import jaxgpt
 from jaxgpt.__main__ import main
 from jaxgpt.serve import server as server_module
-from jaxgpt.serve.server import bind, make_http
+from jaxgpt.serve.server import Server, bind
 from tests.serve.conftest import JSON, FakeEngine, wait_for
 
 
@@ -27,10 +27,11 @@ def listening(faked, monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def start(engine=None):
-            client, listener = faked(engine), bind("127.0.0.1", 0)
-            server = make_http(client.guard)
+            client, listener, lines = faked(engine), bind("127.0.0.1", 0), []
+            server = Server(client.guard, listener, lines.append)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
+            wait_for(lambda: lines)
 
             def stop():
                 server.should_exit = True
@@ -39,7 +40,7 @@ def listening(faked, monkeypatch):
 
             stack.callback(stop)
             client.server, client.stop = server, stop
-            return listener.getsockname()[1], client
+            return int(lines[0].rpartition(":")[2]), client
 
         yield start
 
