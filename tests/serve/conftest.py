@@ -105,7 +105,7 @@ def faked(byte_run):
     """A function that starts a server over a fake engine: faked(engine, key=...) -> client, whose `engine` it is."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine=None, *, key=None, queue=4, hosts=(), timeout=300.0):
+        def start(engine=None, *, key=None, queue=4, hosts=(), timeout=20.0):
             engine = engine or FakeEngine()
             scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
             app = make_app(Served(byte_run, slots=engine.slots, queue=queue), scheduler, lines.append)
