@@ -29,7 +29,7 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_preserve_defaults = True
 # Packages of extras that documented modules import at their top: the site builds without them, the same everywhere.
-autodoc_mock_imports = ["lm_eval", "starlette", "uvicorn"]
+autodoc_mock_imports = ["lm_eval", "prometheus_client", "starlette", "uvicorn"]
 # A mocked decorator would hide the class that it decorates, and a mocked base class the arguments of its subclass.
 sys.modules["lm_eval.api.registry"] = types.SimpleNamespace(register_model=lambda name: lambda cls: cls)
 sys.modules["lm_eval.api.model"] = types.SimpleNamespace(LM=type("LM", (), {"__module__": "lm_eval.api.model"}))

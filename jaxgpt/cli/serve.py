@@ -15,7 +15,6 @@ from jaxgpt.config.validate import Count, Interval, PositiveFloat
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_bytes
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import find_run
 
 KEY = "JAXGPT_API_KEY"
 
@@ -55,29 +54,32 @@ def serve(
         timeout: seconds after which a request ends
         log_prompts: print prompts and completions on stderr
     """
-    find_run(run)
     key = _read_key(api_key_file)
     if key is None and not no_key and not _is_this_machine(host):
         raise UserError(
             f"host {host} can be reached from other machines: set {KEY}, name a file with --api-key-file, or say --no-key"
         )
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+    needed = ("starlette", "uvicorn", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"jaxgpt serve needs {' and '.join(missing)}: python -m pip install 'jaxgpt[serve]'")
     configure_jax()
     from jaxgpt.run import load
-    from jaxgpt.serve.server import Options, serve
+    from jaxgpt.serve import server
 
-    options = Options(
-        host=host,
-        port=port,
+    loaded = load(run, average=average).for_decoding(weights)
+    listener = server.bind(host, port)
+    app = server.make_server(
+        loaded,
         slots=slots,
+        say=say,
         key=key,
         hosts=allowed_host,
         cache_dtype=cache_dtype,
         prefix_bytes=prefix_cache_mb * 10**6,
         timeout=timeout,
+        log=say if log_prompts else None,
     )
-    serve(load(run, average=average).for_decoding(weights), options, say=say, log=say if log_prompts else None)
+    server.serve(app, listener, say)
 
 
 def _read_key(path: str | None) -> str | None:

@@ -1,13 +1,12 @@
-"""The routes: an ASGI application over a scheduler."""
+"""The routes: an ASGI application over a scheduler, and the page at `/` on which one tries the model, token by token."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import time
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import resources
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,221 +16,132 @@ from starlette.routing import Route
 
 from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError
-from jaxgpt.serve.errors import RequestError
-from jaxgpt.serve.generation import Generation, iter_deltas, plan_chat, plan_completion
-from jaxgpt.serve.metrics import Metrics
-from jaxgpt.serve.parameters import (
+from jaxgpt.serve.requests import (
     ChatParameters,
     CompletionParameters,
     DetokenizeParameters,
-    Parameters,
+    RequestError,
+    Served,
     TokenizeParameters,
     parse,
-    parse_object,
 )
-from jaxgpt.serve.playground import playground_page
-from jaxgpt.serve.responses import DONE, Envelope, render_body, render_event
-from jaxgpt.serve.scheduler import Scheduler, Ticket
-from jaxgpt.serve.served import Served
+from jaxgpt.serve.responses import Answer, refuse, respond
+from jaxgpt.serve.scheduler import Scheduler
+from jaxgpt.tools.html_page import hash_source, read_asset
 
-Asked = TypeVar("Asked", bound=Parameters)
 GRACE = 10.0  # seconds in which running requests may end, after a signal
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Service:
-    """The handlers of the routes."""
+def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | None = None) -> Starlette:
+    """Return the application. Its shutdown waits for what runs.
 
-    served: Served
-    scheduler: Scheduler
-    metrics: Metrics
-    compilations: Callable[[], int]  # since the warm-up, for requests
-    log: Callable[[str], None] | None = None  # prints prompts and completions; None: they are not printed
+    log: prints prompts and completions; None: they are not printed. Threads read the bodies: 1 MiB may take seconds.
+    """
+    run, tokenizer, is_chat = served.run, served.run.tokenizer, served.run.experiment.data.is_chat
+    own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
+    own |= {"step": run.step, "encoder": bool(run.model.config.n_encoder_layer)}
+    own |= {"chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
+    described = {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
+    # As lm-evaluation-harness asks for it.
+    info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "pad_token": None}
+    info |= {"bos_token": tokenizer.decode(tokenizer.prefix[:1]) if tokenizer.prefix else None}
+    info |= {"eos_token": tokenizer.decode([find_start_token(tokenizer)[0]]), "model_max_length": served.block_size}
 
-    async def models(self, request: Request) -> Response:
-        """List the one model."""
-        return _json({"object": "list", "data": [self._model()]})
+    def completes(kind: type[CompletionParameters] | type[ChatParameters]) -> Callable[[Request], Awaitable[Response]]:
+        def plan(raw: bytes) -> Answer:
+            p = parse(kind, raw, served.temperature)
+            served.check(p)
+            scheduler.check_room(p.n)
+            return Answer(served, p, served.plan(p))
 
-    async def model(self, request: Request) -> Response:
-        """Describe the model."""
-        self._check_model(request.path_params["name"])
-        return _json(self._model())
+        async def complete(request: Request) -> Response:
+            answer = await asyncio.to_thread(plan, await request.body())
+            deltas = answer.deltas(scheduler.submit(answer.rows), scheduler, log)
+            if answer.parameters.stream:
+                headers = {"cache-control": "no-cache"}
+                return StreamingResponse(answer.events(deltas), headers=headers, media_type="text/event-stream")
+            return respond(await answer.whole(deltas))
 
-    async def completions(self, request: Request) -> Response:
-        """Continue texts."""
-        return await self._respond(*await self._plan(request, CompletionParameters, plan_completion))
+        return complete
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
-        return await self._respond(*await self._plan(request, ChatParameters, plan_chat))
+    def tokenize(raw: bytes) -> dict[str, Any]:
+        p = parse(TokenizeParameters, raw)
+        ids = served.tokenize(p)
+        texts = [served.text_of(i) for i in ids] if p.return_token_strs else None
+        return {"count": len(ids), "max_model_len": served.block_size, "tokens": ids, "token_strs": texts}
 
-    async def tokenize(self, request: Request) -> Response:
-        """Return the ids of a text or of a conversation."""
-        return await asyncio.to_thread(self._tokenize, await request.body())
+    def detokenize(raw: bytes) -> dict[str, Any]:
+        return {"prompt": served.detokenize(parse(DetokenizeParameters, raw).tokens)}
 
-    async def detokenize(self, request: Request) -> Response:
-        """Return the text of ids."""
-        return await asyncio.to_thread(self._detokenize, await request.body())
+    def converts(work: Callable[[bytes], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def convert(request: Request) -> Response:
+            return await asyncio.to_thread(lambda raw: respond(work(raw)), await request.body())
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        """Describe the tokenizer, as lm-evaluation-harness asks for it."""
-        tokenizer = self.served.run.tokenizer
-        begin = tokenizer.decode(tokenizer.prefix[:1]) if tokenizer.prefix else None
-        info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "bos_token": begin}
-        info |= {"eos_token": tokenizer.decode([find_start_token(tokenizer)[0]]), "pad_token": None}
-        return _json(info | {"model_max_length": self.served.limits.block_size})
+        return convert
 
-    async def playground(self, request: Request) -> Response:
-        """Return the page."""
-        page, policy = playground_page()
-        return HTMLResponse(page, headers={"content-security-policy": policy, "x-content-type-options": "nosniff"})
+    async def models(request: Request) -> Response:
+        return respond({"object": "list", "data": [described]})
 
-    async def health(self, request: Request) -> Response:
-        """Return whether the server works."""
-        failed = self.scheduler.failure is not None
-        return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+    async def model(request: Request) -> Response:
+        served.check_name(request.path_params["name"])
+        return respond(described)
 
-    async def measured(self, request: Request) -> Response:
-        """Return the metrics."""
-        scheduler = self.scheduler
-        text = self.metrics.render(
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            slots=self.served.limits.choices,
-            compilations=self.compilations(),
-        )
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    async def tokenizer_info(request: Request) -> Response:
+        return respond(info)
 
-    def _tokenize(self, body: bytes) -> Response:
-        p = parse(TokenizeParameters, parse_object(body))
-        if p.prompt is None:
-            ids = list(self.served.encode_messages(p.conversation))
-        elif p.as_prompt:
-            ids = list(self.served.encode(p.prompt)[0])
-        else:
-            ids = self.served.tokenize(p.prompt, prefix=p.add_special_tokens)
-        texts = [self.served.text_of(i) for i in ids] if p.return_token_strs else None
-        most = self.served.limits.block_size
-        return _json({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+    async def health(request: Request) -> Response:
+        has_failed = scheduler.failure is not None
+        return respond({"status": "failed" if has_failed else "ok"}, 503 if has_failed else 200)
 
-    def _detokenize(self, body: bytes) -> Response:
-        p = parse(DetokenizeParameters, parse_object(body))
-        if p.tokens is None:
-            raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
-        return _json({"prompt": self.served.decode(p.tokens, "tokens")})
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(scheduler.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    def _model(self) -> dict:
-        served = self.served
-        own = {"context": served.limits.block_size, "chat": served.run.experiment.data.is_chat}
-        own |= {"temperature": served.temperature, "slots": served.limits.choices, "step": served.run.step}
-        own |= {"encoder": bool(served.run.model.config.n_encoder_layer)}
-        own |= {"chat_stop_token_ids": served.chat_stop_tokens if own["chat"] else None}
-        return {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.served.name:
-            message = f"there is no model {name[:80]!r} here: needs {self.served.name!r}"
-            raise RequestError(message, status=404, param="model", code="model_not_found")
-
-    def _check(self, p: Parameters) -> None:
-        self._check_model(p.model)
-        p.check(self.served.limits)
-        self.scheduler.check_room(p.n)
-
-    async def _plan(
-        self, request: Request, kind: type[Asked], plan: Callable[[Served, Asked], Generation]
-    ) -> tuple[Asked, Generation]:
-        """Return the parameters of a request and its choices. A thread reads them: a body of 1 MiB may take seconds."""
-
-        def work(body: bytes) -> tuple[Asked, Generation]:
-            p = parse(kind, parse_object(body))
-            self._check(p)
-            return p, plan(self.served, p)
-
-        return await asyncio.to_thread(work, await request.body())
-
-    async def _respond(self, p: Parameters, generation: Generation) -> Response:
-        ticket = self.scheduler.submit(generation.rows)
-        self.metrics.prompt_tokens += generation.prompt_tokens
-        envelope = Envelope.make(generation.format, self.served.name, self.served.fingerprint)
-        if p.stream:
-            events = self._events(generation, ticket, envelope, include_usage=p.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        deltas, cached = [[] for _ in generation.rows], [0] * len(generation.rows)
-        async with contextlib.aclosing(iter_deltas(generation, ticket, self.metrics, cached)) as news:
-            async for index, delta in news:
-                deltas[index].append(delta)
-        choices = [generation.format.choice(index, held) for index, held in enumerate(deltas)]
-        usage = generation.usage(cached)
-        self._done(generation, usage.cached, ["".join(delta.text for delta in held) for held in deltas])
-        return _json(envelope.whole(choices, usage))
-
-    async def _events(
-        self, generation: Generation, ticket: Ticket, envelope: Envelope, *, include_usage: bool
-    ) -> AsyncIterator[bytes]:
-        """Yield the events of a stream."""
-        form, no_usage = generation.format, {"usage": None} if include_usage else None
-        texts, cached = [""] * len(generation.rows), [0] * len(generation.rows)
-        try:
-            async with contextlib.aclosing(iter_deltas(generation, ticket, self.metrics, cached)) as news:
-                for index in range(len(texts)):
-                    if (opening := form.opening(index)) is not None:
-                        yield envelope.chunk([opening], no_usage)
-                async for index, delta in news:
-                    texts[index] += delta.text
-                    for choice in form.chunks(index, delta):
-                        yield envelope.chunk([choice], no_usage)
-        except UserError as e:  # after the status 200
-            yield render_event((e if isinstance(e, RequestError) else RequestError(str(e))).to_json())
-            return
-        usage = generation.usage(cached)
-        if include_usage:
-            yield envelope.chunk([], {"usage": usage.to_json()})
-        self._done(generation, usage.cached, texts)
-        yield DONE
-
-    def _done(self, generation: Generation, cached: int, texts: list[str]) -> None:
-        self.metrics.cached_tokens += cached
-        if self.log is not None:
-            for row, text in zip(generation.rows, texts, strict=True):
-                self.log(f"{time.strftime('%H:%M:%S')} {self.served.run.tokenizer.decode(row.prompt)!r} -> {text!r}")
-
-
-def make_app(service: Service) -> Starlette:
-    """Return the application. Its shutdown waits for what runs."""
+    async def page(request: Request) -> Response:
+        html, policy = playground_page()
+        return HTMLResponse(html, headers={"content-security-policy": policy, "x-content-type-options": "nosniff"})
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.scheduler.close, GRACE)
+        await asyncio.to_thread(scheduler.close, GRACE)
 
     routes = [
-        Route("/v1/models", service.models),
-        Route("/v1/models/{name:path}", service.model),
-        Route("/v1/completions", service.completions, methods=["POST"]),
-        Route("/v1/chat/completions", service.chat, methods=["POST"]),
-        Route("/tokenize", service.tokenize, methods=["POST"]),
-        Route("/detokenize", service.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", service.tokenizer_info),
-        Route("/health", service.health),
-        Route("/metrics", service.measured),
-        Route("/", service.playground),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
+        Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),
+        Route("/tokenize", converts(tokenize), methods=["POST"]),
+        Route("/detokenize", converts(detokenize), methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/", page),
     ]
-    return Starlette(
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={UserError: _refuse, HTTPException: _refuse, Exception: _refuse},
-    )
+    handlers = dict.fromkeys((UserError, HTTPException, Exception), _explain)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
-def _refuse(request: Request, error: Exception) -> Response:
+def _explain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # no such path, or another method
         error = RequestError(f"{request.method} {request.url.path[:80]}: {error.detail}", status=error.status_code)
-    elif not isinstance(error, RequestError):
-        status = 400 if isinstance(error, UserError) else 500
-        error = RequestError(str(error) if status == 400 else "an error of the server: see its log", status=status)
-    return _json(error.to_json(), error.status, error.headers())
+    elif not isinstance(error, UserError):
+        error = RequestError("an error of the server: see its log", status=500)
+    return refuse(error if isinstance(error, RequestError) else RequestError(str(error)))
 
 
-def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(render_body(value), status, headers, media_type="application/json")
+def playground_page() -> tuple[str, str]:
+    """Return the page as HTML, and its Content-Security-Policy, which allows requests to its own server alone."""
+    html, own, program = (
+        resources.files("jaxgpt.serve").joinpath(f"playground.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css", "js")
+    )
+    style, program = read_asset("page.css"), read_asset("page.js") + program
+    for mark, text in (("/*page.css*/", style), ("/*playground.css*/", own), ("/*playground.js*/", program)):
+        html = html.replace(mark, text)
+    styles = " ".join(f"'{hash_source(text)}'" for text in (style, own))
+    policy = (
+        f"default-src 'none'; connect-src 'self'; img-src data:; style-src {styles}; "
+        f"script-src '{hash_source(program)}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return html, policy

@@ -1,10 +1,18 @@
 
 // The playground: try the server's model, token by token. Without a framework; h, table, arrows and others are of page.js.
 
+// It holds nothing of the run and asks the server for everything:
+// GET /v1/models: the first model, and of its field `jaxgpt` chat, encoder, context, temperature, chat_stop_token_ids.
+// POST /tokenize: the ids of a prompt as completions read it, or of a conversation as the template renders it.
+// POST /v1/completions: always streamed, with the ids as prompt and 20 alternatives; a conversation adds stop_token_ids.
+//   To continue from another token, it sends the ids before it, and the other one.
+// POST /detokenize: the text of an answer, for the next turn.
+// A model with an encoder gets its prompts as text, and does not continue from another token.
+
 const $ = (id) => document.getElementById(id);
 const DARKEST = 8; // bits
 const ALTERNATIVES = 20;
-const facts = {}; // of the model: see playground.py
+const facts = {}; // of the model: see above
 let model = null;
 let panes = [];
 

@@ -1,168 +1,236 @@
-"""JSON of OpenAI's responses: completions, chat completions, and their streams."""
+"""Responses: from the scheduler's updates to the texts of choices, and to OpenAI's JSON and streams of it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
 
+from starlette.responses import Response
+
+from jaxgpt.errors import UserError
 from jaxgpt.files import render_json
-from jaxgpt.sample.detokenize import UNFINISHED
-from jaxgpt.serve.choice import Delta, Token
+from jaxgpt.sample.detokenize import UNFINISHED, Detokenizer
+from jaxgpt.sample.score import PromptScores
+from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestError, Row, Served
+from jaxgpt.serve.scheduler import Scheduler, Update
 
 DONE = b"data: [DONE]\n\n"
+RETRY_AFTER = "1"  # seconds, after which a client may try again when the queue was full
 
 
-class Usage(NamedTuple):
-    """Tokens of a request."""
+class Token(NamedTuple):
+    """One token of a choice, with its log-probability in nats."""
 
-    prompt: int
-    completion: int
-    cached: int  # of the prompt's
+    id: int
+    text: str
+    offset: int  # of its first character in the text of the choice
+    logprob: float  # nan for a first token without context
+    top: list[tuple[int, str, float]]  # (id, text, logprob) of the most probable tokens in its place, best first
 
-    def to_json(self) -> dict[str, Any]:
-        """Return OpenAI's form."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+
+class Delta(NamedTuple):
+    """An addition to a choice."""
+
+    text: str
+    tokens: list[Token]  # empty unless log-probabilities were asked for
+    finish: str | None  # "stop" or "length" in the last one
+
+
+class Choice:
+    """The text of one choice as it grows: characters and stop strings whole, and for each token its place."""
+
+    def __init__(self, served: Served, row: Row, stop: Sequence[str], *, echo: bool):
+        """Start with no text. echo: whether the prompt is its beginning."""
+        self.row = row
+        self.text, self.tokens = "", list[Token]()  # what has been returned
+        self.finish: str | None = None
+        self.num_tokens = self.num_cached = 0  # that were generated; of the prompt, that were not computed again
+        self._served, self._echo = served, echo
+        self._detokenizer = Detokenizer(served.run.tokenizer, stop)
+        self._places = Detokenizer(served.run.tokenizer)  # without stop strings: no text is held back
+        self._read = 0  # characters of all tokens so far, which may be more than those of the text
+        self._held: list[Token] = []  # tokens whose text is not out yet
+
+    def push(self, update: Update) -> Delta:
+        """Return what an update adds."""
+        piece, text, tokens = update.piece, "", []
+        self.num_cached = max(self.num_cached, update.num_cached)
+        if self._echo:
+            self._echo = False
+            text, tokens = self._repeat_prompt(update.prompt)
+            self._read = len(text)
+        for number, i in enumerate(piece.tokens):
+            if self.row.top_logprobs is not None:
+                self._held.append(self._token(i, self._read, piece.logprobs[number], piece.top[number]))
+                self._read += len(self._places.push([i]))
+            text += self._detokenizer.push([i])
+            self.num_tokens += 1
+            if self._detokenizer.stopped:
+                break
+        if piece.finish is not None:
+            text += self._detokenizer.rest()
+        self.text, self.finish = self.text + text, "stop" if self._detokenizer.stopped else piece.finish
+        # A stop string takes the tokens after it along; without one, a last token without text counts.
+        is_last = self.finish is not None and not self._detokenizer.stopped
+        end = self._read + 1 if is_last else len(self.text)
+        out = [token for token in self._held if token.offset < end]
+        self._held = self._held[len(out) :]
+        self.tokens += tokens + out
+        return Delta(text, tokens + out, self.finish)
+
+    def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
+        tokenizer, ids, text = self._served.run.tokenizer, self.row.prompt, self.row.text
+        places, offsets, read = Detokenizer(tokenizer), [], 0
+        own = len(ids) if text is None else min(len(ids), len(tokenizer.encode(text)))  # the others are a prefix
+        for i in ids[len(ids) - own :]:
+            offsets.append(read)
+            read += len(places.push([i]))
+        text = tokenizer.decode(ids) if text is None else text
+        if scores is None:
+            return text, []
+        offsets = [min(offset, len(text)) for offset in [0] * (len(ids) - own) + offsets]
+        rows, most = zip(ids, offsets, scores.logprobs, scores.top, strict=True), self.row.top_logprobs
+        return text, [self._token(i, offset, logprob, best[:most]) for i, offset, logprob, best in rows]
+
+    def _token(self, i: int, offset: int, logprob: float, top: Sequence[tuple[int, float]]) -> Token:
+        text_of = self._served.text_of
+        return Token(i, text_of(i), offset, logprob, [(j, text_of(j), p) for j, p in top])
+
+
+class Answer:
+    """The response to one request, as its choices grow."""
+
+    def __init__(self, served: Served, p: CompletionParameters | ChatParameters, rows: Sequence[Row]):
+        """Start with no text, under a new id. p: the parameters, from which `rows` were planned."""
+        self.parameters, self.rows, self._served = p, rows, served
+        self._is_chat = isinstance(p, ChatParameters)
+        echo = isinstance(p, CompletionParameters) and p.echo
+        self._choices = [Choice(served, row, p.stops, echo=echo) for row in rows]
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
 
+    async def deltas(
+        self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Callable[[str], None] | None
+    ) -> AsyncGenerator[tuple[Choice, Delta]]:
+        """Yield each choice with what is new. The slots are freed when the iterator is closed.
 
-class Format(Protocol):
-    """JSON of one kind of completion."""
-
-    name: str
-    chunk_name: str
-    prefix: str  # of the ids of responses
-
-    def choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole choice."""
-        ...
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Return the choice of a stream's first chunk, if it has no text."""
-        ...
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices of the chunks that carry a delta."""
-        ...
-
-
-class CompletionFormat(Format):
-    """Texts: log-probabilities are four lists, and two of ids."""
-
-    name = chunk_name = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, logprobs: int | None):
-        """Choose the number of alternatives for each token. None means no log-probabilities."""
-        self._logprobs = logprobs
-
-    def choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole choice."""
-        tokens = [token for delta in deltas for token in delta.tokens]
-        text, finish = "".join(delta.text for delta in deltas), deltas[-1].finish
-        return {"index": index, "text": text, "logprobs": self._render(tokens), "finish_reason": finish}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Return None: the first chunk has text."""
-        return None
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return one chunk's choice."""
-        return [self.choice(index, [delta])]
-
-    def _render(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Return the older form of log-probabilities, with the ids of the tokens beside it.
-
-        Several tokens may have one text: in `top_logprobs` the most probable of them has it. The three lists whose
-        names begin with `top_token` have all alternatives, best first.
+        log: prints prompts and completions; None: they are not printed.
         """
-        if self._logprobs is None:
-            return None
-        some: dict[str, Any] = {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_by_text(token) for token in tokens] if self._logprobs else None,
-            "text_offset": [token.offset for token in tokens],
-            "token_ids": [token.id for token in tokens],
-        }
-        if self._logprobs:
-            for at, name in enumerate(("ids", "texts", "logprobs")):
-                some[f"top_token_{name}"] = [[best[at] for best in token.top] for token in tokens]
-        return some
+        start, last, metrics = time.perf_counter(), dict[Row, float](), scheduler.metrics
+        metrics.prompt_tokens.inc(self._usage()["prompt_tokens"])
+        try:
+            while not all(row.is_finished for row in self.rows):
+                update = await news.get()
+                if isinstance(update, Exception):
+                    raise update
+                row, now, count = update.row, time.perf_counter(), len(update.piece.tokens)
+                if row.is_finished:
+                    continue
+                if count:
+                    metrics.completion_tokens.inc(count)
+                    for _ in range(count if row in last else 0):
+                        metrics.between_tokens.observe((now - last[row]) / count)
+                    if row not in last:
+                        metrics.first_token.observe(now - start)
+                    last[row] = now
+                delta = self._choices[row.index].push(update)
+                row.is_finished = update.piece.finish is not None
+                if delta.finish is not None:
+                    scheduler.finish([row])  # a stop string, which the engine does not know
+                if any(delta):
+                    yield self._choices[row.index], delta
+        finally:
+            scheduler.finish(self.rows)
+        metrics.cached_tokens.inc(self._usage()["prompt_tokens_details"]["cached_tokens"])
+        if log is not None:
+            for choice in self._choices:
+                prompt = self._served.run.tokenizer.decode(choice.row.prompt)
+                log(f"{time.strftime('%H:%M:%S')} {prompt!r} -> {choice.text!r}")
 
+    async def events(self, deltas: AsyncGenerator[tuple[Choice, Delta]]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream."""
+        chunk = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+        no_usage = {"usage": None} if self.parameters.include_usage else {}
 
-class ChatFormat(Format):
-    """Messages: log-probabilities are a list of objects."""
+        def render(choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None) -> bytes:
+            return render_event(chunk | {"choices": [self._render(choice, content, tokens, finish)]} | no_usage)
 
-    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+        try:
+            async with contextlib.aclosing(deltas):
+                for choice in self._choices if self._is_chat else ():
+                    yield render(choice, {"delta": {"role": "assistant", "content": ""}}, None, None)
+                async for choice, (text, tokens, finish) in deltas:
+                    if not self._is_chat:
+                        yield render(choice, {"text": text}, tokens, finish)
+                        continue
+                    if text or tokens:
+                        yield render(choice, {"delta": {"content": text}}, tokens, None)
+                    if finish is not None:
+                        yield render(choice, {"delta": {}}, None, finish)
+        except UserError as e:  # after the status 200
+            yield render_event((e if isinstance(e, RequestError) else RequestError(str(e))).to_json())
+            return
+        if self.parameters.include_usage:
+            yield render_event(chunk | {"choices": [], "usage": self._usage()})
+        yield DONE
 
-    def __init__(self, logprobs: bool):
-        """Choose whether log-probabilities are in it."""
-        self._logprobs = logprobs
-
-    def choice(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a whole choice."""
-        tokens = [token for delta in deltas for token in delta.tokens]
-        message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
-        finish = deltas[-1].finish
-        return {"index": index, "message": message, "logprobs": self._render(tokens), "finish_reason": finish}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Return the role."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return a chunk's choice with the text, and one with the reason of the end."""
-        parts = []
-        if delta.text or delta.tokens:
-            parts.append(self._chunk(index, {"content": delta.text}, self._render(delta.tokens), None))
-        if delta.finish is not None:
-            parts.append(self._chunk(index, {}, None, delta.finish))
-        return parts
-
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-    def _render(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        content = [
-            _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-
-class Envelope(NamedTuple):
-    """What the response to a request, or every chunk of it, has in common."""
-
-    format: Format
-    id: str
-    created: int  # seconds since 1970
-    model: str
-    fingerprint: str
-
-    @classmethod
-    def make(cls, form: Format, model: str, fingerprint: str) -> Envelope:
-        """Return one with a new id."""
-        return cls(form, f"{form.prefix}-{secrets.token_hex(12)}", int(time.time()), model, fingerprint)
-
-    def whole(self, choices: Sequence[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    async def whole(self, deltas: AsyncGenerator[tuple[Choice, Delta]]) -> dict[str, Any]:
         """Return the response that is not a stream."""
-        return self._body(self.format.name, choices) | {"usage": usage.to_json()}
+        async with contextlib.aclosing(deltas):
+            async for _ in deltas:
+                pass
+        found = []
+        for choice in self._choices:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            content = {"message": message} if self._is_chat else {"text": choice.text}
+            found.append(self._render(choice, content, choice.tokens, choice.finish))
+        return self._head | {"choices": found, "usage": self._usage()}
 
-    def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        """Return an event of a stream. usage: entries for it."""
-        return render_event(self._body(self.format.chunk_name, choices) | (usage or {}))
+    def _usage(self) -> dict[str, Any]:
+        each = self._choices[:: self.parameters.n]  # each prompt once
+        prompt = sum(len(choice.row.prompt) + len(choice.row.source or ()) for choice in each)
+        completion = sum(choice.num_tokens for choice in self._choices)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return usage | {"prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in each)}}
 
-    def _body(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        body = {"id": self.id, "object": name, "created": self.created, "model": self.model}
-        return body | {"system_fingerprint": self.fingerprint, "choices": list(choices)}
+    def _render(
+        self, choice: Choice, content: dict[str, Any], tokens: list[Token] | None, finish: str | None
+    ) -> dict[str, Any]:
+        """Return a choice. Its log-probabilities are objects in a chat, and otherwise OpenAI's older lists.
+
+        Of these, `top_logprobs` has the most probable of several tokens with one text. The lists whose names begin
+        with `top_token` have all alternatives, best first.
+        """
+        logprobs: dict[str, Any] | None = None
+        top = choice.row.top_logprobs
+        if tokens is None or top is None:
+            pass
+        elif self._is_chat:
+            entries = [
+                _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
+                for token in tokens
+            ]
+            logprobs = {"content": entries, "refusal": None}
+        else:
+            logprobs = {
+                "tokens": [token.text for token in tokens],
+                "token_logprobs": [token.logprob for token in tokens],
+                "top_logprobs": [_by_text(token) for token in tokens] if top else None,
+                "text_offset": [token.offset for token in tokens],
+                "token_ids": [token.id for token in tokens],
+            }
+            for at, name in enumerate(("ids", "texts", "logprobs")) if top else ():
+                logprobs[f"top_token_{name}"] = [[best[at] for best in token.top] for token in tokens]
+        return {"index": choice.row.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
 def render_body(value: Any) -> bytes:
@@ -173,6 +241,17 @@ def render_body(value: Any) -> bytes:
 def render_event(value: Any) -> bytes:
     """Return a server-sent event."""
     return b"data: " + render_body(value) + b"\n\n"
+
+
+def respond(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response in JSON."""
+    return Response(render_body(value), status, headers, media_type="application/json")
+
+
+def refuse(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """Return the response that says what is wrong, with the headers of its status."""
+    more = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": RETRY_AFTER}}.get(error.status, {})
+    return respond(error.to_json(), error.status, {**more, **(headers or {})})
 
 
 def _by_text(token: Token) -> dict[str, float] | None:

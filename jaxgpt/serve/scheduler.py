@@ -9,173 +9,128 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
+import functools
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
+import prometheus_client
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.engine import Piece, Request
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample.engine import Engine, Piece, Request
 from jaxgpt.sample.prompts import prompt_key
 from jaxgpt.sample.score import PromptScores
-from jaxgpt.serve.errors import RequestError
+from jaxgpt.serve.requests import RequestError, Row
 
 BURST, BURST_SECONDS = 8, 0.05  # most tokens, and about the most time, between two looks at the queue
-RETRY_AFTER = 1  # seconds, after which a client may try again
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+FAILED = "decoding has failed: the server's log has the reason"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One choice to generate."""
+class Metrics:
+    """What is counted from one start to the end."""
 
-    prompt: tuple[int, ...]
-    source: tuple[int, ...] | None = None  # for a model with an encoder
-    seed: int
-    earlier: int = 0  # equal prompts before it in its request, whose draws differ
-    max_new_tokens: int  # 0: only the scores of the prompt
-    sampling: Sampling
-    stop_tokens: tuple[int, ...]
-    top_logprobs: int | None = None  # see `engine.Request`
-    scored: bool = False  # whether the prompt's log-probabilities are needed
+    def __init__(self) -> None:
+        """Start at zero."""
+        prometheus_client.disable_created_metrics()  # a time of creation beside each counter and histogram
+        self.registry = prometheus_client.CollectorRegistry()
+        common = {"namespace": "jaxgpt", "registry": self.registry}
+        counter = functools.partial(prometheus_client.Counter, **common)
+        gauge = functools.partial(prometheus_client.Gauge, **common)
+        histogram = functools.partial(prometheus_client.Histogram, buckets=SECONDS, **common)
+        self.responses = counter("http_requests_total", "Requests by path and status.", ["path", "status"])
+        self.disconnects = counter("disconnects_total", "Clients that left before the end.")
+        self.prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts.")
+        self.cached_tokens = counter("cached_tokens_total", "Tokens of prompts that were not computed again.")
+        self.completion_tokens = counter("completion_tokens_total", "Generated tokens.")
+        self.waiting = gauge("waiting", "Completions that wait for a slot.")
+        self.slots_used = gauge("slots_used", "Slots in use.")
+        self.slots = gauge("slots", "Slots.")
+        self.compilations = counter("compilations_total", "Programs compiled for requests since the warm-up.")
+        self.first_token = histogram("first_token_seconds", "Time to the first token.")
+        self.between_tokens = histogram("between_tokens_seconds", "Time between tokens.")
+        self.requests = histogram("request_seconds", "Time of a whole request.")
+
+    def render(self) -> bytes:
+        """Return the text of `/metrics`."""
+        return prometheus_client.generate_latest(self.registry)
 
 
 class Update(NamedTuple):
     """News of one row of a request."""
 
-    row: int
-    tokens: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    finish: str | None  # see `engine.Piece`
-    cached_tokens: int = 0  # prompt tokens whose keys and values were reused
+    row: Row
+    piece: Piece
+    num_cached: int = 0  # prompt tokens whose keys and values were reused
     prompt: PromptScores | None = None  # in the first update of a scored row
 
 
-class DecodingEngine(Protocol):
-    """Interface of `jaxgpt.sample.engine.Engine`."""
-
-    slots: int
-
-    @property
-    def num_free(self) -> int:
-        """Return the number of slots without a request."""
-        ...
-
-    def submit(self, request: Request) -> int:
-        """Put a request into a free slot."""
-        ...
-
-    def step(self, burst: int = 8) -> list[Piece]:
-        """Read part of a prompt, and decode a burst."""
-        ...
-
-    def cancel(self, slot: int) -> None:
-        """Free a slot."""
-        ...
-
-    def cached_tokens(self, slot: int) -> int:
-        """Return the number of prompt tokens that were reused."""
-        ...
-
-
-class Ticket:
-    """The rows of one request in the scheduler. Its methods belong to the event loop."""
-
-    def __init__(self, rows: Sequence[Row], wake: Callable[[Ticket], None]):
-        """Start with nothing done. wake: called once rows need not go on."""
-        self.rows, self._wake = rows, wake
-        self.finished = [False] * len(rows)  # written by the event loop, read by the scheduler's thread
-        self._loop, self._updates = asyncio.get_running_loop(), asyncio.Queue[Update | Exception]()
-
-    def deliver(self, update: Update | Exception) -> None:
-        """Hand over an update, from another thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
-
-    async def updates(self) -> AsyncIterator[Update]:
-        """Yield updates until all rows have finished. Raises what went wrong in the scheduler's thread."""
-        while not all(self.finished):
-            update = await self._updates.get()
-            if isinstance(update, Exception):
-                raise update
-            if self.finished[update.row]:
-                continue
-            self.finished[update.row] = update.finish is not None
-            yield update
-
-    def finish(self, row: int | None = None) -> None:
-        """Free the slot of a row, or of all rows, within one burst."""
-        if not all(self.finished if row is None else [self.finished[row]]):
-            for number in range(len(self.rows)) if row is None else [row]:
-                self.finished[number] = True
-            self._wake(self)
+Deliver = Callable[[Update | Exception], None]  # hands news over to the event loop
+Score = Callable[[Sequence[int]], PromptScores]  # the log-probabilities of a prompt
 
 
 class Scheduler:
     """Decode the rows of many requests in the slots of one engine."""
 
-    def __init__(
-        self,
-        engine: DecodingEngine,
-        score: Callable[[Sequence[int]], PromptScores],
-        *,
-        queue: int,
-        log: Callable[[str], None],
-    ):
+    def __init__(self, engine: Engine, score: Score, *, queue: int, log: Callable[[str], None]):
         """Start the thread.
 
-        engine: compiled. score: returns the log-probabilities of a prompt. queue: most rows that wait for a slot.
-        log: prints a line.
+        engine: compiled. queue: most rows that wait for a slot. log: prints a line.
         """
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
-        self._waiting: collections.deque[tuple[Ticket, int]] = collections.deque()
-        self._running: dict[int, tuple[Ticket, int]] = {}  # by slot
+        self.waiting: collections.deque[tuple[Row, Deliver]] = collections.deque()  # rows without a slot
+        self.running: dict[int, tuple[Row, Deliver]] = {}  # by slot
         self._scores: dict[int, PromptScores] = {}  # of rows whose first update is not out, by slot
         self._changed = threading.Condition()
         self._closing = False
         self._burst = 1
         self.failure: Exception | None = None  # that ended the thread
+        self.metrics = Metrics()
+        self.metrics.slots.set(engine.slots)
+        self.metrics.waiting.set_function(lambda: len(self.waiting))
+        self.metrics.slots_used.set_function(lambda: len(self.running))
         self.thread = threading.Thread(target=self._work, name="decoding", daemon=True)
         self.thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of rows that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Return the number of slots in use."""
-        return len(self._running)
 
     def check_room(self, rows: int) -> None:
         """Raise `RequestError` if so many rows would not fit into the queue now, or if the thread has ended."""
         if self.failure is not None:
-            raise RequestError("decoding has failed: the server's log has the reason", status=503, code="failed")
+            raise RequestError(FAILED, status=503, code="failed")
         if self._closing:
             raise RequestError("the server is stopping", status=503, code="stopping")
-        free = self._engine.slots - len(self._running)
-        if len(self._waiting) + rows > self._limit + max(free, 0):
-            raise RequestError(
-                f"{len(self._waiting)} completions wait for {self._engine.slots} slots: try again later",
-                status=429,
-                code="queue_full",
-                wait=RETRY_AFTER,
-            )
+        free = self._engine.slots - len(self.running)
+        if len(self.waiting) + rows > self._limit + max(free, 0):
+            message = f"{len(self.waiting)} completions wait for {self._engine.slots} slots: try again later"
+            raise RequestError(message, status=429, code="queue_full")
 
-    def submit(self, rows: Sequence[Row]) -> Ticket:
-        """Queue the rows of a request, all or none. Raises `RequestError` as `check_room`."""
+    def submit(self, rows: Sequence[Row]) -> asyncio.Queue[Update | Exception]:
+        """Queue the rows of a request, all or none, and return where their news arrive.
+
+        Raises `RequestError` as `check_room`.
+        """
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Update | Exception]()
+
+        def deliver(update: Update | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+                loop.call_soon_threadsafe(news.put_nowait, update)
+
         with self._changed:
             self.check_room(len(rows))
-            ticket = Ticket(rows, self._wake)
-            self._waiting.extend((ticket, number) for number in range(len(rows)))
+            self.waiting.extend((row, deliver) for row in rows)
             self._changed.notify()
-        return ticket
+        return news
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """Free the slots of rows within one burst."""
+        if not all(row.is_finished for row in rows):
+            for row in rows:
+                row.is_finished = True
+            with self._changed:
+                self.waiting = collections.deque(item for item in self.waiting if not item[0].is_finished)
+                self._changed.notify()
 
     def close(self, timeout: float) -> None:
         """Refuse new rows, wait up to `timeout` seconds for the others, and end the thread."""
@@ -184,56 +139,50 @@ class Scheduler:
             self._changed.notify()
         self.thread.join(timeout)
 
-    def _wake(self, ticket: Ticket) -> None:
-        with self._changed:
-            self._waiting = collections.deque(
-                (other, row) for other, row in self._waiting if other is not ticket or not other.finished[row]
-            )
-            self._changed.notify()
-
     def _work(self) -> None:
+        """Decode until the end, or until the first failure, after which the engine's state may be lost."""
         try:
-            while self._wait():
-                self._cancel()
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
+                    if not (self.waiting or self.running):
+                        return
+                for slot, (row, _) in list(self.running.items()):
+                    if row.is_finished:
+                        self._engine.cancel(slot)
+                        self._forget(slot)
                 self._admit()
-                if self._running:
+                if self.running:
                     self._step()
         except Exception as e:
-            self._fail(e)
-
-    def _wait(self) -> bool:
-        """Wait for rows. Return whether there are any; otherwise the thread should end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._running or self._closing)
-            return bool(self._waiting or self._running)
-
-    def _cancel(self) -> None:
-        for slot, (ticket, row) in list(self._running.items()):
-            if ticket.finished[row]:
-                self._engine.cancel(slot)
-                self._forget(slot)
+            self._log("".join(traceback.format_exception(e)))
+            with self._changed:
+                self.failure = e
+                delivers = {deliver for _, deliver in [*self.waiting, *self.running.values()]}
+                self.waiting.clear()
+                self.running.clear()
+            for deliver in delivers:
+                deliver(RequestError(FAILED, status=500, code="failed"))
 
     def _admit(self) -> None:
         """Fill the free slots; stop after a prompt that had to be scored."""
-        scored = False
-        while self._engine.num_free and not scored:
+        has_scored = False
+        while self._engine.num_free and not has_scored:
             with self._changed:
-                if not self._waiting:
+                if not self.waiting:
                     return
-                ticket, number = self._waiting.popleft()
-            row = ticket.rows[number]
+                row, deliver = self.waiting.popleft()
             try:
-                scores = self._score(row.prompt) if row.scored else None
-                scored = row.scored
-                if row.max_new_tokens:
-                    slot = self._engine.submit(make_request(row))
-                    self._running[slot] = ticket, number
-                    if scores is not None:
-                        self._scores[slot] = scores
-                else:
-                    ticket.deliver(Update(number, [], [], [], "length", prompt=scores))
+                scores, has_scored = self._score(row.prompt) if row.is_scored else None, row.is_scored
+                if not row.max_new_tokens:
+                    deliver(Update(row, Piece(-1, [], [], [], "length"), prompt=scores))
+                    continue
+                slot = self._engine.submit(make_request(row))
+                self.running[slot] = row, deliver
+                if scores is not None:
+                    self._scores[slot] = scores
             except UserError as e:
-                ticket.deliver(e)
+                deliver(e)
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -241,28 +190,15 @@ class Scheduler:
         if longest := max((len(piece.tokens) for piece in pieces), default=0):
             self._burst = max(1, min(BURST, int(BURST_SECONDS * longest / (time.perf_counter() - start))))
         for piece in pieces:
-            ticket, number = self._running[piece.slot]
-            scores, cached = self._scores.pop(piece.slot, None), self._engine.cached_tokens(piece.slot)
+            row, deliver = self.running[piece.slot]
+            update = Update(row, piece, self._engine.cached_tokens(piece.slot), self._scores.pop(piece.slot, None))
             if piece.finish is not None:
                 self._forget(piece.slot)
-            ticket.deliver(Update(number, piece.tokens, piece.logprobs, piece.top, piece.finish, cached, scores))
+            deliver(update)
 
     def _forget(self, slot: int) -> None:
-        del self._running[slot]
+        del self.running[slot]
         self._scores.pop(slot, None)
-
-    def _fail(self, failure: Exception) -> None:
-        """Refuse everything from now on: the engine's state may be lost."""
-        self._log("".join(traceback.format_exception(failure)))
-        with self._changed:
-            self.failure = failure
-            tickets = {ticket for ticket, _ in [*self._waiting, *self._running.values()]}
-            self._waiting.clear()
-            self._running.clear()
-        for ticket in tickets:
-            ticket.deliver(
-                RequestError("decoding has failed: the server's log has the reason", status=500, code="failed")
-            )
 
 
 def make_request(row: Row) -> Request:

@@ -1,160 +1,126 @@
-"""Load a run, compile everything, and serve it until a signal."""
+"""The server of a run: compile everything, guard the routes, and answer on a socket until a signal."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
+import hmac
+import ipaddress
 import math
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import jax
 import uvicorn
+from starlette.applications import Starlette
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.signals import STOP_SIGNALS
 from jaxgpt.run import Run
 from jaxgpt.sample.engine import Engine
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
-from jaxgpt.serve.app import GRACE, Service, make_app
-from jaxgpt.serve.guard import Guard
-from jaxgpt.serve.metrics import Metrics
-from jaxgpt.serve.parameters import MAX_LOGPROBS, MAX_STOP_TOKENS
-from jaxgpt.serve.scheduler import Row, Scheduler, make_request
-from jaxgpt.serve.served import serve_run
+from jaxgpt.sample.state import MAX_TOP
+from jaxgpt.serve.app import GRACE, make_app
+from jaxgpt.serve.requests import MAX_STOP_TOKENS, RequestError, Row, Served
+from jaxgpt.serve.responses import refuse, render_event
+from jaxgpt.serve.scheduler import Metrics, Scheduler, make_request
 
+LARGEST_BODY = 2**20  # bytes
 HEAD_TIMEOUT = 10.0  # seconds for the request line and the headers
+BODY_TIMEOUT = 10.0  # seconds for the body
 READ_TIMEOUT, LEAST_READ = 10.0, 2**16  # seconds in which a client reads so many bytes, or all that there are
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open; clients give theirs up after fewer
+OPEN = ("/", "/health")  # the page has no secrets, and asks for the key itself
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, seen in 0.10.2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the command line decides."""
-
-    host: str
-    port: int
-    slots: int
-    key: str | None
-    hosts: tuple[str, ...]
-    cache_dtype: Precision | None
-    prefix_bytes: int
-    timeout: float  # seconds for a whole request
-
-
-def serve(run: Run, options: Options, *, say: Callable[[str], None], log: Callable[[str], None] | None = None) -> None:
-    """Serve a run until SIGINT or SIGTERM, which let running requests end.
-
-    say: prints a line. log: prints prompts and completions; None: they are not printed.
-    """
-    listener = bind(options.host, options.port)
-    server = Server(make_server(run, options, say=say, log=log), listener, say)
-    for number in STOP_SIGNALS:  # uvicorn raises the signal once more after the end, which is a success here
-        signal.signal(number, lambda *_: None)
-    server.run([listener])
-    say("stopped")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
-            listener.bind(address)
-            listener.listen()  # at once: until one of them listens, another server can bind the address too
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, UnicodeError) as e:
-        reason = getattr(e, "strerror", None) or e
-        raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
-    return listener
-
-
 def make_server(
-    run: Run, options: Options, *, say: Callable[[str], None], log: Callable[[str], None] | None = None
+    run: Run,
+    *,
+    slots: int,
+    say: Callable[[str], None],
+    key: str | None = None,
+    hosts: Sequence[str] = (),
+    cache_dtype: Precision | None = None,
+    prefix_bytes: int = 0,
+    timeout: float = 300.0,
+    log: Callable[[str], None] | None = None,
 ) -> Guard:
-    """Return the ASGI application of a run, with everything compiled and its decoding thread started."""
-    start, queue = time.perf_counter(), QUEUE * options.slots
-    served = serve_run(run, slots=options.slots, queue=queue)
+    """Return the ASGI application of a run, with everything compiled and its decoding thread started.
+
+    say: prints a line. log: prints prompts and completions; None: they are not printed. The others: see `cli.serve`.
+    """
+    start, queue = time.perf_counter(), QUEUE * slots
+    served = Served(run, slots=slots, queue=queue)
     model, params = run.decode_params
     vocab_size = run.tokenizer.vocab_size
     engine = Engine(
         model,
         params,
-        slots=options.slots,
+        slots=slots,
         vocab_size=vocab_size,
-        cache_dtype=options.cache_dtype,
+        cache_dtype=cache_dtype,
         max_stops=MAX_STOP_TOKENS + len({*served.stop_tokens, *(served.chat_stop_tokens or ())}),
-        prefix_bytes=options.prefix_bytes,
+        prefix_bytes=prefix_bytes,
     )
     engine.warm_up()
 
-    def score(ids: Any) -> PromptScores:
-        return score_prompt(model, params, ids, top=MAX_LOGPROBS, vocab_size=vocab_size)
+    def score(ids: Sequence[int]) -> PromptScores:
+        return score_prompt(model, params, ids, top=MAX_TOP, vocab_size=vocab_size)
 
-    make_request(Row(prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling(), stop_tokens=()))  # derives a key
+    # The key of a row is derived by a program of its own.
+    make_request(Row(index=0, prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling()))
     for width in () if model.config.n_encoder_layer else prompt_widths(model):  # which has no echo
         score([0] * width)
     scheduler = Scheduler(engine, score, queue=queue, log=say)
-    compilations = count_compilations(scheduler.thread)
-    say(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {options.slots} slots")
-    metrics = Metrics()
-    app = make_app(Service(served=served, scheduler=scheduler, metrics=metrics, compilations=compilations, log=log))
-    paths = frozenset(getattr(route, "path", "") for route in app.routes)
-    return Guard(
-        app=app, metrics=metrics, paths=paths, key=options.key, hosts=frozenset(options.hosts), timeout=options.timeout
-    )
+
+    def count_compilation(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED and threading.current_thread() is scheduler.thread:
+            scheduler.metrics.compilations.inc()
+
+    jax.monitoring.register_event_duration_secs_listener(count_compilation)
+    say(f"{run.directory}: compiled in {time.perf_counter() - start:.1f} s, {slots} slots")
+    return Guard(make_app(served, scheduler, log), scheduler.metrics, key=key, hosts=hosts, timeout=timeout)
 
 
-def count_compilations(thread: threading.Thread) -> Callable[[], int]:
-    """Return a function that returns how many programs a thread has compiled from now on."""
-    found = []
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event == COMPILED and threading.current_thread() is thread:
-            found.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return lambda: len(found)
+def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it once more after the end, a success here
+        signal.signal(number, lambda *_: None)
+    Server(app, listener, say).run([listener])
+    say("stopped")
 
 
 class Server(uvicorn.Server):
-    """A server that prints its address once it listens."""
+    """uvicorn with deadlines and limits. It prints its address once it answers, and a signal would stop it."""
 
     def __init__(self, app: Guard, listener: socket.socket, say: Callable[[str], None]):
         """Configure uvicorn. listener: where `run` will listen. say: prints a line."""
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="asyncio",
-                http=Deadlines,
-                ws="none",
-                lifespan="on",
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                limit_concurrency=CONNECTIONS,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=int(GRACE),
-            )
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=Deadlines,
+            ws="none",
+            lifespan="on",
+            log_level="error",
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(GRACE),
         )
-        self._say = say
+        super().__init__(config)
         host, port = listener.getsockname()[:2]
-        self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._say, self._address = say, f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -162,24 +128,167 @@ class Server(uvicorn.Server):
         self._say(self._address)
 
 
-class Deadlines(H11Protocol):
-    """HTTP with deadlines for the head of each request and for the client's reading, which uvicorn does not have."""
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises `UserError` if its address is taken or not one of this machine."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LEAST_READ)  # else megabytes wait in the system
+    except (OSError, UnicodeError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise UserError(f"cannot listen on {host} port {port}: {reason}. Name another with --host or --port") from None
+    return listener
 
-    _deadline: asyncio.TimerHandle | None = None
+
+class Guard:
+    """ASGI middleware that checks each request, reads its body, and ends it if the client leaves or it takes too long."""
+
+    def __init__(self, app: Starlette, metrics: Metrics, *, key: str | None, hosts: Sequence[str], timeout: float):
+        """Guard an application.
+
+        key: that clients must send; None: everybody may ask. hosts: names by which the server may be called, beside
+        localhost and addresses. timeout: seconds for a whole request.
+        """
+        self._app, self._metrics, self._key, self._timeout = app, metrics, key, timeout
+        self._paths = {getattr(route, "path", "") for route in app.routes}  # that the metrics tell apart
+        self._names = {"localhost", *(name.lower() for name in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request; pass the application's start and end on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            self._check(scope)
+            body = await self._read(scope, receive)
+            if body is not None:
+                await self._run(scope, body, receive, sending)
+        except RequestError as e:
+            if not status:
+                await refuse(e, {"connection": "close"})(scope, receive, sending)
+            else:  # a stream: its status is out
+                last = {"type": "http.response.body", "body": render_event(e.to_json()), "more_body": False}
+                with contextlib.suppress(TimeoutError):  # the client does not read
+                    await asyncio.wait_for(send(last), 1.0)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.responses.labels(path, status).inc()
+            self._metrics.requests.observe(time.perf_counter() - start)
+
+    def _check(self, scope: Scope) -> None:
+        """Raise `RequestError` for a request from where none should come, or without the key."""
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if headers.keys() >= {b"content-length", b"transfer-encoding"}:  # a proxy may find another end of the request
+            raise RequestError("Content-Length and Transfer-Encoding together: needs one of them")
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            ipaddress.ip_address(name)  # an address cannot be pointed elsewhere, as a name can
+        except ValueError:
+            # A page elsewhere whose name was made to point here (DNS rebinding) calls the server by that name.
+            if not {host.lower(), host.lower().rpartition(":")[0]} & self._names:
+                message = f"the server is not called {host[:80]!r}: use an address, or start it with --allowed-host"
+                raise RequestError(message, status=403, code="host") from None
+        is_read = scope["method"] in ("GET", "HEAD")
+        if not is_read and origin is not None and origin.partition("://")[2] != host:
+            raise RequestError(f"a page of {origin[:80]!r} may not use this server", status=403, code="origin")
+        if scope["method"] == "POST" and headers.get(b"content-type", "").split(";")[0].strip() != "application/json":
+            raise RequestError("the Content-Type must be application/json", status=415)
+        given = headers.get(b"authorization", "").removeprefix("Bearer ").strip().encode()
+        if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key.encode()):
+            message = "the key is missing or wrong: send it as Authorization: Bearer KEY"
+            raise RequestError(message, status=401, code="invalid_api_key")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body, counted while it arrives; None if the client left."""
+        body = bytearray()
+        too_large = RequestError(f"the body is larger than {LARGEST_BODY:,} bytes, the limit", status=413)
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if len(length) > 20 or int(length) > LARGEST_BODY:  # digits alone, or it would not have come so far
+            raise too_large
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > LARGEST_BODY:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise RequestError(f"the body took longer than {BODY_TIMEOUT:g} s", status=408) from None
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the application until it ends, the client leaves, or the time is over."""
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            # Who waits for the end of the connection is cancelled below.
+            return messages.pop() if messages else await asyncio.Future()
+
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work, gone = asyncio.ensure_future(self._app(scope, replay, send)), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({work, gone}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif gone.done():
+                self._metrics.disconnects.inc()
+            else:
+                message = f"the request took longer than {self._timeout:g} s: ask for fewer tokens"
+                raise RequestError(message, status=504, code="timeout")
+        except asyncio.CancelledError:  # by uvicorn, where a request outlives the grace period
+            raise RequestError("the server is stopping", status=503, code="stopping") from None
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+
+class Deadlines(H11Protocol):
+    """HTTP with deadlines for the head of each request and for the client's reading, which uvicorn does not have.
+
+    Its own timer runs between a response and the first byte after it: a client that never sends a whole head, or never
+    reads, would hold one of the connections for ever.
+    """
+
+    _head: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start to wait for the first request."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # any byte that is not sent pauses writing, also while closing
-        self._wait()
+        self._head = self.loop.call_later(HEAD_TIMEOUT, self._refuse_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
-        self._stop()
-        if self._reading is not None:
-            self._reading.cancel()
+        for timer in (self._head, self._reading):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for a head from its first byte on, and no longer once it is whole."""
+        before = self.cycle
+        if self._head is None and before is not None and before.response_complete:
+            self._head = self.loop.call_later(HEAD_TIMEOUT, self._refuse_head)
+        super().data_received(data)
+        if self.cycle is not before and self._head is not None:
+            self._head.cancel()
+            self._head = None
 
     def pause_writing(self) -> None:
         """Start to wait for the client to read."""
@@ -192,39 +301,22 @@ class Deadlines(H11Protocol):
             self._reading.cancel()
         super().resume_writing()
 
-    def _check_reading(self, before: float) -> None:
-        """Drop a client that reads too slowly: it would hold one of the connections. before: bytes not sent then."""
-        left = self.transport.get_write_buffer_size()
-        if before - left < LEAST_READ:
-            self.transport.abort()
-        else:
-            self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, left)
-
-    def data_received(self, data: bytes) -> None:
-        """Wait no longer once the head is whole."""
-        before = self.cycle
-        if self._deadline is None and before is not None and before.response_complete:
-            self._wait()
-        super().data_received(data)
-        if self.cycle is not before:
-            self._stop()
-
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that turns out not to be HTTP; what the application answers to its head is dropped."""
         super().send_400_response(msg)
         if self.cycle is not None:
             self.cycle.disconnected = True
 
-    def _wait(self) -> None:
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT, self._give_up)
+    def _check_reading(self, before: float) -> None:
+        """Drop a client that reads too slowly. before: bytes that were not sent at the last look."""
+        left = self.transport.get_write_buffer_size()
+        if before - left < LEAST_READ:
+            self.transport.abort()
+        else:
+            self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, left)
 
-    def _stop(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
+    def _refuse_head(self) -> None:
+        self._head = None
         if not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()

@@ -1,24 +1,79 @@
+"""Servers in the process, over an engine that repeats the prompt and over one of a model."""
+
 import contextlib
 import dataclasses
+import threading
+import time
 
 import pytest
 from starlette.testclient import TestClient
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import prepare
-from jaxgpt.serve.app import Service, make_app
-from jaxgpt.serve.guard import Guard
-from jaxgpt.serve.metrics import Metrics
+from jaxgpt.sample.engine import Piece, Request
+from jaxgpt.sample.score import PromptScores
+from jaxgpt.serve.app import make_app
+from jaxgpt.serve.requests import Served
 from jaxgpt.serve.scheduler import Scheduler
-from jaxgpt.serve.served import serve_run
-from jaxgpt.serve.server import Options, make_server
+from jaxgpt.serve.server import Guard, make_server
 from tests.helpers import make_model, recorded_run
-from tests.serve.fake_engine import FakeEngine, fake_score
 
 BLOCK = 96
-OPTIONS = Options(
-    host="127.0.0.1", port=0, slots=4, key=None, hosts=(), cache_dtype=None, prefix_bytes=10**7, timeout=60.0
-)
+JSON = {"content-type": "application/json"}
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+
+
+class FakeEngine:
+    def __init__(self, slots: int = 2, delay: float = 0.0, endless: bool = False):
+        """Start with free slots. endless: no request reaches its length, so that only leaving frees a slot."""
+        self.slots, self.delay, self.endless = slots, delay, endless
+        self.running: dict[int, list] = {}  # slot: [request, tokens so far]
+        self.gate = threading.Event()  # closed, it holds every step
+        self.gate.set()
+        self.cancelled, self.submitted, self.steps = [], 0, 0
+
+    @property
+    def num_free(self):
+        return self.slots - len(self.running)
+
+    def submit(self, request: Request) -> int:
+        slot = next(n for n in range(self.slots) if n not in self.running)
+        self.running[slot] = [request, 0]
+        self.submitted += 1
+        return slot
+
+    def step(self, burst: int = 8) -> list[Piece]:
+        assert self.gate.wait(30)
+        time.sleep(self.delay)
+        self.steps += 1
+        pieces = []
+        for slot, (request, done) in list(self.running.items()):
+            count = burst if self.endless else min(burst, request.max_new_tokens - done)
+            ids = [request.prompt[n % len(request.prompt)] for n in range(done, done + count)]
+            stop = next((n for n, i in enumerate(ids) if i in request.stop_tokens), None)
+            ids, finish = (ids, None) if stop is None else (ids[:stop], "stop")
+            self.running[slot][1] += len(ids)
+            if finish is None and done + count == request.max_new_tokens and not self.endless:
+                finish = "length"
+            if finish:
+                del self.running[slot]
+            wanted = request.top_logprobs
+            logprobs = [] if wanted is None else [-0.5] * len(ids)
+            top = [] if wanted is None else [[(i, -0.5), (0, -1.5)][:wanted] for i in ids]
+            pieces.append(Piece(slot, ids, logprobs, top, finish))
+        return pieces
+
+    def cancel(self, slot: int) -> None:
+        self.cancelled.append(slot)
+        del self.running[slot]
+
+    def cached_tokens(self, slot: int) -> int:
+        return 0
+
+
+def fake_score(ids) -> PromptScores:
+    return PromptScores([float("nan"), *[-1.0] * (len(ids) - 1)], [[], *[[(i, -1.0), (0, -2.0)] for i in ids[1:]]])
 
 
 @pytest.fixture(scope="session")
@@ -39,23 +94,22 @@ class Client(TestClient):
     def ask(self, path="/v1/completions", **body):
         return self.post(path, json=body)
 
+    def sample(self, name):
+        """The value of a metric."""
+        lines = self.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"jaxgpt_{name} ")).rpartition(" ")[2])
+
 
 @pytest.fixture
 def faked(byte_run):
     """A function that starts a server over a fake engine: faked(engine, key=...) -> client, whose `engine` it is."""
     with contextlib.ExitStack() as stack:
 
-        def start(engine=None, *, key=None, queue=4, hosts=(), **limits):
+        def start(engine=None, *, key=None, queue=4, hosts=(), timeout=20.0):
             engine = engine or FakeEngine()
-            scheduler = Scheduler(engine, fake_score, queue=queue, log=lambda line: None)
-            served = serve_run(byte_run, slots=engine.slots, queue=queue)
-            metrics, lines = Metrics(), []
-            service = Service(
-                served=served, scheduler=scheduler, metrics=metrics, compilations=lambda: 0, log=lines.append
-            )
-            app = make_app(service)
-            paths = frozenset(route.path for route in app.routes)
-            app = Guard(app=app, metrics=metrics, paths=paths, key=key, hosts=frozenset(hosts), **limits)
+            scheduler, lines = Scheduler(engine, fake_score, queue=queue, log=lambda line: None), []
+            app = make_app(Served(byte_run, slots=engine.slots, queue=queue), scheduler, lines.append)
+            app = Guard(app, scheduler.metrics, key=key, hosts=hosts, timeout=timeout)
             client = stack.enter_context(Client(app))
             client.guard, client.engine, client.scheduler, client.lines = app, engine, scheduler, lines
             return client
@@ -63,8 +117,30 @@ def faked(byte_run):
         yield start
 
 
+def start_server(run):
+    """The application over the engine of a run."""
+    return make_server(run, slots=4, say=lambda line: None, prefix_bytes=10**7, timeout=60.0)
+
+
 @pytest.fixture(scope="session")
 def real(byte_run):
     """A client of a server with an engine."""
-    with Client(make_server(byte_run, OPTIONS, say=lambda line: None)) as client:
+    with Client(start_server(byte_run)) as client:
         yield client
+
+
+def refused(response, param, *words, status=400):
+    """Assert that a response says in OpenAI's form what is wrong, in these words."""
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param, error
+    assert error["message"] and len(error["message"]) < 1000 and all(word in error["message"] for word in words), error
+
+
+def wait_for(condition, seconds=20.0, every=0.001):
+    """Return the seconds until the condition holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"not within {seconds} s"
+        time.sleep(every)
+    return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""A server without a model that speaks the wire of the playground, deterministically: see jaxgpt/serve/playground.py."""
+"""A server without a model that speaks the wire of the playground, deterministically: see jaxgpt/serve/playground.js."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,14 @@ import json
 import math
 import random
 import threading
-import time
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from jaxgpt.serve.playground import playground_page
+from jaxgpt.serve.app import playground_page
+from tests.serve.conftest import wait_for
 
 SCRIPT = "<script>pwned=1</script>"
 IMAGE = "<img src=x onerror=pwned=1>"
@@ -93,15 +93,11 @@ def chunk(tokens, finish):
 
 
 def make_app(fake):
-    def refused(request):
-        if fake.key is not None and request.headers.get("authorization") != f"Bearer {fake.key}":
-            return JSONResponse({"error": {"message": "needs a key"}}, 401)
-
-    def posted(answer):
+    def handles(answer):
         async def handle(request):
-            if response := refused(request):
-                return response
-            body = await request.json()
+            if fake.key is not None and request.headers.get("authorization") != f"Bearer {fake.key}":
+                return JSONResponse({"error": {"message": "needs a key"}}, 401)
+            body = await request.json() if request.method == "POST" else None
             fake.seen.append((request.url.path, body))
             return answer(body)
 
@@ -111,10 +107,10 @@ def make_app(fake):
         html, policy = playground_page()
         return HTMLResponse(html, headers={"content-security-policy": policy})
 
-    async def models(request):
+    def models(body):
         own = {"chat": fake.chat, "encoder": fake.encoder, "context": 256, "temperature": 0.8}
         own["chat_stop_token_ids"] = [END_OF_TURN] if fake.chat else None
-        return refused(request) or JSONResponse({"data": [{"id": fake.name, "object": "model", "jaxgpt": own}]})
+        return JSONResponse({"data": [{"id": fake.name, "object": "model", "jaxgpt": own}]})
 
     def tokenize(body):
         text = body.get("prompt")
@@ -122,33 +118,32 @@ def make_app(fake):
             text = "".join(f"{m['role']}:{m['content']}\x03" for m in body["messages"]) + "assistant:"
         return JSONResponse({"tokens": [ord(c) for c in text]})
 
-    def completions(body):
-        if fake.fail == "400":
-            return JSONResponse({"error": {"message": fake.message}}, 400)
-
-        async def stream():
-            tokens, finish = reply(body)
-            try:
-                for n in range(0, len(tokens), 2):
-                    await asyncio.sleep(fake.delay)
-                    if fake.fail and n:
-                        if fake.fail == "event":
-                            yield f"data: {json.dumps({'error': {'message': fake.message}})}\n\n"
-                        return
-                    yield chunk(tokens[n : n + 2], finish if n + 2 >= len(tokens) else None)
-                yield "data: [DONE]\n\n"
-            except asyncio.CancelledError:
-                fake.left += 1
-                raise
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
     def detokenize(body):
         return JSONResponse({"prompt": text_of(body["tokens"])})
 
-    handlers = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/completions": completions}
-    routes = [Route(path, posted(answer), methods=["POST"]) for path, answer in handlers.items()]
-    return Starlette(routes=[Route("/", page), Route("/v1/models", models), *routes])
+    def completions(body):
+        if fake.fail == "400":
+            return JSONResponse({"error": {"message": fake.message}}, 400)
+        return StreamingResponse(stream(body), media_type="text/event-stream")
+
+    async def stream(body):
+        tokens, finish = reply(body)
+        try:
+            for n in range(0, len(tokens), 2):
+                await asyncio.sleep(fake.delay)
+                if fake.fail and n:
+                    if fake.fail == "event":
+                        yield f"data: {json.dumps({'error': {'message': fake.message}})}\n\n"
+                    return
+                yield chunk(tokens[n : n + 2], finish if n + 2 >= len(tokens) else None)
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            fake.left += 1
+            raise
+
+    posted = {"/tokenize": tokenize, "/detokenize": detokenize, "/v1/completions": completions}
+    routes = [Route(path, handles(answer), methods=["POST"]) for path, answer in posted.items()]
+    return Starlette(routes=[Route("/", page), Route("/v1/models", handles(models)), *routes])
 
 
 @contextlib.contextmanager
@@ -157,12 +152,7 @@ def running(app):
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    for _ in range(500):
-        if server.started:
-            break
-        time.sleep(0.02)
-    else:
-        raise TimeoutError("the server did not start within 10 s")
+    wait_for(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield f"http://127.0.0.1:{port}"

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxgpt.fitting import fit
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import tiny_experiment
+from tests.serve.conftest import wait_for
 
 MODEL = "tiny"  # the run directory, and so the name of the model
 READY = 120.0  # seconds to load and compile
@@ -47,15 +47,6 @@ class Server:
             response = connection.getresponse()
             return response.status, response.headers, response.read()
 
-    def post(self, path: str, **body) -> dict:
-        """Return the answer to a request that is valid."""
-        status, _, answer = self.send(path, json.dumps(body).encode())
-        assert status == 200, answer
-        return json.loads(answer)
-
-    def complete(self, prompt, **body) -> dict:
-        return self.post("/v1/completions", prompt=prompt, **body)
-
     def open(self, path: str, **body) -> socket.socket:
         """Send a request, and return its connection without reading an answer."""
         raw = json.dumps(body).encode()
@@ -73,8 +64,11 @@ class Server:
     def slots_used(self) -> int:
         return int(self.metrics()["jaxgpt_slots_used"])
 
-    def waiting(self) -> int:
-        return int(self.metrics()["jaxgpt_waiting"])
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.send("/health", timeout=5)[0] == 200
+        return False
 
     def memory(self) -> int:
         """Return the resident memory in bytes."""
@@ -115,7 +109,7 @@ def serve(run: Path, *options: str, **env: str) -> Iterator[Server]:
     guard.start()
     try:
         server = Server(run=run, port=port, process=process, log=log)
-        wait_until(lambda: is_ready(server), READY)
+        wait_for(server.is_ready, READY, 0.1)
         yield server
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOPPED) == 0, log.read_text()
@@ -124,19 +118,3 @@ def serve(run: Path, *options: str, **env: str) -> Iterator[Server]:
         process.kill()
         process.wait()
         guard.cancel()
-
-
-def is_ready(server: Server) -> bool:
-    assert server.process.poll() is None, server.log.read_text()
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        return server.send("/health", timeout=5)[0] == 200
-    return False
-
-
-def wait_until(condition, deadline: float, every: float = 0.02) -> float:
-    """Return the seconds until the condition holds, at most `deadline`."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < deadline, f"not within {deadline} s"
-        time.sleep(every)
-    return time.monotonic() - began

@@ -1,12 +1,9 @@
 """The wire formats, over an engine that repeats the prompt."""
 
 import json
+import re
 
-import pytest
-
-from tests.serve.conftest import BLOCK
-from tests.serve.fake_engine import FakeEngine
-from tests.serve.test_guard import wait_for
+from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, refused, wait_for
 
 
 def events(response):
@@ -28,19 +25,13 @@ def test_a_completion(faked):
 
 
 def test_choices_are_those_of_the_first_prompt_then_of_the_second(faked):
-    body = faked().ask(prompt=["a", "b"], n=2, max_tokens=2).json()
-    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
-        (0, "aa"),
-        (1, "aa"),
-        (2, "bb"),
-        (3, "bb"),
-    ]
-    assert body["usage"]["prompt_tokens"] == 2
-
-
-@pytest.mark.parametrize("prompt", [[97, 98], [[97, 98]], ["ab"]])
-def test_prompts_may_be_ids(faked, prompt):
-    assert faked().ask(prompt=prompt, max_tokens=4).json()["choices"][0]["text"] == "abab"
+    """Also where texts and ids are mixed."""
+    client = faked()
+    for prompts in (["a", "b"], ["a", [98]], [[97], [98]]):
+        body = client.ask(prompt=prompts, n=2, max_tokens=2).json()
+        assert [choice["text"] for choice in body["choices"]] == ["aa", "aa", "bb", "bb"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3] and body["usage"]["prompt_tokens"] == 2
+    assert client.ask(prompt=[97, 98], max_tokens=4).json()["choices"][0]["text"] == "abab"
 
 
 def test_a_stream_joined_is_the_completion(faked):
@@ -55,34 +46,28 @@ def test_a_stream_joined_is_the_completion(faked):
 
 
 def test_a_chat(faked):
-    client = faked()
-    body = client.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3).json()
+    client, asked = faked(), dict(messages=HELLO, max_tokens=3)
+    body = client.ask(CHAT, **asked).json()
     (choice,) = body["choices"]
     assert body["object"] == "chat.completion" and choice["finish_reason"] == "length"
     assert choice["message"] == {"role": "assistant", "content": "Use", "refusal": None}
-    chunks = events(
-        client.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=3, stream=True)
-    )
-    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
-        {"content": "Use"},
-        {},
-    ]
+    chunks = events(client.ask(CHAT, **asked, stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "Use"}, {}]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
 
 
 def test_logprobs_of_a_chat(faked):
-    body = faked().ask(
-        "/v1/chat/completions",
-        messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-        max_completion_tokens=1,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    (entry,) = body.json()["choices"][0]["logprobs"]["content"]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    asked = dict(messages=messages, max_completion_tokens=1, logprobs=True, top_logprobs=2)
+    client = faked()
+    logprobs = client.ask(CHAT, **asked).json()["choices"][0]["logprobs"]
+    (entry,) = logprobs["content"]
     assert (entry["token"], entry["logprob"], entry["bytes"]) == ("U", -0.5, [85])
     assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [("U", -0.5), ("\0", -1.5)]
+    chunks = events(client.ask(CHAT, **asked, stream=True))
+    assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [None, logprobs, None]
 
 
 def test_echo_has_the_logprobs_of_the_prompt(faked):
@@ -116,8 +101,7 @@ def test_stop_tokens_of_a_request(faked):
     end = client.ask("/tokenize", prompt="c").json()["tokens"]
     (choice,) = client.ask(prompt="abcd", max_tokens=20, stop_token_ids=end).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
-    refused = client.ask(prompt="abcd", stop_token_ids=[0] * 17)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
+    refused(client.ask(prompt="abcd", stop_token_ids=[0] * 17), "stop_token_ids", "at most 16")
 
 
 def test_streamed_logprobs_joined_are_those_of_the_completion(faked):
@@ -153,14 +137,14 @@ def test_metrics_count(faked):
     client = faked()
     client.ask(prompt="abc", max_tokens=5)
     client.ask(prompt="abc", max_tokens=-5)
+    assert client.sample('http_requests_total{path="/v1/completions",status="200"}') == 1
+    assert client.sample('http_requests_total{path="/v1/completions",status="400"}') == 1
+    assert (client.sample("prompt_tokens_total"), client.sample("completion_tokens_total")) == (3, 5)
+    assert client.sample("slots") == 2 and client.sample("slots_used") == client.sample("waiting") == 0
+    assert client.sample("first_token_seconds_count") == client.sample('first_token_seconds_bucket{le="+Inf"}') == 1
     text = client.get("/metrics").text
-    for line in (
-        'http_requests_total{path="/v1/completions",status="200"} 1',
-        'http_requests_total{path="/v1/completions",status="400"} 1',
-        "prompt_tokens_total 3",
-        "completion_tokens_total 5",
-        "slots 2",
-        "first_token_seconds_count 1",
-        'first_token_seconds_bucket{le="+Inf"} 1',
-    ):
-        assert f"\njaxgpt_{line}\n" in text, line
+    names = (
+        "http_requests_total disconnects_total prompt_tokens_total cached_tokens_total completion_tokens_total waiting"
+    )
+    names += " slots_used slots compilations_total first_token_seconds between_tokens_seconds request_seconds"
+    assert re.findall("^# TYPE jaxgpt_(.*) [a-z]+$", text, re.MULTILINE) == names.split()

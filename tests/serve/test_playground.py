@@ -10,41 +10,35 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.serve.playground import playground_page
-from jaxgpt.serve.server import make_server
+from jaxgpt.serve.app import playground_page
 from jaxgpt.tools.html_page import hash_source
 from tests.browser import watch
-from tests.conftest import REPOSITORY
 from tests.serve import fake_server
-from tests.serve.conftest import OPTIONS
+from tests.serve.conftest import start_server
 from tests.serve.fake_server import ANSWER, END_OF_TURN, IMAGE, SCRIPT, Fake, distribution, make_app, reply, text_of
 
-LINES = 400  # of JavaScript
 PROMPT = "Once <b>upon</b> 7"
-SERVE = REPOSITORY / "jaxgpt" / "serve"
 
 
 @pytest.fixture(scope="module")
-def address_of_fake():
+def served():
     fake = Fake()
     with fake_server.running(make_app(fake)) as address:
         yield fake, address
 
 
 @pytest.fixture
-def fake(address_of_fake):
-    found, _ = address_of_fake
-    found.__init__()
-    return found
+def fake(served):
+    served[0].__init__()
+    return served[0]
 
 
 @pytest.fixture
-def visit(chromium, address_of_fake, fake):
+def visit(chromium, served, fake):
     """(width, color_scheme) -> the page, begun; what it complains of, or asks another origin for, is in `.complaints`."""
-    _, own = address_of_fake
     context, pages = chromium.new_context(reduced_motion="reduce"), []
 
-    def visit(width=1200, color_scheme="light", ready=True, address=own):
+    def visit(width=1200, color_scheme="light", ready=True, address=served[1]):
         page = context.new_page()
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=color_scheme)
@@ -88,16 +82,6 @@ def expected(body):
     return [text_of([i]).replace("\t", "") for i, *_ in reply(body)[0]]
 
 
-@pytest.fixture(scope="module")
-def address_of_real(byte_run):
-    app = make_server(byte_run, OPTIONS, say=lambda line: None)
-    with fake_server.running(app) as address:
-        yield address
-
-
-# The page as a text ---------------------------------------------------------------------------------------------------
-
-
 def test_the_policy_names_what_is_in_the_page():
     html, policy = playground_page()
     directives = dict(part.strip().split(" ", 1) for part in policy.split(";"))
@@ -109,10 +93,6 @@ def test_the_policy_names_what_is_in_the_page():
     assert directives["style-src"] == " ".join(f"'{style}'" for style in styles)
     assert "http:" not in html.replace("http://www.w3.org/2000/svg", "") and "https:" not in html
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(| on[a-z]+=\"", html)
-    assert len((SERVE / "playground.js").read_text().splitlines()) <= LINES
-
-
-# In the browser -------------------------------------------------------------------------------------------------------
 
 
 def test_type_and_read(visit, fake):
@@ -151,7 +131,7 @@ def test_stop_frees_the_server(visit, fake):
     page.click("#stop")
     wait(page, "Stopped")
     count = len(shown(page))
-    page.wait_for_timeout(300)
+    page.wait_for_timeout(150)
     assert 4 < len(shown(page)) == count < 100 and fake.left == 1
     assert page.get_attribute("#stop", "aria-disabled") == "true" and page.text_content(".wrong >> nth=1") == ""
     fake.delay = 0
@@ -331,17 +311,16 @@ def test_a_key_is_asked_for_and_kept_by_the_page_alone(visit, fake):
     assert page.evaluate("document.cookie") == ""
 
 
-@pytest.mark.parametrize(
-    ("fail", "said"),
-    [("400", None), ("event", None), ("broken", "The connection ended before the text did.")],
-)
-def test_errors_are_shown_in_the_servers_words(visit, fake, fail, said):
-    fake.fail, fake.message = fail, f"prompt={SCRIPT}: needs less"
+def test_errors_are_shown_in_the_servers_words(visit, fake):
+    fake.message = f"prompt={SCRIPT}: needs less"
     page = visit()
-    page.fill("#prompt", PROMPT)
-    page.click("#start")
-    page.get_by_text(said or fake.message).wait_for()
-    assert page.evaluate("typeof pwned") == "undefined" and page.get_attribute("#stop", "aria-disabled") == "true"
+    ended = "The connection ended before the text did."
+    for fail, said in (("400", fake.message), ("event", fake.message), ("broken", ended)):
+        fake.fail = fail
+        page.fill("#prompt", PROMPT)
+        page.click("#start")
+        page.get_by_text(said).wait_for()
+        assert page.evaluate("typeof pwned") == "undefined" and page.get_attribute("#stop", "aria-disabled") == "true"
     fake.fail = None
     begin(page)
     assert len(shown(page)) == 20 and page.locator(".pane .wrong").text_content() == ""
@@ -368,28 +347,30 @@ def test_a_full_context_cannot_be_continued(visit, fake):
 
 
 @pytest.mark.slow  # an engine is compiled
-def test_over_a_model(visit, address_of_real):
-    def complete(prompt, count):
-        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 20}
-        found = page.request.post(f"{address_of_real}/v1/completions", data=body).json()["choices"][0]["logprobs"]
-        return found, [re.sub("[\t\r]", "", text) for text in found["tokens"]]
+def test_over_a_model(visit, byte_run):
+    with fake_server.running(start_server(byte_run)) as address:
 
-    page = visit(address=address_of_real)
-    page.fill("[name=temperature]", "0")
-    begin(page, "né", tokens=12)
-    found, texts = complete("né", 12)
-    assert shown(page) == texts
-    page.locator(".tok").nth(3).click()
-    page.locator(".choices button").nth(1).click()
-    expect(page.locator(".branches button")).to_have_count(2)
-    wait(page)
-    kept = [*"né".encode(), *found["token_ids"][:3], found["top_token_ids"][3][1]]
-    assert shown(page)[4:] == complete(kept, 12)[1]
+        def complete(prompt, count):
+            body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": 20}
+            found = page.request.post(f"{address}/v1/completions", data=body).json()["choices"][0]["logprobs"]
+            return found, [re.sub("[\t\r]", "", text) for text in found["tokens"]]
+
+        page = visit(address=address)
+        page.fill("[name=temperature]", "0")
+        begin(page, "né", tokens=12)
+        found, texts = complete("né", 12)
+        assert shown(page) == texts
+        page.locator(".tok").nth(3).click()
+        page.locator(".choices button").nth(1).click()
+        expect(page.locator(".branches button")).to_have_count(2)
+        wait(page)
+        kept = [*"né".encode(), *found["token_ids"][:3], found["top_token_ids"][3][1]]
+        assert shown(page)[4:] == complete(kept, 12)[1]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
-def test_light_and_dark_wide_and_narrow(visit, fake, scheme, width):
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (360, "dark")])
+def test_everything_fits_and_has_a_name(visit, fake, scheme, width):
+    fake.chat = True
     page = visit(width, scheme)
     page.check("#compare")
     begin(page, PROMPT + "x" * 100)
@@ -401,14 +382,6 @@ def test_light_and_dark_wide_and_narrow(visit, fake, scheme, width):
     light = page.evaluate("""() => ["backgroundColor", "color"].map((name) =>
       getComputedStyle(document.body)[name].match(/[\\d.]+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0))""")
     assert (light[0] > light[1]) == (scheme == "light")
-
-
-def test_everything_has_a_name(visit, fake):
-    fake.chat = True
-    page = visit()
-    page.check("#compare")
-    begin(page)
-    page.locator(".tok").nth(2).click()
     unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], [role=group], [role=region], nav, select, input, textarea")].filter((e) =>
       !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
     assert unnamed == []

@@ -4,11 +4,8 @@ import contextlib
 import http.client
 import importlib.util
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
+import struct
 import threading
 import time
 
@@ -18,18 +15,14 @@ import jaxgpt
 from jaxgpt.__main__ import main
 from jaxgpt.serve import server as server_module
 from jaxgpt.serve.server import Server, bind
-from tests.conftest import REPOSITORY
-from tests.helpers import tiny_experiment
-from tests.serve.fake_engine import FakeEngine
-from tests.serve.test_guard import wait_for
-from tests.serve.test_parameters import JSON
+from tests.serve.conftest import JSON, FakeEngine, wait_for
 
 
 @pytest.fixture
 def listening(faked, monkeypatch):
     """A function that starts a server over a fake engine on a port: listening(engine) -> (port, client)."""
-    monkeypatch.setattr(server_module, "HEAD_TIMEOUT", 0.3)
-    monkeypatch.setattr(server_module, "READ_TIMEOUT", 0.3)
+    for name in ("HEAD_TIMEOUT", "BODY_TIMEOUT", "READ_TIMEOUT"):
+        monkeypatch.setattr(server_module, name, 0.3)
     monkeypatch.setattr(server_module, "GRACE", 1.0)
     with contextlib.ExitStack() as stack:
 
@@ -79,40 +72,65 @@ def request(path, *headers, **body):
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode()
 
 
-def test_a_slow_head_is_refused(listening):
+HALF = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SLOW = [
+    (b"", b""),
+    *((first, raw) for first in (b"", HEALTH) for raw in (b"GET", HALF, HALF + b"Content-Length: 999\r\n\r\n{")),
+]
+
+
+def test_slow_clients_are_closed_and_hold_up_nobody(listening):
+    """Those that send nothing, part of a head, or a body byte by byte, at first or after a request."""
     port, _ = listening()
-    for raw in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b"):
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for first, raw in SLOW:
+            connections.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
+            connections[-1].sendall(first)
+            assert not first or connections[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
+            connections[-1].sendall(raw)
+        done = threading.Event()
+
+        def dribble():
+            while not done.wait(0.1):
+                with contextlib.suppress(OSError):
+                    connections[-1].send(b" ")
+
+        threading.Thread(target=dribble, daemon=True).start()
         start = time.monotonic()
-        assert answer_to(port, raw).startswith(b"HTTP/1.1 408 ") and time.monotonic() - start < 3
+        assert answer_to(port, request("/tokenize", "Connection: close", prompt="a"))[9:12] == b"200"
+        for slow, connection in zip(SLOW, connections, strict=True):
+            # To a client that still sends, a reset may come before the answer.
+            with contextlib.suppress(ConnectionResetError) if slow == SLOW[-1] else contextlib.nullcontext():
+                assert b"HTTP/1.1 408 " in b"".join(iter(lambda c=connection: c.recv(65536), b"")), slow
+        assert 0.2 < time.monotonic() - start < 3
+        done.set()
 
 
-def test_a_slow_second_head_is_refused(listening):
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"\x00" * 100 + b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"A" * 100_000),
+        *(b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", HALF + b"Content-Length: -1\r\n\r\n"),
+        *(HALF + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", HALF + b"X: " + b"a" * 100_000),
+    ],
+    ids=lambda raw: repr(raw[:24]),
+)
+def test_what_is_not_http_is_refused(listening, raw):
     port, _ = listening()
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-        connection.sendall(b"GET")
-        found = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert b"HTTP/1.1 408 " in found
-
-
-def test_what_is_not_http_is_refused(listening):
-    port, _ = listening()
-    for raw in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"A" * 100_000):
-        assert answer_to(port, raw).startswith(b"HTTP/1.1 400 ")
+    assert answer_to(port, raw).startswith(b"HTTP/1.1 4")
     assert answer_to(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[9:12] == b"200"
-
-
-PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_who_does_not_read_is_disconnected(listening):
     """Also one whose last bytes wait in a connection that is closing."""
     port, client = listening()
     with contextlib.ExitStack() as stack:
-        for last in (b"", b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"):
+        page = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+        for last in (b"", b"", page + b"Connection: close\r\n\r\n"):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-            connection.sendall(PAGE * 150 + last)
+            connection.sendall((page + b"\r\n") * 150 + last)
         wait_for(lambda: len(client.server.server_state.connections) == 3)
         wait_for(lambda: not client.server.server_state.connections and not client.server.server_state.tasks)
 
@@ -140,15 +158,18 @@ def test_two_lengths_are_refused_and_the_connection_closed(listening):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_100_who_leave_free_their_slots(listening, stream):
+def test_50_who_leave_free_their_slots(listening, stream):
+    """Half of them with a reset instead of a farewell, as a killed process or a lost network may."""
     port, client = listening(FakeEngine(slots=4, delay=0.002, endless=True))
     raw = request("/v1/completions", prompt="ab", max_tokens=64, stream=stream)
-    for _ in range(100):
+    for number in range(50):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
             connection.sendall(raw)
-            wait_for(lambda: client.scheduler.num_running)
-        wait_for(lambda: not client.scheduler.num_running)
-    assert len(client.engine.cancelled) == 100
+            wait_for(lambda: client.scheduler.running)
+            if number % 2:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_for(lambda: not client.scheduler.running)
+    assert len(client.engine.cancelled) == 50
 
 
 def test_stopping_lets_streams_end(listening):
@@ -202,25 +223,3 @@ def test_the_command_names_the_extra_it_needs(monkeypatch, capsys, byte_run):
     with pytest.raises(SystemExit) as stopped:
         main(["serve", str(byte_run.directory)])
     assert stopped.value.code == 2 and "needs uvicorn: python -m pip install 'jaxgpt[serve]'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_what_runs_end_and_the_command_exits_with_0(number, tmp_path, text_file):
-    run = jaxgpt.fit(tiny_experiment(text_file), run_dir=tmp_path / "run", progress=False)
-    command = [sys.executable, "-m", "jaxgpt", "serve", str(run.directory), "--port", "0", "--log-prompts"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    killer = threading.Timer(120, process.kill)
-    killer.start()
-    try:
-        assert process.stderr
-        address = next(line for line in process.stderr if line.startswith("http://")).strip()
-        with stream_from(int(address.rpartition(":")[2]), max_tokens=8, n=8) as response:
-            process.send_signal(number)
-            assert response.read().endswith(b"data: [DONE]\n\n")
-        _, errors = process.communicate(timeout=60)
-    finally:
-        killer.cancel()
-        process.kill()
-    assert process.returncode == 0 and errors.splitlines()[-1] == "stopped" and "Traceback" not in errors, errors

@@ -1,0 +1,173 @@
+"""What a request may not ask for: each wrong value is refused with its name, and nothing else is an error of ours."""
+
+import json
+import random
+
+import pytest
+
+from tests.serve.conftest import BLOCK, CHAT, HELLO, JSON, refused
+
+HUGE = 10**400
+NO_NUMBER = ("1", "", [1], {}, True, HUGE, -HUGE)
+NO_COUNT = (*NO_NUMBER, 0.5, -1, 2**63, 1e308)
+NO_FLAG = ("true", 1, 0, [], {}, 0.5)
+SURROGATE = "\ud800"  # half of a character: valid JSON, and no UTF-8
+COMMON = {
+    "temperature": (*NO_NUMBER, -1, 1e300),
+    "top_p": (*NO_NUMBER, -1, 2, 0),
+    "top_k": (*NO_COUNT, 0),
+    "min_p": (*NO_NUMBER, -0.1, 1.5),
+    "repetition_penalty": (*NO_NUMBER, -1, 0),
+    "n": (*NO_COUNT, 0, 3, 10**6),
+    "seed": ("1", [1], True, 0.5, HUGE, -1, 2**32),
+    "stop": (1, True, {}, [1], [None], [["x"]], ["a"] * 5, "a" * 257, "", ["", "x"]),
+    "stream": NO_FLAG,
+    "stream_options": (1, "x", [], {"include_usage": 1}, {"unknown": True}, {"include_usage": True}),
+    "max_tokens": (*NO_COUNT, BLOCK + 1, 10**9),
+    "temprature": (1,),
+    "__class__": ("x",),
+    "best_of": (2,),
+    "suffix": ("x",),
+    "logit_bias": ({"1": 5},),
+    "frequency_penalty": (0.5, False),
+    "tools": ([{}],),
+    "response_format": ({"type": "json_object"},),
+}
+WRONG = {
+    "/v1/completions": COMMON
+    | {
+        "prompt": (
+            *(True, 0.5, {}, [], [[]], [0.5], [True], [-1], [256], [HUGE], [1, "a"], [None], [{}], None),
+            *(SURROGATE, ["a"] * 5, "a" * (BLOCK + 1), "x" * 100_000, [1] * 100_000),
+        ),
+        "logprobs": (*NO_COUNT, 21),
+        "echo": NO_FLAG,
+        "max_tokens": (*COMMON["max_tokens"], 0),
+        "max_completion_tokens": (5,),
+        "stop_token_ids": ([-1], [10**30], [0] * 17),
+    },
+    CHAT: COMMON
+    | {
+        "messages": (
+            [],
+            "x",
+            1,
+            {},
+            [{"role": "user", "content": "x\x03y"}],
+            [HELLO[0] | {"content": "x" * 100}],
+            None,
+        ),
+        "max_completion_tokens": (*NO_COUNT, 0, 10**9),
+        "logprobs": (1, 5, "true", [], {}),
+        "top_logprobs": (*NO_COUNT, 21, 5),
+        "prompt": ("x",),
+    },
+    "/tokenize": {"prompt": (1, True, [], {}, SURROGATE), "unknown": (1,), "as_prompt": NO_FLAG},
+    "/detokenize": {"tokens": ("x", 1, True, {}, [0.5], [True], ["a"], [-1], [256], [HUGE], [[1]], None)},
+}
+GOOD = {
+    "/v1/completions": {"prompt": "a"},
+    CHAT: {"messages": HELLO},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+}
+
+
+@pytest.fixture
+def client(faked):
+    return faked()
+
+
+def post(client, path, raw):
+    return client.post(path, content=raw, headers=JSON)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in WRONG.items() for name in names])
+def test_bad_parameters_are_named(client, path, name):
+    for value in WRONG[path][name]:
+        refused(post(client, path, json.dumps(GOOD[path] | {name: value})), name)
+    assert client.ask(path, **GOOD[path]).status_code == 200
+
+
+def test_what_asks_for_nothing_is_accepted(client):
+    neutral = dict(best_of=1, suffix=None, logit_bias={}, frequency_penalty=0, presence_penalty=0.0, tools=[])
+    ignored = dict(user="me", store=True, metadata={}, service_tier="auto", parallel_tool_calls=False)
+    assert client.ask(prompt="a", max_tokens=1, **neutral, **ignored, top_p=None).status_code == 200
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(client):
+    refused(client.ask(prompt="a" * (BLOCK + 1)), "prompt", str(BLOCK), str(BLOCK + 1))
+    assert client.ask(prompt="a" * BLOCK, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *("hello", None, [], {}, {"role": "tool", "content": "x"}, {"role": "user"}, {"content": "x"}),
+        *({"role": [], "content": "x"}, {"role": "user", "content": 1}, {"role": "user", "content": SURROGATE}),
+        *({"role": "user", "content": [{"type": "image_url"}]}, {"role": "user", "content": "x", "tool_calls": [1]}),
+    ],
+)
+def test_bad_messages_are_named(client, message):
+    refused(post(client, CHAT, json.dumps({"messages": [*HELLO, message]})), "messages[1]")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_conversation_has_a_limit(client, path):
+    refused(client.ask(path, messages=HELLO * 2049), "messages", "2,049 messages", "at most 2,048")
+    refused(client.ask(path, messages=HELLO * 2048), "messages", "tokens")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b" ", b"{", b"[]", b"null", b'"text"', b"1", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "a"}' * 2),
+        *(b'{"prompt": NaN}', b'{"prompt": "a", "prompt": "b"}', b"[" * 100_000, b'{"a":' * 100_000, b"prompt=a"),
+        *(b'{"n": ' + b"9" * 5000 + b"}", b'{"temperature": 1e999, "prompt": "a"}', '{"prompt": ""}'.encode("utf-16")),
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)
+@pytest.mark.parametrize("path", GOOD)
+def test_what_is_not_json_is_refused(client, path, raw):
+    response = post(client, path, raw)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_half_a_surrogate_pair_comes_back_as_json(client):
+    response = post(client, "/v1/completions", b'{"prompt": "a", "\\ud800": 1}')
+    assert response.status_code == 400 and response.json()["error"]["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize("model", ["gpt-4", "x" * 1000])
+def test_another_model_is_not_found(client, model):
+    refused(client.ask(prompt="a", model=model), "model", "tiny", status=404)
+    refused(client.get(f"/v1/models/{model}"), "model", "tiny", status=404)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/completions"), ("GET", "/v2"), ("PUT", "/health")])
+def test_other_paths_and_methods_are_refused_in_json(client, method, path):
+    response = client.request(method, path)
+    assert response.status_code in (404, 405) and response.json()["error"]["message"]
+
+
+def test_random_requests_get_an_answer(real):
+    """Of bodies with values of other parameters, and with bytes of others, each gets an answer below 500."""
+    rng, found = random.Random(0), []
+    values = [value for names in WRONG.values() for values in names.values() for value in values]
+    for _ in range(300):
+        path = rng.choice(list(GOOD))
+        body = GOOD[path] | ({"max_tokens": 2} if path.startswith("/v1") else {})
+        for _ in range(rng.choice([0, 1, 1, 1, 2])):
+            body[rng.choice(list(WRONG[path]))] = rng.choice(values)
+        raw = bytearray(json.dumps(body, ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass"))
+        for _ in range(rng.choice([0, 0, 0, 0, 3])):
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        response = post(real, path, bytes(raw))
+        assert response.status_code in (200, 400, 404), (path, raw, response.text)
+        if response.status_code != 200:
+            assert "Traceback" not in response.json()["error"]["message"]
+        elif response.headers["content-type"] == "application/json":
+            json.loads(response.content, parse_constant=lambda name: pytest.fail(name))
+        found.append(response.status_code)
+    assert found.count(400) > 100 and found.count(200) > 20
+    assert real.get("/health").status_code == 200
