@@ -23,11 +23,9 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.safetensors_files import INDEX, list_tensors, summarize_names
-from jaxgpt.hf.source import open_source
-from jaxgpt.hf.tokenizers import tokenizer_json
-from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.hf.source import open_source, tokenizer_json
+from jaxgpt.hf.weights import INDEX, list_tensors, summarize_names
+from jaxgpt.tools.convert import export_hf, import_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
@@ -164,7 +162,7 @@ def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, 
 def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tmp_path, monkeypatch):
     _, out = exported
     with monkeypatch.context() as m:
-        m.setattr("jaxgpt.tools.convert.import_hf.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
+        m.setattr("jaxgpt.tools.convert.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             import_hf(str(out), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -16,8 +16,7 @@ import pytest
 import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
 from jaxgpt.hf.family import IGNORED, canonical_form
-from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import LazyTensor, list_tensors, write
+from jaxgpt.hf.weights import LazyTensor, list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
