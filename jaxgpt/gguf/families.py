@@ -16,7 +16,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import LARGEST_SIZE, check_count
 from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import SCALINGS, ConfigRule, Json, always, choice, fields
-from jaxgpt.hf.family import EMBEDDING, HEAD, Family, Layout, WeightRule, find_differences, linear, norm, qkv
+from jaxgpt.hf.family import Family, Layout, find_differences, weight_rules
 from jaxgpt.layers.block import make_rope
 
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
@@ -28,6 +28,10 @@ def _count(values: Json, key: str, most: int = LARGEST_SIZE) -> int:
     return check_count(key, values.get(key), 1, most)
 
 
+def _head_size(values: Json) -> int:
+    return _count(values, "embedding_length") // _count(values, "attention.head_count")
+
+
 def _stored(ours: str, tensor: str) -> ConfigRule:
     """Return the rule for a field that is true if there is a tensor."""
     return ConfigRule(
@@ -36,14 +40,8 @@ def _stored(ours: str, tensor: str) -> ConfigRule:
 
 
 SIZES = (
-    fields(
-        vocab_size="vocab_size",
-        block_size="context_length",
-        n_embd="embedding_length",
-        n_layer="block_count",
-        n_head="attention.head_count",
-        mlp_dim="feed_forward_length",
-    ),
+    fields(vocab_size="vocab_size", block_size="context_length", n_embd="embedding_length", n_layer="block_count"),
+    fields(n_head="attention.head_count", mlp_dim="feed_forward_length"),
     ConfigRule(("block_count",), lambda v: {"n_layer": _count(v, "block_count", LARGEST_DEPTH)}),
 )
 TIED_IF_ABSENT = ConfigRule(
@@ -75,13 +73,10 @@ def _write_rotation(config: GPTConfig) -> Json:
     return rotation
 
 
-def _read_fraction(values: Json) -> Json:
-    head = _count(values, "embedding_length") // _count(values, "attention.head_count")
-    return {"rope_fraction": _count(values, "rope.dimension_count") / max(head, 1)}
-
-
 ROTATION = ConfigRule(("rope.freq_base", "rope.scaling.factor"), _read_rotation, _write_rotation)
-FRACTION = ConfigRule(("rope.dimension_count",), _read_fraction)
+FRACTION = ConfigRule(
+    ("rope.dimension_count",), lambda v: {"rope_fraction": _count(v, "rope.dimension_count") / max(_head_size(v), 1)}
+)
 
 LLAMA3_FIELDS = fields(**{name: f"jaxgpt.{name}" for name in SCALINGS["llama3"].values()})
 
@@ -104,24 +99,16 @@ LLAMA3 = ConfigRule(
 
 
 def _gelu(computed: str, approximated: str, default: str) -> ConfigRule:
-    """Return the rule for GELU, of which llama.cpp has the tanh form only.
+    """Return the rule for GELU, of which llama.cpp has the tanh form only. default: the activation without our field.
 
-    Args:
-        computed: the activation that llama.cpp computes.
-        approximated: the same with GELU by erf, at most 4.7e-4 away; ggml's table in float16 is up to 2e-3 away.
-        default: the activation of a file without our field.
+    GELU by erf is at most 4.7e-4 away from it; ggml's table in float16 is up to 2e-3 away.
     """
     rule = choice("activation", "jaxgpt.activation", {name: name for name in (computed, approximated)}, default)
     return rule._replace(write=lambda config: {} if config.activation == default else rule.write(config))
 
 
 def _windows(size: int | None, every: int) -> ConfigRule:
-    """Return the rule for layers with a sliding window. The arguments are defaults for absent fields.
-
-    Args:
-        size: tokens of the window. None means full attention.
-        every: every n-th layer has full attention; 0: none has.
-    """
+    """Return the rule for layers with a sliding window, but for every n-th. The arguments are for absent fields."""
     keys = "attention.sliding_window", "attention.sliding_window_pattern"
 
     def read(values: Json) -> Json:
@@ -141,13 +128,9 @@ def _query_scale(largest: int) -> ConfigRule:
 
     largest: layers of that model, by which llama.cpp knows it.
     """
-
-    def read(values: Json) -> Json:
-        if values.get("block_count") != largest:
-            return {}
-        return {"query_scale": _count(values, "embedding_length") // _count(values, "attention.head_count")}
-
-    return ConfigRule(("block_count",), read)
+    return ConfigRule(
+        ("block_count",), lambda v: {"query_scale": _head_size(v)} if v.get("block_count") == largest else {}
+    )
 
 
 # Norms of a layer: our name -> theirs.
@@ -164,24 +147,17 @@ def _family(
     rotated: Layout = "rows",
 ) -> Family:
     """Return a family. norms: our names of a layer's norms -> theirs. rotated: layout of queries and keys."""
-    rules = [
-        WeightRule(EMBEDDING, "token_embd.weight"),
-        WeightRule(("wpe/embedding",), "position_embd.weight"),
-        WeightRule(HEAD, OUTPUT, "rows"),
-        *norm("ln_f", "output_norm"),
-    ]
-    if has_fused_qkv:
-        rules += qkv("blk.{}.attn_qkv", "rows")
-    else:
-        rules += linear("h_{}/attn/q", "blk.{}.attn_q", rotated)
-        rules += linear("h_{}/attn/k", "blk.{}.attn_k", rotated)
-        rules += linear("h_{}/attn/v", "blk.{}.attn_v")
-    rules += linear("h_{}/attn/c_proj", "blk.{}.attn_output")
-    for ours, theirs in {"c_gate": "ffn_gate", "c_fc": "ffn_up", "c_proj": "ffn_down"}.items():
-        rules += linear(f"h_{{}}/mlp/{ours}", f"blk.{{}}.{theirs}")
-    for ours, theirs in (norms | {"attn/q_norm": "attn_q_norm", "attn/k_norm": "attn_k_norm"}).items():
-        rules += norm(f"h_{{}}/{ours}", f"blk.{{}}.{theirs}")
-    return Family(model_type=name, config_rules=(*SIZES, *config_rules), weight_rules=tuple(rules))
+    qkv = {"attn/qkv": "attn_qkv"} if has_fused_qkv else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
+    rules = weight_rules(
+        {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output", "ln_f": "output_norm"},
+        "blk.{}",
+        qkv
+        | {"attn/c_proj": "attn_output", "mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up", "mlp/c_proj": "ffn_down"}
+        | norms
+        | {"attn/q_norm": "attn_q_norm", "attn/k_norm": "attn_k_norm"},
+        rotated=rotated,
+    )
+    return Family(model_type=name, config_rules=(*SIZES, *config_rules), weight_rules=rules)
 
 
 LLAMA_LIKE = (

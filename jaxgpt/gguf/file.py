@@ -42,8 +42,7 @@ KINDS = {
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 SHORT = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
-# Gemma's norms, whose parameter is the scale - 1. Files have the scale; the sum with 1 rounds the parameter, so that its
-# bits are in this field, for all norms in the order of their names.
+# The parameters of Gemma's norms in the order of their names: files have the scale, which is 1 more and rounded.
 NORM_PARAMETERS = "jaxgpt.norm_parameters"
 
 

@@ -1,22 +1,20 @@
 r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes texts as we do.
 
-- Characters and bytes are written as model "rwkv", the only one in llama.cpp without special tokens: it takes the
-  longest token that matches the bytes of the text. A character outside the vocabulary has token -1, which
-  `llama_decode` refuses; but if its first byte is that of a character in the vocabulary, llama.cpp appends tokens until
-  the memory is full.
-- Byte-level BPE is "gpt2". llama.cpp identifies a pattern of words by a name (`PRE_TOKENIZERS`), does not normalize
-  (Qwen's texts that are not in NFC differ), and needs a token that ends a text.
-- BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's, with a score for each token: the rank of its
-  first merge. llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
+- Characters and bytes are model "rwkv", the only one in llama.cpp without special tokens: it takes the longest token that
+  matches. A character outside the vocabulary has token -1, which `llama_decode` refuses; but if its first byte is that of
+  a character in the vocabulary, llama.cpp appends tokens until the memory is full.
+- Byte-level BPE is "gpt2": llama.cpp knows patterns of words by a name (`PRE_TOKENIZERS`), and does not normalize.
+- BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's. A token's score is the rank of its first merge.
+  llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
 - Rows of the embedding without a token are UNUSED, and llama.cpp's own samplers never choose them.
-- llama.cpp ends texts also at tokens that it knows by name, such as `<|endoftext|>`, `</s>` and `<|im_end|>`, and treats
-  them as special, whatever the file says.
-- A BPE comes back from its tokenizer.json, which the file has in a field that llama.cpp does not read.
+- llama.cpp ends texts also at tokens that it knows by name, such as `</s>`, whatever the file says.
+- A BPE comes back from its tokenizer.json, in a field that llama.cpp does not read.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -191,23 +189,18 @@ def _byte_level_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"a normalizer {normalizer['type']}")
     if normalizer:
         warnings.warn("llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ", stacklevel=4)
-    wanted = (_drop_offsets(pre_tokenizer), model["ignore_merges"])
-    names = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if (_drop_offsets(pre), whole) == wanted]
+
+    def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
+        return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
+
+    wanted = spell(pre_tokenizer, model["ignore_merges"])
+    names = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
     if not names:
         _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
     missing = {byte for byte, name in enumerate(list_byte_names()) if name not in model["vocab"]}
     if missing - NOT_IN_UTF8 or (missing and model["unk_token"] is not None):
         _refuse(f"no tokens for {len(missing)} of the 256 bytes")
     return {"model": "gpt2", "pre": names[0]}
-
-
-def _drop_offsets(value: Any) -> Any:
-    """Return a part without `trim_offsets`, which changes no ids."""
-    if isinstance(value, list):
-        return [_drop_offsets(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _drop_offsets(item) for name, item in value.items() if name != "trim_offsets"}
-    return value
 
 
 def _sentencepiece_fields(

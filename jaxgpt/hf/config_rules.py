@@ -158,7 +158,6 @@ def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None =
 
 
 THETA, FRACTION, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
-ROPE_KEYS = ("rope_scaling", "rope_parameters", ORIGINAL)
 # For each type of rope_parameters in transformers 5: its key -> our field.
 SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
@@ -172,57 +171,58 @@ SCALINGS: dict[str, dict[str, str]] = {
 }
 
 
-def rope(theta: str = THETA, fraction: str | None = None) -> ConfigRule:
-    """Return the rule for one rotation in all layers.
+def rope(
+    theta: str = THETA, usual: float = 10_000.0, *, fraction: str | None = None, local: str | None = None
+) -> ConfigRule:
+    """Return the rule for rotations.
 
     transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. Read is what
     transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
 
     Args:
         theta: the family's key in transformers 4 for the base of the wavelengths.
-        fraction: its key for the rotated fraction of each head. None means that heads are rotated in full.
+        usual: the base if it is absent.
+        fraction: the key for the rotated fraction of each head. None means that heads are rotated in full.
+        local: the key for the base in layers with a sliding window, which have a rotation of their own (Gemma 3).
     """
 
     def read(hf: Json) -> Json:
-        usual = {THETA: _get(hf, theta, 10_000.0), FRACTION: _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0)}
-        rotation = usual | (_read_object(hf, "rope_scaling") or _read_object(hf, "rope_parameters"))
-        if fraction is None:
-            return _to_fields(hf, rotation)
-        return _to_fields(hf, rotation | {FRACTION: 1.0}) | {"rope_fraction": rotation[FRACTION]}
+        older, newer = _read_object(hf, "rope_scaling"), hf.get("rope_parameters") or {}
+        if local is None:
+            newer = older or _read_object(hf, "rope_parameters")
+        elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
+            raise UserError(f"rope_parameters={short(newer)}: needs {FULL} and {SLIDING}, with an object for each")
+        else:
+            nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
+            newer = _read_object(newer, FULL) | older
+            if nested.get("rope_type", "default") != "default":
+                raise UserError(
+                    "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
+                )
+        newer = {
+            THETA: _get(hf, theta, usual),
+            FRACTION: _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0),
+        } | newer
+        more = {"rope_local_theta": _to_fields(hf, nested)["rope_theta"]} if local else {}
+        if fraction:
+            more, newer = {"rope_fraction": newer[FRACTION]}, newer | {FRACTION: 1.0}
+        return _to_fields(hf, newer) | more
 
     def write(config: GPTConfig) -> Json:
-        hf, newer = _write_rotation(config, theta)
-        if fraction is not None:
+        kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+        scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
+        newer: Json = {THETA: config.rope_theta} | scaling
+        hf: Json = {theta: config.rope_theta}
+        if local:
+            hf[local] = config.rope_local_theta or config.rope_theta
+            newer = {FULL: newer, SLIDING: {THETA: hf[local], "rope_type": "default"}}
+        hf["rope_scaling"] = None if kind == "default" else scaling
+        if fraction:
             hf[fraction] = newer[FRACTION] = config.rope_fraction
         return hf | {"rope_parameters": newer}
 
-    return ConfigRule((theta, fraction or FRACTION, *ROPE_KEYS), read, write)
-
-
-def rope_by_layer() -> ConfigRule:
-    """Return the rule of Gemma 3, whose layers with a sliding window have their own rotation."""
-    local_theta = "rope_local_base_freq"
-
-    def read(hf: Json) -> Json:
-        newer = hf.get("rope_parameters") or {}
-        if not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
-            raise UserError(f"rope_parameters={short(newer)}: needs {FULL} and {SLIDING}, with an object for each")
-        full = {THETA: _get(hf, THETA, 1_000_000.0), FRACTION: _get(hf, FRACTION, 1.0)}
-        full |= _read_object(newer, FULL) | _read_object(hf, "rope_scaling")
-        local = {THETA: _get(hf, local_theta, 10_000.0)} | _read_object(newer, SLIDING)
-        if local.get("rope_type", "default") != "default":
-            raise UserError(
-                "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
-            )
-        return _to_fields(hf, full) | {"rope_local_theta": _to_fields(hf, local)["rope_theta"]}
-
-    def write(config: GPTConfig) -> Json:
-        hf, newer = _write_rotation(config, THETA)
-        local = config.rope_local_theta or config.rope_theta
-        by_layer = {FULL: newer, SLIDING: {THETA: local, "rope_type": "default"}}
-        return {THETA: config.rope_theta, local_theta: local} | hf | {"rope_parameters": by_layer}
-
-    return ConfigRule((THETA, local_theta, FRACTION, *ROPE_KEYS), read, write)
+    keys = (theta, fraction or FRACTION, "rope_scaling", "rope_parameters", ORIGINAL)
+    return ConfigRule((*keys, local) if local else keys, read, write)
 
 
 def _read_object(hf: Json, key: str) -> Json:
@@ -252,11 +252,3 @@ def _to_fields(hf: Json, rotation: Json) -> Json:
         raise UserError(f"{FRACTION}={short(rotation[FRACTION])}: only 1.0 is supported")
     scaling = {} if kind == "default" else {"rope_scaling": kind}
     return {"position": "rope", "rope_theta": rotation[THETA]} | scaling | {names[key]: rotation[key] for key in names}
-
-
-def _write_rotation(config: GPTConfig, theta: str) -> tuple[Json, Json]:
-    """Return (the keys of transformers 4, the `rope_parameters` of transformers 5)."""
-    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
-    scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
-    older = {theta: config.rope_theta, "rope_scaling": None if kind == "default" else scaling}
-    return older, {THETA: config.rope_theta} | scaling

@@ -19,31 +19,25 @@ from jaxgpt.hf.config_rules import (
     never,
     read_count,
     rope,
-    rope_by_layer,
     windows,
 )
-from jaxgpt.hf.family import EMBEDDING, HEAD, Family, WeightRule, find_differences, linear, norm, qkv
+from jaxgpt.hf.family import Family, find_differences, weight_rules
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}
 # The first config.json files of Gemma 1 have "gelu" but mean the tanh form: transformers issue 29402.
 GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 
+SIZES = fields(vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads")
+
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     config_rules=(
-        fields(
-            vocab_size="vocab_size",
-            n_embd="n_embd",
-            n_layer="n_layer",
-            n_head="n_head",
-            mlp_dim=("n_inner", None),
-            block_size=("n_positions", 1024),
-            norm_eps=("layer_norm_epsilon", 1e-5),
-            tie_embeddings=("tie_word_embeddings", True),
-        ),
+        fields(vocab_size="vocab_size", n_embd="n_embd", n_layer="n_layer", n_head="n_head", mlp_dim=("n_inner", None)),
+        fields(block_size=("n_positions", 1024), norm_eps=("layer_norm_epsilon", 1e-5)),
+        fields(tie_embeddings=("tie_word_embeddings", True)),
         choice("activation", "activation_function", PLAIN, "gelu_new"),
         # They have three rates of dropout, we have one; it only matters in training.
         ConfigRule(
@@ -60,17 +54,13 @@ GPT2 = Family(
         NO_WINDOW,
         CAUSAL_DECODER,
     ),
-    weight_rules=(
-        WeightRule(EMBEDDING, "transformer.wte.weight"),
-        WeightRule(("wpe/embedding",), "transformer.wpe.weight"),
-        WeightRule(HEAD, "lm_head.weight", "rows"),
-        *norm("ln_f", "transformer.ln_f"),
-        *norm("h_{}/ln_1", "transformer.h.{}.ln_1"),
-        *norm("h_{}/ln_2", "transformer.h.{}.ln_2"),
-        *qkv("transformer.h.{}.attn.c_attn", "columns"),
-        *linear("h_{}/attn/c_proj", "transformer.h.{}.attn.c_proj", "same"),
-        *linear("h_{}/mlp/c_fc", "transformer.h.{}.mlp.c_fc", "same"),
-        *linear("h_{}/mlp/c_proj", "transformer.h.{}.mlp.c_proj", "same"),
+    weight_rules=weight_rules(
+        {"wte": "transformer.wte", "wpe": "transformer.wpe", "lm_head": "lm_head", "ln_f": "transformer.ln_f"},
+        "transformer.h.{}",
+        {"ln_1": "ln_1", "ln_2": "ln_2", "attn/qkv": "attn.c_attn", "attn/c_proj": "attn.c_proj"}
+        | {"mlp/c_fc": "mlp.c_fc", "mlp/c_proj": "mlp.c_proj"},
+        matrices="same",
+        fused="columns",
     ),
 )
 
@@ -99,37 +89,27 @@ def llama_like(
 
     norms: our names of a layer's norms -> theirs.
     """
-    sizes = fields(
-        vocab_size="vocab_size",
-        n_embd="hidden_size",
-        n_layer="num_hidden_layers",
-        n_head="num_attention_heads",
-        n_kv_head=("num_key_value_heads", None),
-        head_dim=("head_dim", head_dim),
-        mlp_dim="intermediate_size",
-        block_size=("max_position_embeddings", context),
-        norm_eps=("rms_norm_eps", eps),
-        tie_embeddings=("tie_word_embeddings", tied),
+    usual = (
+        SIZES,
+        fields(n_kv_head=("num_key_value_heads", None), head_dim=("head_dim", head_dim), mlp_dim="intermediate_size"),
+        fields(block_size=("max_position_embeddings", context), norm_eps=("rms_norm_eps", eps)),
+        fields(tie_embeddings=("tie_word_embeddings", tied)),
+        always(norm="rmsnorm", bias=False),
+        CAUSAL_DECODER,
     )
-    rules = [
-        WeightRule(EMBEDDING, "model.embed_tokens.weight"),
-        WeightRule(HEAD, "lm_head.weight", "rows"),
-        *norm("ln_f", "model.norm"),
-    ]
-    for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "c_proj": "o_proj"}.items():
-        rules += linear(f"h_{{}}/attn/{ours}", f"model.layers.{{}}.self_attn.{name}")
-    for name in ("q_norm", "k_norm"):
-        rules += norm(f"h_{{}}/attn/{name}", f"model.layers.{{}}.self_attn.{name}")
-    for ours, name in {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}.items():
-        rules += linear(f"h_{{}}/mlp/{ours}", f"model.layers.{{}}.mlp.{name}")
-    for ours, name in norms.items():
-        rules += norm(f"h_{{}}/{ours}", f"model.layers.{{}}.{name}")
     return Family(
         model_type=model_type,
         architecture=architecture,
         prefix="model.",
-        config_rules=(sizes, always(norm="rmsnorm", bias=False), CAUSAL_DECODER, *config_rules),
-        weight_rules=tuple(rules),
+        config_rules=(*usual, *config_rules),
+        weight_rules=weight_rules(
+            {"wte": "model.embed_tokens", "lm_head": "lm_head", "ln_f": "model.norm"},
+            "model.layers.{}",
+            {"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"}
+            | {"attn/c_proj": "self_attn.o_proj", "attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
+            | {"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj", "mlp/c_proj": "mlp.down_proj"}
+            | norms,
+        ),
     )
 
 
@@ -137,9 +117,7 @@ ATTENTION_BIAS = fields(out_bias=("attention_bias", False), qkv_bias=("attention
 SILU = choice("activation", "hidden_act", GATED, "silu")
 QWEN_WINDOWS = (
     windows(
-        lambda layer, hf: layer >= read_count(hf, "max_window_layers", 28),
-        "max_window_layers",
-        switch="use_sliding_window",
+        lambda i, hf: i >= read_count(hf, "max_window_layers", 28), "max_window_layers", switch="use_sliding_window"
     ),
     ConfigRule(
         (),
@@ -218,7 +196,7 @@ GEMMA3 = llama_like(
     "gemma3_text",
     "Gemma3ForCausalLM",
     *GEMMAS_2,
-    rope_by_layer(),
+    rope(usual=1_000_000.0, local="rope_local_base_freq"),
     fields(logit_softcap=("final_logit_softcapping", None)),
     never(attn_logit_softcapping=None),  # transformers has the key but ignores it
     always(qk_norm=True),
@@ -236,35 +214,25 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     config_rules=(
-        fields(
-            vocab_size="vocab_size",
-            n_embd="hidden_size",
-            n_layer="num_hidden_layers",
-            n_head="num_attention_heads",
-            mlp_dim="intermediate_size",
-            block_size=("max_position_embeddings", 2048),
-            norm_eps=("layer_norm_eps", 1e-5),
-            tie_embeddings=("tie_word_embeddings", False),
-            parallel_residual=("use_parallel_residual", True),
-        ),
+        SIZES,
+        fields(mlp_dim="intermediate_size", block_size=("max_position_embeddings", 2048)),
+        fields(norm_eps=("layer_norm_eps", 1e-5), tie_embeddings=("tie_word_embeddings", False)),
+        fields(parallel_residual=("use_parallel_residual", True)),
         choice("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
-        rope("rotary_emb_base", "rotary_pct"),
+        rope("rotary_emb_base", fraction="rotary_pct"),
         fields(out_bias=("attention_bias", True), qkv_bias=("attention_bias", True)),
         # The head size follows from the width, whatever `head_dim` is: the check of the shapes refuses another.
         ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}),
         NO_WINDOW,
         CAUSAL_DECODER,
     ),
-    weight_rules=(
-        WeightRule(EMBEDDING, "gpt_neox.embed_in.weight"),
-        WeightRule(HEAD, "embed_out.weight", "rows"),
-        *norm("ln_f", "gpt_neox.final_layer_norm"),
-        *norm("h_{}/ln_1", "gpt_neox.layers.{}.input_layernorm"),
-        *norm("h_{}/ln_2", "gpt_neox.layers.{}.post_attention_layernorm"),
-        *qkv("gpt_neox.layers.{}.attention.query_key_value", "heads"),
-        *linear("h_{}/attn/c_proj", "gpt_neox.layers.{}.attention.dense"),
-        *linear("h_{}/mlp/c_fc", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
-        *linear("h_{}/mlp/c_proj", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+    weight_rules=weight_rules(
+        {"wte": "gpt_neox.embed_in", "lm_head": "embed_out", "ln_f": "gpt_neox.final_layer_norm"},
+        "gpt_neox.layers.{}",
+        {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+        | {"attn/qkv": "attention.query_key_value", "attn/c_proj": "attention.dense"}
+        | {"mlp/c_fc": "mlp.dense_h_to_4h", "mlp/c_proj": "mlp.dense_4h_to_h"},
+        fused="heads",
     ),
 )
 OLMO2 = llama_like(

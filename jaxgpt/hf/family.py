@@ -28,23 +28,40 @@ class WeightRule(NamedTuple):
     layout: Layout = "same"
 
 
-def linear(ours: str, theirs: str, layout: Layout = "rows") -> list[WeightRule]:
-    """Return the rules of a linear layer: kernel and bias."""
-    return [
-        WeightRule((f"{ours}/kernel",), f"{theirs}.weight", layout),
-        WeightRule((f"{ours}/bias",), f"{theirs}.bias", layout),
-    ]
+def weight_rules(
+    top: dict[str, str],
+    layer: str,
+    inside: dict[str, str],
+    *,
+    matrices: Layout = "rows",
+    fused: Layout = "rows",
+    rotated: Layout = "rows",
+) -> tuple[WeightRule, ...]:
+    """Return the rules for all tensors, from the names of modules.
 
-
-def qkv(theirs: str, layout: Layout) -> list[WeightRule]:
-    """Return the rules of queries, keys and values that share a tensor."""
-    parts = {"kernel": "weight", "bias": "bias"}
-    return [WeightRule(tuple(f"h_{{}}/attn/{x}/{p}" for x in "qkv"), f"{theirs}.{t}", layout) for p, t in parts.items()]
-
-
-def norm(ours: str, theirs: str) -> list[WeightRule]:
-    """Return the rules of a norm: scale and bias."""
-    return [WeightRule((f"{ours}/scale",), f"{theirs}.weight"), WeightRule((f"{ours}/bias",), f"{theirs}.bias")]
+    Args:
+        top: the path of our module -> theirs, outside of the layers.
+        layer: the prefix of their names in a layer.
+        inside: the path of our module in a layer -> theirs after the prefix. attn/qkv: q, k and v share a tensor.
+        matrices: layout of linear layers.
+        fused: layout of attn/qkv.
+        rotated: layout of attn/q and attn/k.
+    """
+    rules = []
+    for ours, theirs in (top | {f"h_{{}}/{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}).items():
+        place, _, last = ours.rpartition("/")
+        if last in ("wte", "wpe"):
+            rules.append(WeightRule((f"{last}/embedding",), f"{theirs}.weight"))
+        elif last == "lm_head":
+            rules.append(WeightRule(HEAD, f"{theirs}.weight", "rows"))
+        elif last.startswith("ln_") or last.endswith("_norm"):
+            rules += [WeightRule((f"{ours}/{x}",), f"{theirs}.{y}") for x, y in (("scale", "weight"), ("bias", "bias"))]
+        else:
+            layout = {"qkv": fused, "q": rotated, "k": rotated}.get(last, matrices)
+            paths = [f"{place}/{x}" for x in "qkv"] if last == "qkv" else [ours]
+            for x, y in (("kernel", "weight"), ("bias", "bias")):
+                rules.append(WeightRule(tuple(f"{path}/{x}" for path in paths), f"{theirs}.{y}", layout))
+    return tuple(rules)
 
 
 def split(theirs: np.ndarray, count: int, layout: Layout, head_dim: int) -> list[np.ndarray]:
@@ -124,10 +141,7 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family in a format: its names, and the rules for the configuration and for the tensors.
-
-    The comments are about Hugging Face's format; `jaxgpt.gguf.families` has those of GGUF.
-    """
+    """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
     architecture: str | None = None  # transformers' class. None: another format, whose configuration has neither name
