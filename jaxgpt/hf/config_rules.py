@@ -187,15 +187,15 @@ def rope(
     """
 
     def read(hf: Json) -> Json:
-        older, newer = _read_object(hf, "rope_scaling"), hf.get("rope_parameters") or {}
+        older, newer, more = _read_object(hf, "rope_scaling"), hf.get("rope_parameters") or {}, {}
         if local is None:
             newer = older or _read_object(hf, "rope_parameters")
         elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
             raise UserError(f"rope_parameters={short(newer)}: needs {FULL} and {SLIDING}, with an object for each")
         else:
             nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
-            newer = _read_object(newer, FULL) | older
-            if nested.get("rope_type", "default") != "default":
+            newer, more = _read_object(newer, FULL) | older, {"rope_local_theta": nested[THETA]}
+            if _to_fields(hf, nested).get("rope_scaling"):
                 raise UserError(
                     "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
                 )
@@ -203,7 +203,6 @@ def rope(
             THETA: _get(hf, theta, usual),
             FRACTION: _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0),
         } | newer
-        more = {"rope_local_theta": _to_fields(hf, nested)["rope_theta"]} if local else {}
         if fraction:
             more, newer = {"rope_fraction": newer[FRACTION]}, newer | {FRACTION: 1.0}
         return _to_fields(hf, newer) | more

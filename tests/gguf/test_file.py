@@ -7,26 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.families import FAMILIES, write_fields
 from jaxgpt.gguf.file import open_gguf, read_gguf, write_gguf
 from jaxgpt.hf.weights import LazyTensor
+from tests.gguf.test_families import model_parts
 
 pytest.importorskip("gguf", reason="without the gguf package")
-
-CONFIG = GPTConfig(
-    vocab_size=32,
-    block_size=16,
-    n_layer=1,
-    n_head=2,
-    n_embd=32,
-    mlp_dim=32,
-    norm="rmsnorm",
-    activation="swiglu",
-    position="rope",
-    bias=False,
-)
 
 
 def lazy(x):
@@ -35,14 +21,9 @@ def lazy(x):
 
 @pytest.fixture(scope="module")
 def parts():
-    """(fields, tensors) of a Qwen2."""
-    fields = {f"qwen2.{key}": value for key, value in write_fields(FAMILIES["qwen2"], CONFIG).items()}
-    fields |= {"general.architecture": "qwen2", "tokenizer.ggml.model": "none"}
-    square = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(32, 32)
-    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-    tensors = {"token_embd.weight": square} | {f"blk.0.{name}.weight": square for name in names}
-    tensors |= dict.fromkeys(("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"), square[0])
-    return fields, {name: lazy(x) for name, x in tensors.items()}
+    """(fields, tensors) of a Qwen2 of width 24 with two layers."""
+    fields, tensors = model_parts("qwen2")
+    return fields | {"tokenizer.ggml.model": "none"}, tensors
 
 
 @pytest.fixture
@@ -111,7 +92,7 @@ def test_damaged_headers_are_refused_in_a_line_and_little_memory(tmp_path):
 def test_every_cut_is_noticed(write):
     path = write()
     raw = path.read_bytes()
-    assert len(read_gguf(path)[1]) == 11
+    assert len(read_gguf(path)[1]) == 26
     for size in [*range(0, 700, 7), len(raw) // 2, len(raw) - 1]:
         path.write_bytes(raw[:size])
         with pytest.raises(UserError):
@@ -127,14 +108,14 @@ SQUARE = np.ones((32, 32), np.float32)
         ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: needs one of gpt2, llama"),
         ({"tokenizer.ggml.model": "gpt2"}, {}, "it was not written by jaxgpt export"),
         ({"qwen2.embedding_length": None}, {}, "it has no embedding_length"),
-        ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 11 tensors"),
+        ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
         ({"qwen2.block_count": "1"}, {}, "block_count='1': needs a whole number"),
         ({"qwen2.attention.head_count": 0}, {}, "n_head=0: needs at least 1"),
-        ({"qwen2.attention.head_count": 33}, {}, "n_embd=32 is not divisible by n_head=33"),
+        ({"qwen2.attention.head_count": 33}, {}, "n_embd=24 is not divisible by n_head=33"),
         ({"qwen2.feed_forward_length": [32]}, {}, "mlp_dim=[32]: needs a whole number"),
         ({}, {"token_embd.weight": SQUARE[0]}, "it has no token_embd.weight with two axes"),
         ({}, {"blk.0.ffn_up.weight": None}, "missing blk.0.ffn_up.weight"),
-        ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "blk.0.ffn_up.weight is [8, 32], the configuration implies [32, 32]"),
+        ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "blk.0.ffn_up.weight is [8, 32], the configuration implies [40, 24]"),
         ({}, {"blk.0.ffn_gate_inp.weight": SQUARE}, "unknown blk.0.ffn_gate_inp.weight"),
     ],
 )
