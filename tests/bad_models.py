@@ -10,8 +10,7 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.family import their_shape
-from jaxgpt.hf.params import shapes_of
-from jaxgpt.hf.safetensors_files import LazyTensor, write
+from jaxgpt.hf.weights import LazyTensor, shapes_of, write
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 

@@ -29,9 +29,10 @@ print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_S
 
 OURS = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
-    "import": OURS + "from jaxgpt.tools.convert.import_hf import import_hf",
-    "import, reading only": OURS + "from jaxgpt.hf.params import read_params; from jaxgpt.hf.source import open_source",
-    "export": OURS + "from jaxgpt.tools.convert.export_hf import export_hf",
+    "import": OURS + "from jaxgpt.tools.convert import import_hf",
+    "import, reading only": OURS
+    + "from jaxgpt.hf.weights import read_params; from jaxgpt.hf.source import open_source",
+    "export": OURS + "from jaxgpt.tools.convert import export_hf",
     "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
 }
 WORK = {
@@ -51,8 +52,7 @@ def make(directory: Path, size: str) -> int:
     from jaxgpt.config.presets import gpt2
     from jaxgpt.hf.families import GPT2
     from jaxgpt.hf.family import their_shape
-    from jaxgpt.hf.params import shapes_of
-    from jaxgpt.hf.safetensors_files import LazyTensor, write
+    from jaxgpt.hf.weights import LazyTensor, shapes_of, write
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)

@@ -33,8 +33,7 @@ from transformer_lens.patching import get_act_patch_attn_head_out_by_pos
 import jaxgpt
 from jaxgpt.config.presets import quickstart
 from jaxgpt.interventions import patch, run
-from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.tools.convert import export_hf, import_hf
 
 PROMPTS = "Return a list of", "Return a dict of"  # of the quickstart
 LENGTH, CHANGED = 15, [4, 9]  # tokens of GPT-2's prompts, and the positions that differ

@@ -22,24 +22,20 @@ def import_model(
     tokenizer: str | None = None,
     json: bool = False,
 ) -> None:
-    """Make a run of a model in Hugging Face's format or GGUF.
+    """Make a run of a model in Hugging Face's format, or of an exported GGUF.
 
     Args:
-        model: a directory, an id on the Hub such as openai-community/gpt2, or a file FILE.gguf
+        model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf that jaxgpt export wrote
         run_dir: directory of the new run
         dtype: dtype of the parameters; None: as stored
         tokenizer: path of another tokenizer.json, or ids for none; None: the model's
         json: print JSON instead of text
     """
     configure_jax(computes=False)
-    if model.endswith(".gguf"):
-        from jaxgpt.tools.convert.import_gguf import import_gguf
+    from jaxgpt.tools.convert import import_gguf, import_hf
 
-        source = import_gguf(model, run_dir, dtype=dtype, tokenizer=tokenizer)
-    else:
-        from jaxgpt.tools.convert.import_hf import import_hf
-
-        source = import_hf(model, run_dir, dtype=dtype, tokenizer=tokenizer)
+    convert = import_gguf if model.endswith(".gguf") else import_hf
+    source = convert(model, run_dir, dtype=dtype, tokenizer=tokenizer)
     family, count = source.family.model_type, len(source.tensors)
     if json:
         print(render_json({"run": run_dir, "model_type": family, "tensors": count}))
@@ -70,18 +66,14 @@ def export_model(
     find_run(run)
     configure_jax(computes=False)
     from jaxgpt.gguf.file import DTYPES, parse_dtype
+    from jaxgpt.tools.convert import export_gguf, export_hf
 
-    known = [name for name in DTYPES if to == "gguf" or name != "q8_0"]
-    dtype = parse_dtype(dtype, known)
+    dtype = parse_dtype(dtype, [name for name in DTYPES if to == "gguf" or name != "q8_0"])
     if to == "gguf":
-        from jaxgpt.tools.convert.export_gguf import export_gguf
-
         place = export_gguf(run, out, dtype=dtype)
         size = place.stat().st_size
         print(render_json({"out": str(place), "bytes": size}) if json else f"{place}: {size:,} bytes")
-        return
-    from jaxgpt.tools.convert.export_hf import export_hf
-
-    place = export_hf(run, out, dtype=dtype)
-    files = sorted(path.name for path in place.iterdir())
-    print(render_json({"out": str(place), "files": files}) if json else f"{place}: {', '.join(files)}")
+    else:
+        place = export_hf(run, out, dtype=dtype)
+        files = sorted(path.name for path in place.iterdir())
+        print(render_json({"out": str(place), "files": files}) if json else f"{place}: {', '.join(files)}")

@@ -1,47 +1,68 @@
 r"""Convert tokenizers to the fields of GGUF and back, so that llama.cpp encodes texts as we do.
 
-- Characters and bytes are written as model "rwkv", the only one in llama.cpp without special tokens: it takes the
-  longest token that matches the bytes of the text. A character outside the vocabulary has token -1, which
-  `llama_decode` refuses; but if its first byte is that of a character in the vocabulary, llama.cpp appends tokens until
-  the memory is full.
-- Byte-level BPE is "gpt2". llama.cpp identifies a pattern of words by a name (`jaxgpt.gguf.bpe.PRE_TOKENIZERS`), does not
-  normalize (Qwen's texts that are not in NFC differ), and always has an end token: a tokenizer without one gets a token
-  that no text contains.
-- BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's, with a score for each token: the rank of its
-  first merge. llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
+- Characters and bytes are model "rwkv", the only one in llama.cpp without special tokens: it takes the longest token that
+  matches. A character outside the vocabulary has token -1, which `llama_decode` refuses; but if its first byte is that of
+  a character in the vocabulary, llama.cpp appends tokens until the memory is full.
+- Byte-level BPE is "gpt2": llama.cpp knows patterns of words by a name (`PRE_TOKENIZERS`), and does not normalize.
+- BPE with byte fallback and U+2581 for spaces is "llama", SentencePiece's. A token's score is the rank of its first merge.
+  llama.cpp merges any two neighbours that make a token, so a tokenizer must have all these merges.
 - Rows of the embedding without a token are UNUSED, and llama.cpp's own samplers never choose them.
-- llama.cpp ends texts also at tokens that it knows by name, such as `<|endoftext|>`, `</s>` and `<|im_end|>`, and treats
-  them as special, whatever the file says.
-- Options of added tokens (`lstrip`, `rstrip`, `single_word`) are refused: llama.cpp has none.
+- llama.cpp ends texts also at tokens that it knows by name, such as `</s>`, whatever the file says.
+- A BPE comes back from its tokenizer.json, in a field that llama.cpp does not read.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
-from jaxgpt.data.bpe import BPETokenizer
+from jaxgpt.data.bpe import WORDS, BPETokenizer
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.bpe import (
-    NORMAL,
-    UNUSED,
-    bpe_fields,
-    byte_level_json,
-    find_never,
-    find_pre_tokenizer,
-    list_tokens,
-    sentencepiece_json,
-)
+from jaxgpt.hf.source import list_byte_names
 
 GGML = "tokenizer.ggml."
 JSON, CHAT_TEMPLATE = "tokenizer.huggingface.json", "tokenizer.chat_template"
 ENDS = ("eos", "eom", "eot")  # llama.cpp ends a text at each of them
 BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")  # what chat templates call bos_token: Llama 3, Llama 2, Gemma
-ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
+SPACE = "\u2581"  # a space, in SentencePiece's vocabularies
+LONGEST = 2**10  # characters of a token that are cut in two at every place
+NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def _sequence(first: dict[str, Any], *, use_regex: bool = False) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": [first, BYTE_LEVEL | {"use_regex": use_regex}]}
+
+
+def _split(pattern: dict[str, str], behavior: str = "Isolated") -> dict[str, Any]:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
+
+
+# name in llama.cpp -> (pre-tokenizer, whether a word that is a token is never split)
+PRE_TOKENIZERS = {
+    "gpt-2": (BYTE_LEVEL, False),
+    "llama-bpe": (_sequence(_split({"Regex": WORDS[0]})), True),
+    "dbrx": (_sequence(_split({"Regex": WORDS[0]})), False),
+    "qwen2": (_sequence(_split({"Regex": WORDS[1]})), False),
+    "smollm": (_sequence({"type": "Digits", "individual_digits": True}, use_regex=True), False),
+}
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
+# (normalizer, pre-tokenizer, whether a text gets a space before it)
+SENTENCEPIECE = (
+    ({"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}, None, True),
+    (_REPLACE, None, False),
+    (_REPLACE, _split({"String": " "}, "MergedWithPrevious"), False),
+    *((None, _METASPACE | {"prepend_scheme": scheme}, scheme != "never") for scheme in ("first", "always", "never")),
+)
 
 
 def tokenizer_fields(
@@ -61,6 +82,7 @@ def tokenizer_fields(
     if tokenizer.vocab_size > vocab_size or any(not 0 <= end < vocab_size for end in ends):
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
     template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
+    own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
     match tokenizer:
         case IdTokenizer():  # the size is in ARCHITECTURE.vocab_size
             return {GGML + "model": "none"}
@@ -74,18 +96,18 @@ def tokenizer_fields(
             fields = _rwkv_fields([c.encode() for c in characters], vocab_size)
         case ByteTokenizer():
             fields = _rwkv_fields([bytes([i]) for i in range(256)], vocab_size)
-        case BPETokenizer():
-            fields = bpe_fields(tokenizer, vocab_size)
-            template[JSON] = tokenizer.to_json()
         case _:
-            raise UserError(f"a {type(tokenizer).__name__} cannot be written as GGUF: needs char, byte, ids or BPE")
-    own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
-    if isinstance(tokenizer, BPETokenizer):  # llama.cpp's default is token 11
-        never = find_never(fields["tokens"], fields["token_type"])
-        own = own or [*ends][:1] or [never]
-        if own == [None]:
-            raise UserError("the tokenizer has no token that ends a text, and no unused one: llama.cpp needs one")
-    fields |= _name_ends([*dict.fromkeys(ends)] or own)
+            assert isinstance(tokenizer, BPETokenizer)
+            fields = _bpe_fields(tokenizer, vocab_size)
+            template[JSON] = tokenizer.to_json()
+            own = own or [*ends][:1]
+            if not own:  # llama.cpp would take token 11
+                _refuse("no token that ends a text")
+    ends = [*dict.fromkeys(ends)] or own
+    if len(ends) > len(ENDS):
+        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
+    names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
+    fields |= {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
     if begin := [*tokenizer.prefix, *(i for text, i in tokenizer.specials.items() if text in BEGINNINGS), *own][:1]:
         fields["bos_token_id"] = begin[0]
     if len(tokenizer.prefix) > 1:
@@ -94,13 +116,6 @@ def tokenizer_fields(
     if unused := [i for i, kind in enumerate(fields["token_type"]) if kind == UNUSED]:
         fields["suppress_tokens"] = unused
     return {GGML + name: value for name, value in fields.items()} | template
-
-
-def _name_ends(ends: list[int]) -> dict[str, int]:
-    if len(ends) > len(ENDS):
-        raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
-    names = ((), ENDS[:1], ENDS[::2], ENDS)[len(ends)]
-    return {f"{name}_token_id": end for name, end in zip(names, ends, strict=True)}
 
 
 def _rwkv_fields(texts: list[bytes], vocab_size: int) -> dict[str, Any]:
@@ -115,55 +130,153 @@ def _rwkv_fields(texts: list[bytes], vocab_size: int) -> dict[str, Any]:
 
 def _escape(text: bytes) -> str:
     """Spell a token as llama.cpp's "rwkv" does; llama.cpp reads hexadecimal digits in lower case only."""
-    for letter, character in ESCAPES.items():
-        if text == character:
-            return "\\" + letter.decode()
-    if len(text) == 1:
-        return "\\\\" if text == b"\\" else text.decode() if 0x20 <= text[0] < 0x7F else rf"\x{text[0]:02x}"
-    return text.decode()
+    if len(text) > 1:
+        return text.decode()
+    named = {b"\n": r"\n", b"\r": r"\r", b"\t": r"\t", b"\\": r"\\"}
+    return named.get(text) or (text.decode() if 0x20 <= text[0] < 0x7F else rf"\x{text[0]:02x}")
 
 
-def _unescape(token: str) -> bytes:
-    def read(match: re.Match[bytes]) -> bytes:
-        code = match[1]
-        return bytes.fromhex(code[1:].decode()) if len(code) == 3 else ESCAPES.get(code, code)
+def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a BPE. Raises `UserError` for parts that llama.cpp does not have."""
+    parts = tokenizer.parts()
+    model, added = parts["model"], parts["added_tokens"]
+    if model["type"] != "BPE":
+        _refuse(f"a model {model['type']}, not BPE")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            _refuse(f"{name} {short(model[name])}")
+    for token in added:
+        if strips := [name for name in ("single_word", "lstrip", "rstrip") if token[name]]:
+            _refuse(f"{strips[0]} of the added token {short(token['content'])}")
+    tokens, special = _list_tokens(parts), {token["id"]: token["special"] for token in added}
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
+        _refuse("merges of texts with spaces")
+    kinds = {i: (CONTROL if special[i] else USER_DEFINED) if i in special else NORMAL for i in tokens}
+    if model["byte_fallback"]:
+        fields = _sentencepiece_fields(parts, tokens, kinds, merges)
+    else:
+        fields = _byte_level_fields(parts)
+        fields["merges"] = [f"{left} {right}" for left, right in merges]
+    fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
+    fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
+    if "scores" in fields:
+        fields["scores"] = [-float(fields["scores"].get(i, len(merges))) for i in range(vocab_size)]
+    if len(set(fields["tokens"])) < vocab_size:
+        _refuse("a token with the name of an unused one, [PAD...]")
+    return fields
 
-    return re.sub(rb"\\(x[0-9a-f]{2}|[^x])", read, token.encode("utf-8", "surrogatepass"), flags=re.DOTALL)
+
+def _refuse(part: str) -> NoReturn:
+    raise UserError(f"llama.cpp cannot encode as this tokenizer does, which has {part}")
+
+
+def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
+    """Return the text of each token by id. Raises `UserError` if two have the same id."""
+    vocab = parts["model"]["vocab"]
+    if not isinstance(vocab, dict):  # Unigram's has scores
+        _refuse(f"a model {parts['model']['type']}, not BPE")
+    ids = vocab | {token["content"]: token["id"] for token in parts["added_tokens"]}
+    tokens = {i: text for text, i in ids.items()}
+    if len(tokens) < len(ids):
+        _refuse("two tokens of one id")
+    return tokens
+
+
+def _byte_level_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
+    pre_tokenizer, normalizer, model = parts["pre_tokenizer"], parts["normalizer"], parts["model"]
+    if normalizer not in (None, {"type": "NFC"}):
+        _refuse(f"a normalizer {normalizer['type']}")
+    if normalizer:
+        warnings.warn("llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ", stacklevel=4)
+
+    def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
+        return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
+
+    wanted = spell(pre_tokenizer, model["ignore_merges"])
+    names = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
+    if not names:
+        _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
+    missing = {byte for byte, name in enumerate(list_byte_names()) if name not in model["vocab"]}
+    if missing - NOT_IN_UTF8 or (missing and model["unk_token"] is not None):
+        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
+    return {"model": "gpt2", "pre": names[0]}
+
+
+def _sentencepiece_fields(
+    parts: Mapping[str, Any], tokens: dict[int, str], kinds: dict[int, int], merges: list[tuple[str, ...]]
+) -> dict[str, Any]:
+    """Return the fields, and change the kinds of bytes, the unknown token and added tokens of spaces."""
+    normalizer, pre_tokenizer, model = parts["normalizer"], parts["pre_tokenizer"], parts["model"]
+    found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
+    if not found:
+        shown = [json.dumps(part)[:200] for part in (normalizer, pre_tokenizer)]
+        _refuse(f"the normalizer {shown[0]} and the pre-tokenizer {shown[1]}")
+    if found[0] and normalizer is None:
+        warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=4)
+    vocab, byte_names = model["vocab"], [f"<0x{byte:02X}>" for byte in range(256)]
+    if missing := [name for name in byte_names if name not in vocab]:
+        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
+    kinds |= dict.fromkeys((vocab[name] for name in byte_names), BYTE)
+    fields: dict[str, Any] = {"model": "llama", "pre": "default", "scores": {}, "add_space_prefix": found[0]}
+    if model["unk_token"] in vocab:
+        fields["unknown_token_id"] = vocab[model["unk_token"]]
+        kinds[fields["unknown_token_id"]] = UNKNOWN
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    pairs = set(merges)
+    for i, text in tokens.items():
+        if kinds[i] == USER_DEFINED and SPACE in text:  # llama.cpp would print U+2581, and merges make it anyway
+            kinds[i] = NORMAL
+        if text in ranks:
+            fields["scores"][i] = ranks[text]
+        if kinds[i] != NORMAL:
+            continue
+        if len(text) > LONGEST:  # all its cuts would be a square of that
+            raise UserError(f"the token {short(text)} has {len(text):,} characters: needs at most {LONGEST:,}")
+        for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
+            if pair not in pairs and all(len(part) == 1 or part in vocab for part in pair):
+                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
+    return fields
+
+
+def is_written_here(fields: Mapping[str, Any]) -> bool:
+    """Return whether a file with these fields is an export of jaxgpt: others have no tokenizer that comes back."""
+    return JSON in fields or fields.get(GGML + "model") in ("rwkv", "none")
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer in the fields of a GGUF, which are untrusted. Raises `UserError` if it is not known.
-
-    A `tokenizer.huggingface.json` is returned as it is, if its tokens are those of the file. Otherwise BPE is
-    rebuilt from tokens, merges or scores, and the name of the pre-tokenizer.
-    """
+    """Return the tokenizer of a file that was written here. Raises `UserError` if its fields are damaged."""
     model = fields.get(GGML + "model")
-    if model in ("none", "no_vocab"):
+    if model == "none":
         size = fields.get(f"{fields.get('general.architecture')}.vocab_size")
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:
             raise UserError(f"a GGUF without a vocabulary needs its size in ARCHITECTURE.vocab_size, got {short(size)}")
         return IdTokenizer(size)
-    tokens = _read_list(fields, "tokens", str)
-    kinds = (
-        _read_list(fields, "token_type", int, len(tokens)) if GGML + "token_type" in fields else [NORMAL] * len(tokens)
-    )
-    if not 0 < len(set(tokens)) == len(tokens) <= LARGEST_SIZE:
-        raise UserError(
-            f"{GGML}tokens has {len(tokens):,} tokens, {len(set(tokens)):,} of them distinct: needs distinct ones"
-        )
+    tokens = fields.get(GGML + "tokens")
+    if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
+        raise UserError(f"{GGML}tokens is missing or damaged: needs a list of texts")
     if model == "rwkv":
-        return _read_rwkv(tokens, kinds)
-    if model not in ("gpt2", "llama"):
-        raise UserError(f"{GGML}model is {short(model)}: needs gpt2, llama, rwkv or none")
-    if (text := fields.get(JSON)) is not None:
-        return _check_json(text, tokens)
-    prefix = _read_prefix(fields, len(tokens))
-    if model == "gpt2":
-        merges = _read_list(fields, "merges", str)
-        return BPETokenizer(byte_level_json(tokens, kinds, merges, fields.get(GGML + "pre"), prefix))
-    scores = _read_list(fields, "scores", float, len(tokens))
-    unknown, spaced = fields.get(GGML + "unknown_token_id", 0), fields.get(GGML + "add_space_prefix", True)
-    return BPETokenizer(sentencepiece_json(tokens, kinds, scores, prefix, unknown=unknown, spaced=bool(spaced)))
+        used = [token for token in tokens if not token.startswith(r"\xff[PAD")]
+        if used == [_escape(bytes([i])) for i in range(256)]:
+            return ByteTokenizer()
+        spelled = {_escape(bytes([i])): chr(i) for i in range(128)}
+        characters = [spelled.get(token, token) for token in used]
+        if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
+            return CharTokenizer("".join(characters))
+        raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
+    text = fields.get(JSON)
+    if not isinstance(text, str):
+        raise UserError(f"{JSON} is {type(text).__name__}: needs the text of a tokenizer.json")
+    try:
+        tokenizer = BPETokenizer(text)
+    except UserError as e:
+        raise UserError(f"{JSON} cannot be used: {e}") from None
+    for i, token in _list_tokens(tokenizer.parts()).items():
+        if i >= len(tokens) or tokens[i] != token:
+            raise UserError(f"{JSON} and {GGML}tokens differ: token {i} is {short(token)} in the first")
+    return tokenizer
 
 
 def read_chat_template(fields: Mapping[str, Any]) -> str | None:
@@ -178,49 +291,3 @@ def read_ends(fields: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a text, from the fields of a GGUF: the `ends` of `tokenizer_fields`."""
     found = [fields.get(f"{GGML}{name}_token_id") for name in ENDS]
     return [end for end in found if type(end) is int]
-
-
-def _read_list(fields: Mapping[str, Any], name: str, kind: type, length: int | None = None) -> list[Any]:
-    values = fields.get(GGML + name)
-    if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        raise UserError(f"{GGML}{name} is missing or damaged: needs a list of {kind.__name__}")
-    if length is not None and len(values) != length:
-        raise UserError(f"{GGML}{name} has {len(values):,} entries for {length:,} tokens")
-    return values
-
-
-def _read_prefix(fields: Mapping[str, Any], size: int) -> int | None:
-    """Return the id that begins a text, or None. The defaults are llama.cpp's."""
-    sentencepiece = fields[GGML + "model"] == "llama"
-    usual = sentencepiece or find_pre_tokenizer(fields.get(GGML + "pre")) == "llama-bpe"
-    if not fields.get(GGML + "add_bos_token", usual):
-        return None
-    begin = fields.get(GGML + "bos_token_id", 1 if sentencepiece else None)
-    if type(begin) is not int or not 0 <= begin < size:
-        raise UserError(f"{GGML}bos_token_id is {short(begin)}: needs the id of one of {size:,} tokens")
-    return begin
-
-
-def _read_rwkv(tokens: list[str], kinds: list[int]) -> Tokenizer:
-    used = [token for token, kind in zip(tokens, kinds, strict=True) if kind != UNUSED]
-    texts = [_unescape(token) for token in used]
-    if used == tokens[: len(used)]:
-        if texts == [bytes([i]) for i in range(256)]:
-            return ByteTokenizer()
-        characters = [text.decode("utf-8", errors="replace") for text in texts]
-        if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
-            return CharTokenizer("".join(characters))
-    raise UserError("this vocabulary of rwkv is neither the 256 bytes nor characters in the order of their code points")
-
-
-def _check_json(text: Any, tokens: list[str]) -> BPETokenizer:
-    if not isinstance(text, str):
-        raise UserError(f"{JSON} is {type(text).__name__}: needs the text of a tokenizer.json")
-    try:
-        tokenizer = BPETokenizer(text)
-    except UserError as e:
-        raise UserError(f"{JSON} cannot be used: {e}") from None
-    for i, token in list_tokens(tokenizer.parts()).items():
-        if i >= len(tokens) or tokens[i] != token:
-            raise UserError(f"{JSON} and {GGML}tokens differ: token {i} is {short(token)} in the first")
-    return tokenizer

@@ -20,25 +20,21 @@ class ConfigRule(NamedTuple):
     write: Callable[[GPTConfig], Json] = lambda config: {}  # explicit GPTConfig -> keys of config.json
 
 
-def required(**fields: str) -> ConfigRule:
-    """Return the rule for fields whose key must be present. fields: GPTConfig's name -> key in config.json."""
+def fields(**table: str | tuple[str, Any]) -> ConfigRule:
+    """Return the rule for fields that are stored as they are.
+
+    table: field of `GPTConfig` -> its key, which must be present, or (key, the value that its absence means).
+    """
 
     def read(hf: Json) -> Json:
-        for key in fields.values():
-            if hf.get(key) is None:
+        for key in table.values():
+            if isinstance(key, str) and hf.get(key) is None:
                 raise UserError(f"it has no {key}")
-        return {ours: hf[theirs] for ours, theirs in fields.items()}
+        return {ours: hf[key] if isinstance(key, str) else hf.get(*key) for ours, key in table.items()}
 
-    def write(config: GPTConfig) -> Json:
-        return {theirs: getattr(config, ours) for ours, theirs in fields.items()}
-
-    return ConfigRule(tuple(fields.values()), read, write)
-
-
-def optional(ours: str, theirs: str, default: Any) -> ConfigRule:
-    """Return the rule for one field and one key. default: the value in transformers if the key is absent."""
+    names = {ours: key if isinstance(key, str) else key[0] for ours, key in table.items()}
     return ConfigRule(
-        (theirs,), lambda hf: {ours: hf.get(theirs, default)}, lambda config: {theirs: getattr(config, ours)}
+        tuple(names.values()), read, lambda config: {key: getattr(config, ours) for ours, key in names.items()}
     )
 
 
@@ -79,30 +75,16 @@ def alias(theirs: str, key: str, default: Any = None) -> ConfigRule:
     """
 
     def read(hf: Json) -> Json:
-        merge_agreeing({key: {key: hf.get(key, default)}, theirs: {key: hf.get(theirs)}})
+        value, used = hf.get(theirs), _get(hf, key, default)
+        if value is not None and used is not None and value != used:
+            raise UserError(f"conflicting {key}={short(used)} and {theirs}={short(value)}: remove the wrong one")
         return {}
 
     return ConfigRule((theirs,), read)
 
 
-def merge_agreeing(places: dict[str, Json]) -> Json:
-    """Merge the values of several places, without None. Raises `UserError` if two of them differ in a key.
-
-    places: name of each place, for the message -> its values.
-    """
-    found: Json = {}
-    where: dict[str, str] = {}
-    for place, values in places.items():
-        for key, value in values.items():
-            if value is None:
-                continue
-            if found.setdefault(key, value) != value:
-                raise UserError(
-                    f"conflicting {key}: {short(found[key])} in {where[key]}, {short(value)} in {place}. "
-                    "Remove the wrong one."
-                )
-            where.setdefault(key, place)
-    return found
+def _get(hf: Json, key: str, default: Any) -> Any:
+    return default if hf.get(key) is None else hf[key]
 
 
 def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> ConfigRule:
@@ -128,38 +110,8 @@ def choice(ours: str, theirs: str, values: dict[str, str], default: str) -> Conf
     return ConfigRule((theirs,), read, write)
 
 
-def attention_bias(default: bool = False) -> ConfigRule:
-    """Return the rule for biases in all projections of attention, or in none."""
-    return ConfigRule(
-        ("attention_bias",),
-        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), hf.get("attention_bias", default)),
-        lambda config: {"attention_bias": bool(config.qkv_bias)},
-    )
-
-
-SIZES = required(
-    vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads"
-)
-
-
-def llama_config(
-    *, tied: bool = False, eps: float = 1e-6, context: int = 2048, head_dim: int | None = None
-) -> tuple[ConfigRule, ...]:
-    """Return the rules that Llama and later families share. The arguments are defaults for absent keys."""
-    return (
-        SIZES,
-        optional("n_kv_head", "num_key_value_heads", None),
-        optional("head_dim", "head_dim", head_dim),
-        required(mlp_dim="intermediate_size"),
-        optional("block_size", "max_position_embeddings", context),
-        optional("norm_eps", "rms_norm_eps", eps),
-        optional("tie_embeddings", "tie_word_embeddings", tied),
-        always(norm="rmsnorm", bias=False),
-        CAUSAL_DECODER,
-    )
-
-
 SLIDING, FULL = "sliding_attention", "full_attention"
+NO_WINDOW = never(sliding_window=None, layer_types=None)
 
 
 def read_count(hf: Json, key: str, default: int) -> int:
@@ -167,84 +119,135 @@ def read_count(hf: Json, key: str, default: int) -> int:
     return check_count(key, hf.get(key, default), 0, LARGEST_COUNT)
 
 
-def _layer_types(hf: Json) -> list[str]:
-    """Return `layer_types`, an empty list if it is absent."""
-    kinds = hf.get("layer_types") or []
-    if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
-        raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
-    return kinds
-
-
-def _window(hf: Json) -> int | None:
-    return hf.get("sliding_window", 4096)
-
-
-def no_window() -> ConfigRule:
-    """Return the rule for full attention in every layer."""
-
-    def read(hf: Json) -> Json:
-        if hf.get("sliding_window") is not None or SLIDING in _layer_types(hf):
-            raise UserError(
-                f"sliding_window={short(hf.get('sliding_window'))} and layer_types={short(_layer_types(hf))}: this "
-                "model_type has no sliding window, so remove both keys"
-            )
-        return {}
-
-    return ConfigRule(("sliding_window", "layer_types"), read)
-
-
-def window_everywhere() -> ConfigRule:
-    """Return the rule of Mistral: a sliding window in all layers, or in none."""
-
-    def read(hf: Json) -> Json:
-        size, kinds = _window(hf), _layer_types(hf)
-        if (SLIDING if size is None else FULL) in kinds:
-            raise UserError(
-                f"layer_types={short(kinds)} and sliding_window={short(size)}: in this model_type all layers "
-                "have the window or none has, so remove layer_types"
-            )
-        return {"sliding_window": size}
-
-    return ConfigRule(("sliding_window", "layer_types"), read, lambda config: {"sliding_window": config.sliding_window})
-
-
-def windows(
-    usual: Callable[[int, Json], bool],
-    *,
-    keys: tuple[str, ...] = (),
-    size: Callable[[Json], int | None] = _window,
-    **more: Callable[[GPTConfig], Any],
-) -> ConfigRule:
+def windows(usual: Callable[[int, Json], bool], *keys: str, switch: str | None = None) -> ConfigRule:
     """Return the rule for `layer_types`, which lists the layers that have a sliding window.
 
     Args:
         usual: (layer, config.json) -> whether the layer has a window if there is no list.
-        keys: further keys that `usual` and `size` read.
-        size: config.json -> tokens of the window, or None for full attention.
-        more: further keys to write, each with a function of the configuration.
+        keys: the further keys that `usual` reads.
+        switch: a key that must be true for any layer to have a window. None means that there is none.
     """
+    keys = ("layer_types", "sliding_window", *([switch] if switch else []), *keys)
 
     def read(hf: Json) -> Json:
-        layers, kinds = read_count(hf, "num_hidden_layers", 0), _layer_types(hf)
-        slides = [kind == SLIDING for kind in kinds] if kinds else [usual(i, hf) for i in range(layers)]
+        kinds, layers = hf.get("layer_types") or [], read_count(hf, "num_hidden_layers", 0)
+        if not isinstance(kinds, list) or not all(kind in (SLIDING, FULL) for kind in kinds):
+            raise UserError(f"layer_types={short(kinds)}: needs a list of {SLIDING} and {FULL}")
+        is_on = switch is None or bool(hf.get(switch))
+        size = hf.get("sliding_window", 4096) if is_on else None
+        slides = [kind == SLIDING for kind in kinds]
+        if not kinds:
+            slides = [(switch is None or size is not None) and usual(i, hf) for i in range(layers)]
         if len(slides) != layers:
             raise UserError(f"layer_types={short(kinds)}: needs {layers} entries, one per layer")
         if not any(slides):
             return {"sliding_window": None}
-        if size(hf) is None:
-            values = ", ".join(f"{key}={short(hf.get(key))}" for key in ("layer_types", "sliding_window", *keys))
+        if size is None:
+            values = ", ".join(f"{key}={short(hf.get(key))}" for key in keys)
             raise UserError(f"{values}: needs the size of a window, or no {SLIDING} layers")
         every = None if all(slides) else slides.index(False) + 1
         if slides != [every is None or bool((i + 1) % every) for i in range(layers)]:
             raise UserError("layer_types has no period: only every n-th layer can have full attention")
-        return {"sliding_window": size(hf), "global_every": every}
+        return {"sliding_window": size, "global_every": every}
 
     def write(config: GPTConfig) -> Json:
         kinds = [FULL if config.window(i) is None else SLIDING for i in range(config.n_layer)]
-        return {
-            "sliding_window": config.sliding_window,
-            "layer_types": kinds,
-            **{key: of(config) for key, of in more.items()},
-        }
+        return {"sliding_window": config.sliding_window, "layer_types": kinds}
 
-    return ConfigRule(("sliding_window", "layer_types", *keys), read, write)
+    return ConfigRule(keys, read, write)
+
+
+THETA, FRACTION, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+# For each type of rope_parameters in transformers 5: its key -> our field.
+SCALINGS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        ORIGINAL: "rope_original_context",
+    },
+}
+
+
+def rope(
+    theta: str = THETA, usual: float = 10_000.0, *, fraction: str | None = None, local: str | None = None
+) -> ConfigRule:
+    """Return the rule for rotations.
+
+    transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`. Both are written. Read is what
+    transformers 5 reads: `rope_scaling` if there is one, else `rope_parameters`, and other keys for what they lack.
+
+    Args:
+        theta: the family's key in transformers 4 for the base of the wavelengths.
+        usual: the base if it is absent.
+        fraction: the key for the rotated fraction of each head. None means that heads are rotated in full.
+        local: the key for the base in layers with a sliding window, which have a rotation of their own (Gemma 3).
+    """
+
+    def read(hf: Json) -> Json:
+        older, newer, more = _read_object(hf, "rope_scaling"), hf.get("rope_parameters") or {}, {}
+        if local is None:
+            newer = older or _read_object(hf, "rope_parameters")
+        elif not isinstance(newer, dict) or newer.keys() - {FULL, SLIDING}:
+            raise UserError(f"rope_parameters={short(newer)}: needs {FULL} and {SLIDING}, with an object for each")
+        else:
+            nested = {THETA: _get(hf, local, 10_000.0)} | _read_object(newer, SLIDING)
+            newer, more = _read_object(newer, FULL) | older, {"rope_local_theta": nested[THETA]}
+            if _to_fields(hf, nested).get("rope_scaling"):
+                raise UserError(
+                    "rope_parameters scale the layers with a sliding window: only the other layers can be scaled"
+                )
+        newer = {
+            THETA: _get(hf, theta, usual),
+            FRACTION: _get(hf, fraction or FRACTION, 0.25 if fraction else 1.0),
+        } | newer
+        if fraction:
+            more, newer = {"rope_fraction": newer[FRACTION]}, newer | {FRACTION: 1.0}
+        return _to_fields(hf, newer) | more
+
+    def write(config: GPTConfig) -> Json:
+        kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+        scaling = {"rope_type": kind} | {theirs: getattr(config, ours) for theirs, ours in SCALINGS[kind].items()}
+        newer: Json = {THETA: config.rope_theta} | scaling
+        hf: Json = {theta: config.rope_theta}
+        if local:
+            hf[local] = config.rope_local_theta or config.rope_theta
+            newer = {FULL: newer, SLIDING: {THETA: hf[local], "rope_type": "default"}}
+        hf["rope_scaling"] = None if kind == "default" else scaling
+        if fraction:
+            hf[fraction] = newer[FRACTION] = config.rope_fraction
+        return hf | {"rope_parameters": newer}
+
+    keys = (theta, fraction or FRACTION, "rope_scaling", "rope_parameters", ORIGINAL)
+    return ConfigRule((*keys, local) if local else keys, read, write)
+
+
+def _read_object(hf: Json, key: str) -> Json:
+    """Return the parameters of a rotation, with `rope_type`, which files older than transformers 4.43 call `type`."""
+    value = hf.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key}={short(value)}: needs an object")
+    parameters = {name: inner for name, inner in value.items() if inner is not None}
+    return {"rope_type": parameters.pop("type", "default")} | parameters if parameters else {}
+
+
+def _to_fields(hf: Json, rotation: Json) -> Json:
+    """Return the fields of `GPTConfig` for a rotation with the keys of transformers 5."""
+    kind = rotation.get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise UserError(f"rope_type={short(kind)}: needs one of {', '.join(SCALINGS)}")
+    names = SCALINGS[kind]
+    if ORIGINAL in names and hf.get(ORIGINAL) is not None:  # other types ignore it
+        rotation = rotation | {ORIGINAL: hf[ORIGINAL]}
+    if missing := [name for name in names if name not in rotation]:
+        raise UserError(f"its rope_scaling of type {kind} needs {', '.join(missing)} as well")
+    if more := rotation.keys() - names.keys() - {"rope_type", THETA, FRACTION}:
+        raise UserError(
+            f"rope_type={kind} does not use {', '.join(sorted(more))}: give the type that does, or remove it"
+        )
+    if rotation.get(FRACTION, 1.0) != 1.0:
+        raise UserError(f"{FRACTION}={short(rotation[FRACTION])}: only 1.0 is supported")
+    scaling = {} if kind == "default" else {"rope_scaling": kind}
+    return {"position": "rope", "rope_theta": rotation[THETA]} | scaling | {names[key]: rotation[key] for key in names}

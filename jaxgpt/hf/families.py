@@ -10,44 +10,34 @@ from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import (
     CAUSAL_DECODER,
-    SIZES,
+    NO_WINDOW,
     ConfigRule,
     alias,
     always,
-    attention_bias,
     choice,
-    llama_config,
+    fields,
     never,
-    no_window,
-    optional,
     read_count,
-    required,
-    window_everywhere,
+    rope,
     windows,
 )
-from jaxgpt.hf.family import OUTPUT, SANDWICH, Family, WeightRule, find_differences, linear, llama_like, norm, qkv
-from jaxgpt.hf.rotations import rope, rope_by_layer
+from jaxgpt.hf.family import Family, find_differences, weight_rules
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}
 # The first config.json files of Gemma 1 have "gelu" but mean the tanh form: transformers issue 29402.
 GEMMA = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "geglu_tanh")
 
-INV_FREQ = ".rotary_emb.inv_freq"  # a buffer
-
-
-_ROPE_AND_GATE = (rope(), choice("activation", "hidden_act", GATED, "silu"))
+SIZES = fields(vocab_size="vocab_size", n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads")
 
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     config_rules=(
-        required(vocab_size="vocab_size", n_embd="n_embd", n_layer="n_layer", n_head="n_head"),
-        optional("mlp_dim", "n_inner", None),
-        optional("block_size", "n_positions", 1024),
-        optional("norm_eps", "layer_norm_epsilon", 1e-5),
-        optional("tie_embeddings", "tie_word_embeddings", True),
+        fields(vocab_size="vocab_size", n_embd="n_embd", n_layer="n_layer", n_head="n_head", mlp_dim=("n_inner", None)),
+        fields(block_size=("n_positions", 1024), norm_eps=("layer_norm_epsilon", 1e-5)),
+        fields(tie_embeddings=("tie_word_embeddings", True)),
         choice("activation", "activation_function", PLAIN, "gelu_new"),
         # They have three rates of dropout, we have one; it only matters in training.
         ConfigRule(
@@ -61,184 +51,200 @@ GPT2 = Family(
         alias("num_hidden_layers", "n_layer"),
         alias("num_attention_heads", "n_head"),
         alias("max_position_embeddings", "n_positions", 1024),
-        no_window(),
+        NO_WINDOW,
         CAUSAL_DECODER,
     ),
-    weight_rules=(
-        WeightRule(("wte/embedding",), "transformer.wte.weight"),
-        WeightRule(("wpe/embedding",), "transformer.wpe.weight"),
-        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
-        *norm("ln_f", "transformer.ln_f"),
-        *norm("h_{}/ln_1", "transformer.h.{}.ln_1"),
-        *norm("h_{}/ln_2", "transformer.h.{}.ln_2"),
-        *qkv("transformer.h.{}.attn.c_attn", "columns"),
-        *linear("h_{}/attn/c_proj", "transformer.h.{}.attn.c_proj", "same"),
-        *linear("h_{}/mlp/c_fc", "transformer.h.{}.mlp.c_fc", "same"),
-        *linear("h_{}/mlp/c_proj", "transformer.h.{}.mlp.c_proj", "same"),
+    weight_rules=weight_rules(
+        {"wte": "transformer.wte", "wpe": "transformer.wpe", "lm_head": "lm_head", "ln_f": "transformer.ln_f"},
+        "transformer.h.{}",
+        {"ln_1": "ln_1", "ln_2": "ln_2", "attn/qkv": "attn.c_attn", "attn/c_proj": "attn.c_proj"}
+        | {"mlp/c_fc": "mlp.c_fc", "mlp/c_proj": "mlp.c_proj"},
+        matrices="same",
+        fused="columns",
     ),
-    buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
-LLAMA = llama_like(
-    "llama",
-    "LlamaForCausalLM",
-    *llama_config(),
-    *_ROPE_AND_GATE,
-    attention_bias(),
-    optional("bias", "mlp_bias", False),
-    no_window(),
-    buffers=(INV_FREQ,),
-)
-
-MISTRAL = llama_like(
-    "mistral",
-    "MistralForCausalLM",
-    *llama_config(context=131_072),
-    *_ROPE_AND_GATE,
-    window_everywhere(),
-    buffers=(INV_FREQ,),
-)
+# Norms of a layer in families with Llama's names of tensors: our name -> theirs.
+PRE = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+OUTPUT = {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
+SANDWICH = {
+    "ln_1": "input_layernorm",
+    "ln_1_out": "post_attention_layernorm",
+    "ln_2": "pre_feedforward_layernorm",
+    "ln_2_out": "post_feedforward_layernorm",
+}
 
 
-def _qwen_window(hf: dict[str, Any]) -> int | None:
-    return hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+def llama_like(
+    model_type: str,
+    architecture: str,
+    *config_rules: ConfigRule,
+    norms: dict[str, str] = PRE,
+    tied: bool = False,
+    eps: float = 1e-6,
+    context: int = 2048,
+    head_dim: int | None = None,
+) -> Family:
+    """Return a family whose tensors and sizes have Llama's names. The arguments after `norms` are for absent keys.
 
-
-_QWEN_WINDOWS = windows(
-    lambda layer, hf: _qwen_window(hf) is not None and layer >= read_count(hf, "max_window_layers", 28),
-    keys=("use_sliding_window", "max_window_layers"),
-    size=_qwen_window,
-    use_sliding_window=lambda config: config.sliding_window is not None,
-    max_window_layers=lambda config: config.n_layer if config.sliding_window is None else 0,
-)
-
-QWEN2 = llama_like(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    *llama_config(context=32_768),
-    *_ROPE_AND_GATE,
-    always(qkv_bias=True, out_bias=False),
-    _QWEN_WINDOWS,
-    buffers=(INV_FREQ,),
-)
-
-QWEN3 = llama_like(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    *llama_config(context=32_768, head_dim=128),
-    *_ROPE_AND_GATE,
-    attention_bias(),
-    always(qk_norm=True),
-    _QWEN_WINDOWS,
-)
-
-_GEMMA = (attention_bias(), always(norm_offset=True, scale_embeddings=True))
-
-GEMMA1 = llama_like(
-    "gemma",
-    "GemmaForCausalLM",
-    *llama_config(tied=True, context=8192, head_dim=256),
-    *_GEMMA,
-    rope(),
-    choice("activation", "hidden_act", GEMMA, "gelu_pytorch_tanh"),
-    choice("activation", "hidden_activation", GEMMA, "gelu_pytorch_tanh"),
-    no_window(),
-)
-
-
-def _write_query_scale(config: GPTConfig) -> dict[str, Any]:
-    assert config.query_scale is not None
-    whole = config.query_scale.is_integer()  # transformers 5 accepts no other type, even for 256.0
-    return {"query_pre_attn_scalar": int(config.query_scale) if whole else config.query_scale}
-
-
-_QUERY_SCALE = ConfigRule(
-    ("query_pre_attn_scalar",),
-    lambda hf: {"query_scale": hf.get("query_pre_attn_scalar", 256)},
-    _write_query_scale,
-)
-
-
-def _gemma2(context: int) -> tuple[ConfigRule, ...]:
-    """Return the rules that Gemma 2 and 3 share."""
-    return (
-        *llama_config(tied=True, context=context, head_dim=256),
-        *_GEMMA,
-        choice("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
-        alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
-        always(norm_position="sandwich"),
-        _QUERY_SCALE,
+    norms: our names of a layer's norms -> theirs.
+    """
+    usual = (
+        SIZES,
+        fields(n_kv_head=("num_key_value_heads", None), head_dim=("head_dim", head_dim), mlp_dim="intermediate_size"),
+        fields(block_size=("max_position_embeddings", context), norm_eps=("rms_norm_eps", eps)),
+        fields(tie_embeddings=("tie_word_embeddings", tied)),
+        always(norm="rmsnorm", bias=False),
+        CAUSAL_DECODER,
+    )
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        prefix="model.",
+        config_rules=(*usual, *config_rules),
+        weight_rules=weight_rules(
+            {"wte": "model.embed_tokens", "lm_head": "lm_head", "ln_f": "model.norm"},
+            "model.layers.{}",
+            {"attn/q": "self_attn.q_proj", "attn/k": "self_attn.k_proj", "attn/v": "self_attn.v_proj"}
+            | {"attn/c_proj": "self_attn.o_proj", "attn/q_norm": "self_attn.q_norm", "attn/k_norm": "self_attn.k_norm"}
+            | {"mlp/c_gate": "mlp.gate_proj", "mlp/c_fc": "mlp.up_proj", "mlp/c_proj": "mlp.down_proj"}
+            | norms,
+        ),
     )
 
 
+ATTENTION_BIAS = fields(out_bias=("attention_bias", False), qkv_bias=("attention_bias", False))
+SILU = choice("activation", "hidden_act", GATED, "silu")
+QWEN_WINDOWS = (
+    windows(
+        lambda i, hf: i >= read_count(hf, "max_window_layers", 28), "max_window_layers", switch="use_sliding_window"
+    ),
+    ConfigRule(
+        (),
+        lambda hf: {},
+        lambda config: {
+            "use_sliding_window": config.sliding_window is not None,
+            "max_window_layers": config.n_layer if config.sliding_window is None else 0,
+        },
+    ),
+)
+GEMMAS = (ATTENTION_BIAS, always(norm_offset=True, scale_embeddings=True))
+GEMMAS_2 = (
+    *GEMMAS,
+    choice("activation", "hidden_activation", GATED, "gelu_pytorch_tanh"),
+    alias("hidden_act", "hidden_activation", "gelu_pytorch_tanh"),
+    always(norm_position="sandwich"),
+    ConfigRule(
+        ("query_pre_attn_scalar",),
+        lambda hf: {"query_scale": hf.get("query_pre_attn_scalar", 256)},
+        # transformers 5 accepts integers only, even for 256.0.
+        lambda config: {"query_pre_attn_scalar": int(s) if (s := config.query_scale or 0.0).is_integer() else s},
+    ),
+)
+
+LLAMA = llama_like(
+    "llama", "LlamaForCausalLM", rope(), SILU, ATTENTION_BIAS, fields(bias=("mlp_bias", False)), NO_WINDOW
+)
+MISTRAL = llama_like(
+    "mistral",
+    "MistralForCausalLM",
+    rope(),
+    SILU,
+    fields(sliding_window=("sliding_window", 4096)),
+    never(layer_types=None),
+    context=131_072,
+)
+QWEN2 = llama_like(
+    "qwen2", "Qwen2ForCausalLM", rope(), SILU, always(qkv_bias=True, out_bias=False), *QWEN_WINDOWS, context=32_768
+)
+QWEN3 = llama_like(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    rope(),
+    SILU,
+    ATTENTION_BIAS,
+    always(qk_norm=True),
+    *QWEN_WINDOWS,
+    context=32_768,
+    head_dim=128,
+)
+GEMMA1 = llama_like(
+    "gemma",
+    "GemmaForCausalLM",
+    *GEMMAS,
+    rope(),
+    choice("activation", "hidden_act", GEMMA, "gelu_pytorch_tanh"),
+    choice("activation", "hidden_activation", GEMMA, "gelu_pytorch_tanh"),
+    NO_WINDOW,
+    tied=True,
+    context=8192,
+    head_dim=256,
+)
 GEMMA2 = llama_like(
     "gemma2",
     "Gemma2ForCausalLM",
-    *_gemma2(8192),
+    *GEMMAS_2,
     rope(),
-    optional("logit_softcap", "final_logit_softcapping", 30.0),
-    optional("attention_softcap", "attn_logit_softcapping", 50.0),
+    fields(logit_softcap=("final_logit_softcapping", 30.0), attention_softcap=("attn_logit_softcapping", 50.0)),
     windows(lambda layer, hf: layer % 2 == 0),
     norms=SANDWICH,
+    tied=True,
+    context=8192,
+    head_dim=256,
 )
-
 GEMMA3 = llama_like(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    *_gemma2(131_072),
-    rope_by_layer(),
-    optional("logit_softcap", "final_logit_softcapping", None),
+    *GEMMAS_2,
+    rope(usual=1_000_000.0, local="rope_local_base_freq"),
+    fields(logit_softcap=("final_logit_softcapping", None)),
     never(attn_logit_softcapping=None),  # transformers has the key but ignores it
     always(qk_norm=True),
     windows(
         lambda layer, hf: bool((layer + 1) % max(1, read_count(hf, "sliding_window_pattern", 6))),
-        keys=("sliding_window_pattern",),
+        "sliding_window_pattern",
     ),
     norms=SANDWICH,
+    tied=True,
+    context=131_072,
+    head_dim=256,
 )
-
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     config_rules=(
         SIZES,
-        required(mlp_dim="intermediate_size"),
-        optional("block_size", "max_position_embeddings", 2048),
-        optional("norm_eps", "layer_norm_eps", 1e-5),
-        optional("tie_embeddings", "tie_word_embeddings", False),
-        optional("parallel_residual", "use_parallel_residual", True),
+        fields(mlp_dim="intermediate_size", block_size=("max_position_embeddings", 2048)),
+        fields(norm_eps=("layer_norm_eps", 1e-5), tie_embeddings=("tie_word_embeddings", False)),
+        fields(parallel_residual=("use_parallel_residual", True)),
         choice("activation", "hidden_act", {"gelu": "gelu"} | PLAIN, "gelu"),
-        rope("rotary_emb_base", "rotary_pct"),
-        attention_bias(default=True),
+        rope("rotary_emb_base", fraction="rotary_pct"),
+        fields(out_bias=("attention_bias", True), qkv_bias=("attention_bias", True)),
         # The head size follows from the width, whatever `head_dim` is: the check of the shapes refuses another.
         ConfigRule(("head_dim",), lambda hf: {"head_dim": hf.get("head_dim")}),
-        no_window(),
+        NO_WINDOW,
         CAUSAL_DECODER,
     ),
-    weight_rules=(
-        WeightRule(("wte/embedding",), "gpt_neox.embed_in.weight"),
-        WeightRule(("lm_head",), "embed_out.weight", "transposed"),
-        *norm("ln_f", "gpt_neox.final_layer_norm"),
-        *norm("h_{}/ln_1", "gpt_neox.layers.{}.input_layernorm"),
-        *norm("h_{}/ln_2", "gpt_neox.layers.{}.post_attention_layernorm"),
-        *qkv("gpt_neox.layers.{}.attention.query_key_value", "heads"),
-        *linear("h_{}/attn/c_proj", "gpt_neox.layers.{}.attention.dense"),
-        *linear("h_{}/mlp/c_fc", "gpt_neox.layers.{}.mlp.dense_h_to_4h"),
-        *linear("h_{}/mlp/c_proj", "gpt_neox.layers.{}.mlp.dense_4h_to_h"),
+    weight_rules=weight_rules(
+        {"wte": "gpt_neox.embed_in", "lm_head": "embed_out", "ln_f": "gpt_neox.final_layer_norm"},
+        "gpt_neox.layers.{}",
+        {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+        | {"attn/qkv": "attention.query_key_value", "attn/c_proj": "attention.dense"}
+        | {"mlp/c_fc": "mlp.dense_h_to_4h", "mlp/c_proj": "mlp.dense_4h_to_h"},
+        fused="heads",
     ),
-    buffers=(".attention.bias", ".attention.masked_bias", INV_FREQ),
 )
-
 OLMO2 = llama_like(
     "olmo2",
     "Olmo2ForCausalLM",
-    *llama_config(eps=1e-5),
-    *_ROPE_AND_GATE,
-    attention_bias(),
+    rope(),
+    SILU,
+    ATTENTION_BIAS,
     always(norm_position="output", qk_norm=True, qk_norm_over="heads"),
-    no_window(),
+    NO_WINDOW,
     norms=OUTPUT,
+    eps=1e-5,
 )
 
 # If several families can express an architecture, the first is written, which most programs can read.

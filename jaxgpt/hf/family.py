@@ -9,14 +9,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.hf.config_rules import ConfigRule
-from jaxgpt.hf.rotations import SCALINGS
+from jaxgpt.hf.config_rules import SCALINGS, ConfigRule
 
-# Layout of the elements in a file. same: as ours. transposed: [out, in], where ours is [in, out]. columns: q, k and v
-# concatenated along the last axis (GPT-2's Conv1D). heads: q, k and v of the first head, of the second, ... (GPT-NeoX).
-# rows: transposed q, k and v, concatenated (GGUF). pairs: transposed, and in each head the elements that rotate together
-# are neighbours, which here are half a head apart (Llama in GGUF).
-Layout = Literal["same", "transposed", "columns", "heads", "rows", "pairs"]
+EMBEDDING, HEAD = ("wte/embedding",), ("lm_head",)  # paths of the parameters that are one if embeddings are tied
+
+# Layout of the elements in a file. same: as ours. columns: parts concatenated along the last axis (GPT-2's Conv1D). rows:
+# parts transposed to [out, in], where ours is [in, out], and concatenated. heads: as rows, but the parts of the first head,
+# those of the second, ... (GPT-NeoX). pairs: as rows, but in each head the elements that rotate together are neighbours,
+# which here are half a head apart (Llama in GGUF).
+Layout = Literal["same", "columns", "rows", "heads", "pairs"]
 
 
 class WeightRule(NamedTuple):
@@ -27,80 +28,76 @@ class WeightRule(NamedTuple):
     layout: Layout = "same"
 
 
-def linear(ours: str, theirs: str, layout: Layout = "transposed") -> list[WeightRule]:
-    """Return the rules of a linear layer: kernel and bias."""
-    return [
-        WeightRule((f"{ours}/kernel",), f"{theirs}.weight", layout),
-        WeightRule((f"{ours}/bias",), f"{theirs}.bias", layout),
-    ]
+def weight_rules(
+    top: dict[str, str],
+    layer: str,
+    inside: dict[str, str],
+    *,
+    matrices: Layout = "rows",
+    fused: Layout = "rows",
+    rotated: Layout = "rows",
+) -> tuple[WeightRule, ...]:
+    """Return the rules for all tensors, from the names of modules.
+
+    Args:
+        top: the path of our module -> theirs, outside of the layers.
+        layer: the prefix of their names in a layer.
+        inside: the path of our module in a layer -> theirs after the prefix. attn/qkv: q, k and v share a tensor.
+        matrices: layout of linear layers.
+        fused: layout of attn/qkv.
+        rotated: layout of attn/q and attn/k.
+    """
+    rules = []
+    for ours, theirs in (top | {f"h_{{}}/{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}).items():
+        place, _, last = ours.rpartition("/")
+        if last in ("wte", "wpe"):
+            rules.append(WeightRule((f"{last}/embedding",), f"{theirs}.weight"))
+        elif last == "lm_head":
+            rules.append(WeightRule(HEAD, f"{theirs}.weight", "rows"))
+        elif last.startswith("ln_") or last.endswith("_norm"):
+            rules += [WeightRule((f"{ours}/{x}",), f"{theirs}.{y}") for x, y in (("scale", "weight"), ("bias", "bias"))]
+        else:
+            layout = {"qkv": fused, "q": rotated, "k": rotated}.get(last, matrices)
+            paths = [f"{place}/{x}" for x in "qkv"] if last == "qkv" else [ours]
+            for x, y in (("kernel", "weight"), ("bias", "bias")):
+                rules.append(WeightRule(tuple(f"{path}/{x}" for path in paths), f"{theirs}.{y}", layout))
+    return tuple(rules)
 
 
-def qkv(theirs: str, layout: Layout) -> list[WeightRule]:
-    """Return the rules of queries, keys and values that share a tensor."""
-    parts = {"kernel": "weight", "bias": "bias"}
-    return [WeightRule(tuple(f"h_{{}}/attn/{x}/{p}" for x in "qkv"), f"{theirs}.{t}", layout) for p, t in parts.items()]
-
-
-def norm(ours: str, theirs: str) -> list[WeightRule]:
-    """Return the rules of a norm: scale and bias."""
-    return [WeightRule((f"{ours}/scale",), f"{theirs}.weight"), WeightRule((f"{ours}/bias",), f"{theirs}.bias")]
-
-
-# Norms of a layer in families with Llama's names of tensors: our name -> theirs.
-PRE = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
-OUTPUT = {"ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"}
-SANDWICH = {
-    "ln_1": "input_layernorm",
-    "ln_1_out": "post_attention_layernorm",
-    "ln_2": "pre_feedforward_layernorm",
-    "ln_2_out": "post_feedforward_layernorm",
-}
-
-
-def split(theirs: np.ndarray, layout: Layout, head_dim: int) -> list[np.ndarray]:
-    """Split a tensor of a file into our arrays, views where possible. head_dim: elements per head."""
-    if layout == "transposed":
-        return [theirs.T]
+def split(theirs: np.ndarray, count: int, layout: Layout, head_dim: int) -> list[np.ndarray]:
+    """Split a tensor of a file into `count` of our arrays, views where possible. head_dim: elements per head."""
+    if layout == "same":
+        return [theirs]
     if layout == "columns":
-        return np.split(theirs, 3, axis=-1)
-    if layout == "heads":
-        x_N3HD = theirs.reshape(-1, 3, head_dim, *theirs.shape[1:])
-        return [x_N3HD[:, i].reshape(-1, *theirs.shape[1:]).T for i in range(3)]
-    if layout == "rows":
-        return [x.T for x in np.split(theirs, 3)]
-    if layout == "pairs":
-        x_KR2D = theirs.reshape(-1, head_dim // 2, 2, *theirs.shape[1:])
-        return [x_KR2D.swapaxes(1, 2).reshape(theirs.shape).T]
-    return [theirs]
+        return np.split(theirs, count, axis=-1)
+    if layout in ("heads", "pairs"):
+        parts = (count, head_dim) if layout == "heads" else (head_dim // 2, 2)
+        theirs = theirs.reshape(-1, *parts, *theirs.shape[1:])
+        axes = (0, 1) if layout == "heads" else (1, 2)
+        theirs = theirs.swapaxes(*axes).reshape(-1, *theirs.shape[3:])
+    return [x.T for x in np.split(theirs, count)]
 
 
 def join(ours: Sequence[np.ndarray], layout: Layout, head_dim: int) -> np.ndarray:
     """Join our arrays into the tensor of a file, the inverse of `split`."""
-    if layout == "transposed":
-        return ours[0].T
+    if layout == "same":
+        return ours[0]
     if layout == "columns":
         return np.concatenate(ours, axis=-1)
+    theirs = np.concatenate([x.T for x in ours])
     if layout == "heads":
-        x_N3HD = np.stack([x.T.reshape(-1, head_dim, *x.shape[:-1]) for x in ours], axis=1)
-        return x_N3HD.reshape(-1, *x_N3HD.shape[3:])
-    if layout == "rows":
-        return np.concatenate([x.T for x in ours])
+        x_3NHD = theirs.reshape(len(ours), -1, head_dim, *theirs.shape[1:])
+        return x_3NHD.swapaxes(0, 1).reshape(theirs.shape)
     if layout == "pairs":
-        x = ours[0].T
-        return x.reshape(-1, 2, head_dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-    return ours[0]
+        x_K2RD = theirs.reshape(-1, 2, head_dim // 2, *theirs.shape[1:])
+        return x_K2RD.swapaxes(1, 2).reshape(theirs.shape)
+    return theirs
 
 
 def their_shape(ours: Sequence[tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
     """Return the shape of the tensor that `join` makes of arrays with these shapes."""
-    first = ours[0]
-    if layout in ("transposed", "pairs"):
-        return first[::-1]
-    if layout == "columns":
-        return (*first[:-1], sum(shape[-1] for shape in ours))
-    if layout in ("heads", "rows"):
-        return (sum(shape[-1] for shape in ours), *first[:-1])
-    return first
+    inputs, outputs = ours[0][:-1], sum(shape[-1] for shape in ours)
+    return (*inputs, outputs) if layout in ("same", "columns") else (outputs, *inputs)
 
 
 # Keys of config.json that do not change the logits in any family. A key is unknown if it is not here and no rule of its
@@ -144,17 +141,13 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family in a format: its names, and the rules for the configuration and for the tensors.
-
-    The comments are about Hugging Face's format; `jaxgpt.gguf.families` has those of GGUF.
-    """
+    """A model family in a format: its names, and the rules for the configuration and for the tensors."""
 
     model_type: str  # transformers' name for it, in config.json
     architecture: str | None = None  # transformers' class. None: another format, whose configuration has neither name
     prefix: str = ""  # of all tensors except the output matrix; absent in checkpoints of the base model
     config_rules: tuple[ConfigRule, ...]
     weight_rules: tuple[WeightRule, ...]
-    buffers: tuple[str, ...] = ()  # suffixes of tensors in older checkpoints that are not weights
 
     def read(self, hf: dict[str, Any]) -> GPTConfig:
         """Return the architecture that a config.json describes. Raises `UserError` if our layers do not support it."""
@@ -189,38 +182,6 @@ class Family:
                 ours = tuple(path.format(layer) for path in rule.ours)
                 if ours[0] in paths:
                     yield WeightRule(ours, rule.theirs.format(layer), rule.layout)
-
-
-def llama_like(
-    model_type: str,
-    architecture: str,
-    *config_rules: ConfigRule,
-    norms: dict[str, str] = PRE,
-    buffers: tuple[str, ...] = (),
-) -> Family:
-    """Return a family whose tensors have Llama's names. norms: our names of a layer's norms -> theirs."""
-    layer = "model.layers.{}"
-    rules = [
-        WeightRule(("wte/embedding",), "model.embed_tokens.weight"),
-        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
-        *norm("ln_f", "model.norm"),
-    ]
-    for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "c_proj": "o_proj"}.items():
-        rules += linear(f"h_{{}}/attn/{ours}", f"{layer}.self_attn.{name}")
-    for name in ("q_norm", "k_norm"):
-        rules += norm(f"h_{{}}/attn/{name}", f"{layer}.self_attn.{name}")
-    for ours, name in {"c_gate": "gate_proj", "c_fc": "up_proj", "c_proj": "down_proj"}.items():
-        rules += linear(f"h_{{}}/mlp/{ours}", f"{layer}.mlp.{name}")
-    for ours, name in norms.items():
-        rules += norm(f"h_{{}}/{ours}", f"{layer}.{name}")
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        prefix="model.",
-        config_rules=config_rules,
-        weight_rules=tuple(rules),
-        buffers=buffers,
-    )
 
 
 def canonical_form(config: GPTConfig) -> dict[str, Any]:

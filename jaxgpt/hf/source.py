@@ -1,21 +1,24 @@
-"""Find the files of a model in Hugging Face's format, on disk or on the Hub, and check them before a tensor is read."""
+"""Open a model in Hugging Face's format, on disk or on the Hub, and make the tokenizer files of such a model."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
-from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
+from jaxgpt.data.bpe import BPETokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family
 from jaxgpt.hf.family import Family
-from jaxgpt.hf.params import check
-from jaxgpt.hf.safetensors_files import Tensor, list_tensors
+from jaxgpt.hf.weights import Tensor, check, list_tensors
 
 LARGEST_CONFIG = 2**24  # bytes of a config.json
 # Files that an export copies. In a run directory those of the tokenizer are next to tokenizer.json, where a chat finds
@@ -99,24 +102,19 @@ def open_source(name: str, tokenizer: str | None = None) -> Source:
             UserWarning,
             stacklevel=2,
         )
-    found = _load_tokenizer(directory, config, tokenizer)
+    if tokenizer is None and not (directory / "tokenizer.json").exists():
+        raise UserError(
+            f"{directory} has no tokenizer.json. If it has other tokenizer files, transformers converts them: "
+            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'). Or give another "
+            "tokenizer with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
+        )
+    found = load_named_tokenizer(str(directory / "tokenizer.json") if tokenizer is None else tokenizer, config)
     tensors = list_tensors(directory)
     try:
         check(tensors, family, config)
     except UserError as e:
         raise UserError(f"{directory}: {e}") from None
     return Source(directory=directory, family=family, config=config, tokenizer=found, tensors=tensors)
-
-
-def _load_tokenizer(directory: Path, config: GPTConfig, named: str | None) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if named is None and not path.exists():
-        raise UserError(
-            f"{directory} has no tokenizer.json. If it has other tokenizer files, transformers converts them: "
-            f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}'). Or give another "
-            "tokenizer with --tokenizer FILE (--data.tokenizer FILE for training), or `ids` as FILE for none"
-        )
-    return load_named_tokenizer(str(path) if named is None else named, config)
 
 
 def load_named_tokenizer(name: str, config: GPTConfig) -> Tokenizer:
@@ -159,3 +157,50 @@ def keep_companions(source: Path, run: Path) -> None:
             if (here / name).is_file():
                 there.mkdir(exist_ok=True)
                 write_whole(there / name, read_bytes(here / name, LARGEST_CONFIG))
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> str | None:
+    """Return the text of tokenizer.json, or None for a run that has ids and no tokenizer."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.to_json()
+    if isinstance(tokenizer, CharTokenizer):
+        # Each character is a word. An unknown one is an error, as in ours: there is no token for it.
+        return _render(
+            model={"type": "WordLevel", "vocab": {c: i for i, c in enumerate(tokenizer.characters)}, "unk_token": ""},
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+            decoder={"type": "Fuse"},
+        )
+    if isinstance(tokenizer, ByteTokenizer):
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return _render(
+            model={"type": "BPE", "vocab": {name: byte for byte, name in enumerate(list_byte_names())}, "merges": []},
+            pre_tokenizer=byte_level,
+            decoder=byte_level,
+        )
+    return None
+
+
+def _render(**parts: Any) -> str:
+    empty = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
+    return json.dumps(empty | {"post_processor": None} | parts, ensure_ascii=False, indent=2) + "\n"
+
+
+def list_byte_names() -> list[str]:
+    """Return the character for each byte in byte-level vocabularies (GPT-2, Radford et al. 2019).
+
+    A visible character stands for itself, other bytes have the characters from U+0100 on.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = itertools.count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def tokenizer_config(tokenizer: Tokenizer, block_size: int) -> dict[str, Any]:
+    """Return the tokenizer_config.json that transformers' AutoTokenizer needs next to tokenizer.json."""
+    tokens = {"eos_token": tokenizer.end_of_text, "bos_token": next(iter(tokenizer.prefix), None)}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        "clean_up_tokenization_spaces": False,  # true would drop spaces before punctuation when decoding
+        **{name: tokenizer.decode([token]) for name, token in tokens.items() if token is not None},
+    }

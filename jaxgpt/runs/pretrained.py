@@ -20,8 +20,8 @@ from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
-from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
+from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints

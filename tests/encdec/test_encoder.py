@@ -27,7 +27,7 @@ from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
 from jaxgpt.sample.quantize import for_decoding
-from jaxgpt.tools.convert.export_hf import export_hf
+from jaxgpt.tools.convert import export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.report import make_report
 from jaxgpt.tools.xray.activations import capture_activations

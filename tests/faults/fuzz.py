@@ -30,12 +30,11 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
 from jaxgpt.gguf.families import LLAMA, write_fields
-from jaxgpt.gguf.file import read_gguf, write_gguf
-from jaxgpt.gguf.model import read_config
+from jaxgpt.gguf.file import read_config, read_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, write
+from jaxgpt.hf.weights import DTYPES, INDEX, LazyTensor, list_tensors, write
 from jaxgpt.runs.metadata import FORMAT, read_metadata
 from jaxgpt.runs.metrics import read_metrics, rewind_metrics
 from jaxgpt.runs.resume import describe_data_changes

@@ -12,8 +12,7 @@ from jaxgpt.data.chat.template import CHATML, Jinja
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.file import read_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
-from jaxgpt.tools.convert.export_gguf import export_gguf
-from jaxgpt.tools.convert.import_gguf import import_gguf
+from jaxgpt.tools.convert import export_gguf, import_gguf
 from tests.conftest import TEXT
 from tests.gguf.test_families import model_parts
 from tests.helpers import run_command

@@ -19,14 +19,13 @@ import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
-from jaxgpt.gguf.file import write_gguf
-from jaxgpt.gguf.model import to_gguf
+from jaxgpt.gguf.file import to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
-from jaxgpt.hf.params import shapes_of
+from jaxgpt.hf.weights import shapes_of
 from jaxgpt.layers.mlp import ACTIVATIONS
 from jaxgpt.model import GPT
-from jaxgpt.tools.convert.export_gguf import export_gguf
+from jaxgpt.tools.convert import export_gguf
 from tests.conftest import TEXT
 from tests.gguf.test_families import MODELS
 from tests.helpers import make_model, tiny_experiment

@@ -14,13 +14,14 @@ import pytest
 from jaxgpt.data.bpe import WORDS, BPETokenizer, train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.tokenizers import _unescape, read_chat_template, read_ends, read_tokenizer, tokenizer_fields
+from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from tests.conftest import TEXT
 
 SPANISH = "En un lugar de la Mancha, ¿qué ñandú? — «sí», 🐎\n"
 ODD = "\x00\t\r\n\\\x7f \u2581ab<0x41>n"
 SPACE = "\u2581"
-USER_DEFINED, UNUSED = 4, 5
+NORMAL, USER_DEFINED, UNUSED = 1, 4, 5
+END = "<|endoftext|>"
 
 
 def texts_of(alphabet, seed=0):
@@ -31,9 +32,7 @@ def texts_of(alphabet, seed=0):
     return ["".join(rng.choice(alphabet) if rng.random() < 1 / 7 else c for c in piece) for piece in pieces]
 
 
-TEXTS = texts_of(
-    [*SPANISH, "  ", "\n\n", "'s", "'LL", "2026", "漢字", "\u00a0", "<|endoftext|>", "e\u0301", SPACE, "\t"]
-)
+TEXTS = texts_of([*SPANISH, "  ", "\n\n", "'s", "'LL", "2026", "漢字", "\u00a0", END, "e\u0301", SPACE, "\t"])
 
 
 @pytest.fixture(scope="module")
@@ -62,49 +61,19 @@ def begin(token, i):
 
 def sentencepiece(*, spaced):
     """BPE as transformers makes it of SentencePiece's files: every two tokens that make a token are a merge."""
-    learned = [
-        "th",
-        "he",
-        "in",
-        "nd",
-        "ar",
-        "el",
-        "the",
-        "and",
-        SPACE + "t",
-        SPACE + "the",
-        SPACE + "and",
-    ]
-    learned += [
-        SPACE + "a",
-        SPACE * 2,
-        "lan",
-        "lance",
-        "ce",
-        "can",
-        "nc",
-        "dent",
-        "not",
-        "ho",
-        "se",
-        "tho",
-        "who",
-        "los",
-    ]
+    learned = "th he in nd ar el the and _t _the _and _a __ lan lance ce can nc dent not ho se tho who los"
+    learned = learned.replace("_", SPACE).split()
     letters = sorted({*TEXT, SPACE, "é"} - {" ", "\n"})
-    specials = ["<unk>", "<s>", "</s>", "\n\n"]
+    specials = ["<unk>", "<s>", "</s>", "\n\n", SPACE * 3]
     vocab = {t: i for i, t in enumerate([*specials, *(f"<0x{b:02X}>" for b in range(256)), *learned, *letters])}
-    merges = [(t[:cut], t[cut:]) for t in learned for cut in range(1, len(t)) if t[:cut] in vocab and t[cut:] in vocab]
+    cuts = [(t[:cut], t[cut:]) for t in (*learned, SPACE * 3) for cut in range(1, len(t))]
+    merges = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": i, "content": t, "special": t != "\n\n", **flags} for i, t in enumerate(specials)]
+    added = [{"id": i, "content": t, "special": i < 3, **flags} for i, t in enumerate(specials)]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
+    back = [replace | {"pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     fallback = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
-    back = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
     saved = {
         "version": "1.0",
         "added_tokens": added,
@@ -118,25 +87,19 @@ def sentencepiece(*, spaced):
 
 def make(name, trained):
     match name:
-        case "gpt2":
+        case "gpt-2":
             return trained
-        case "llama3":  # no merges make "zebra": only a whole word finds it
+        case "llama-bpe":  # no merges make "zebra": only a whole word finds it
             model = trained.parts()["model"]
-            vocab = model["vocab"] | {"zebra": len(model["vocab"])}
-            start = begin("<|endoftext|>", trained.end_of_text)
-            model = {"vocab": vocab, "ignore_merges": True}
+            model = {"vocab": model["vocab"] | {"zebra": len(model["vocab"])}, "ignore_merges": True}
+            start = begin(END, trained.end_of_text)
             return change(trained, model=model, pre_tokenizer=words(WORDS[0]), post_processor=start)
         case "dbrx":
             return change(trained, pre_tokenizer=words(WORDS[0]))
         case "qwen2":
             return change(trained, pre_tokenizer=words(WORDS[1]), normalizer={"type": "NFC"})
-        case "spaced":
-            return sentencepiece(spaced=True)
-        case "unspaced":
-            return sentencepiece(spaced=False)
-
-
-BPE = ["gpt2", "llama3", "dbrx", "qwen2", "spaced", "unspaced"]
+        case _:
+            return sentencepiece(spaced=name == "spaced")
 
 
 def fields_of(tokenizer, vocab_size=None, *, chat_template=None, ends=()):
@@ -146,9 +109,16 @@ def fields_of(tokenizer, vocab_size=None, *, chat_template=None, ends=()):
 # After llama-vocab.cpp of llama.cpp, version of llama-cpp-python 0.3.36.
 
 
+def unescape(token):
+    """Read a token of "rwkv" as llama.cpp does."""
+    named = {"n": "\n", "r": "\r", "t": "\t"}
+    parts = re.findall(r"\\x([0-9a-f]{2})|\\([^x])|([^\\])", token, flags=re.DOTALL)
+    return b"".join(bytes.fromhex(code) or (named.get(other, other) + plain).encode() for code, other, plain in parts)
+
+
 def rwkv(fields, text):
     """llm_tokenizer_rwkv_session: the longest token that matches; None where llama.cpp would not return."""
-    tokens = {_unescape(token): i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    tokens = {unescape(token): i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
     prefixes = {token[:n] for token in tokens for n in range(len(token) + 1)}
     raw, found, at = text.encode(), [], 0
     while at < len(raw):
@@ -211,28 +181,28 @@ def test_ids():
     assert read_tokenizer(fields).to_json() == IdTokenizer(50).to_json()
 
 
-@pytest.mark.parametrize("name", BPE)
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "dbrx", "qwen2", "spaced", "unspaced"])
 @pytest.mark.filterwarnings("ignore:llama.cpp does not normalize")
 def test_bpe(name, trained):
-    """A file with tokenizer.json gives the same bytes; one without gives a tokenizer with the same ids."""
+    """The tokenizer comes back, and llama.cpp finds the same ids by the fields: of BPE by its own code for this name."""
     tokenizer = make(name, trained)
     size = tokenizer.vocab_size
     fields = fields_of(tokenizer, size + 5, chat_template="{{ messages }}", ends=[7, 8])
-    assert len({*fields["tokenizer.ggml.tokens"]}) == len(fields["tokenizer.ggml.token_type"]) == size + 5
-    assert fields["tokenizer.ggml.token_type"][size:] == [UNUSED] * 5
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    assert len({*tokens}) == len(kinds) == size + 5 and kinds[size:] == [UNUSED] * 5
     assert read_tokenizer(fields).to_json() == tokenizer.to_json()
     assert (read_chat_template(fields), read_ends(fields)) == ("{{ messages }}", [7, 8])
-    rebuilt = read_tokenizer({k: v for k, v in fields.items() if k != "tokenizer.huggingface.json"})
+    vocab = tokenizer.parts()["model"]["vocab"]
+    if "spaced" not in name:
+        assert fields["tokenizer.ggml.pre"] == name
+        assert {t: i for i, t in enumerate(tokens[:size])} == {**vocab, END: tokenizer.end_of_text}
+        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+        assert merges == [tuple(pair) for pair in tokenizer.parts()["model"]["merges"]]
+        return
+    assert kinds[vocab[SPACE * 3]] == NORMAL  # a token of the user's would be printed as it is
     for text in [*TEXTS, "zebra", "e\u0301", " a", "\n\n\na", *TEXT.split()[:20]]:
-        ids = tokenizer.encode(text).tolist()
-        assert rebuilt.encode(text).tolist() == ids, text
-        assert rebuilt.decode(ids).strip(" ") == tokenizer.decode(ids).strip(" ")
-        if "scores" in str(fields.keys()):
-            assert spm(fields, text) == ids, text
-    assert (rebuilt.prefix, rebuilt.end_of_text) == (tokenizer.prefix, tokenizer.end_of_text)
-    assert rebuilt.specials == tokenizer.specials
-    again = fields_of(rebuilt, size + 5, ends=[7, 8])
-    assert {k: again[k] for k in again if "json" not in k} == {k: fields[k] for k in again if "json" not in k}
+        if SPACE not in text:
+            assert spm(fields, text) == tokenizer.encode(text).tolist(), text
 
 
 def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
@@ -244,50 +214,24 @@ def test_a_tokenizer_begins_and_ends_texts_as_before(trained):
     assert specials(trained)[0] == [end, end, None, None]
     assert specials(trained, [5, 6])[0] == [end, 5, 6, None]
     assert specials(trained, [5, 6, 7])[0] == [end, 5, 7, 6]
-    found, fields = specials(make("llama3", trained))
+    found, fields = specials(make("llama-bpe", trained))
     assert found[0] == end and fields["tokenizer.ggml.add_bos_token"]
     found, fields = specials(make("spaced", trained))
     assert found[:2] == [1, 2] and fields["tokenizer.ggml.unknown_token_id"] == 0
     found, fields = specials(change(make("spaced", trained), post_processor=None))
     assert found[:2] == [1, 2] and not fields["tokenizer.ggml.add_bos_token"]  # a chat template may write it
-    # llama.cpp would take token 11 for the end of a text
-    endless = BPETokenizer(trained.to_json().replace("<|endoftext|>", "<|nothing|>"))
-    assert endless.end_of_text is None
-    byte_0xff = endless.parts()["model"]["vocab"]["ÿ"]
-    assert specials(endless)[0] == [byte_0xff, byte_0xff, None, None]
+    endless = BPETokenizer(trained.to_json().replace(END, "<|nothing|>"))
     assert specials(endless, [9])[0] == [9, 9, None, None]
-    few = {t: i for t, i in endless.parts()["model"]["vocab"].items() if t not in "ÿÀÁ"}  # as GPT-NeoX's
-    kept = [pair for pair in endless.parts()["model"]["merges"] if not {*"".join(pair)} & {*"ÿÀÁ"}]
-    without = change(endless, model={"vocab": few, "merges": kept})
-    fields = fields_of(without)
-    assert fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.eos_token_id"]].startswith("[PAD")
-    with pytest.raises(UserError, match="no token that ends a text"):
-        fields_of(change(without, model={"vocab": {t: i for i, t in enumerate(few)}}, added_tokens=[]))
+    with pytest.raises(UserError, match="has no token that ends a text"):  # llama.cpp would take token 11
+        specials(endless)
     assert specials(CharTokenizer("ab"))[0] == [None] * 4
     assert specials(CharTokenizer("ab"), [1])[0] == [None, 1, None, None]
     with pytest.raises(UserError, match="4 tokens end a text"):
         specials(trained, [1, 2, 3, 4])
 
 
-END = "<|endoftext|>"
 FLAG = {"id": 0, "content": END, "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
-def test_tokens_of_spaces_in_files_of_llama_cpps_converter():
-    """They are matched before anything else, so that of three spaces the first two are one token."""
-    fields = fields_of(sentencepiece(spaced=False))
-    i = fields["tokenizer.ggml.tokens"].index(SPACE * 2)
-    fields["tokenizer.ggml.tokens"][i], fields["tokenizer.ggml.token_type"][i] = "  ", USER_DEFINED
-    fields["tokenizer.ggml.scores"][i] = -1000.0
-    del fields["tokenizer.huggingface.json"]
-    tokenizer = read_tokenizer(fields)
-    for text in ("a   the", "  ", "   the  a", "and the"):
-        assert tokenizer.encode(text).tolist() == spm(fields, text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert fields_of(tokenizer)["tokenizer.ggml.token_type"] == fields["tokenizer.ggml.token_type"]
-
-
 REFUSED = {
     "a normalizer Lowercase": {"normalizer": {"type": "Lowercase"}},
     'the pre-tokenizer {"type": "Sequence".*p{N}{1,4}': {"pre_tokenizer": words(WORDS[0].replace("1,3", "1,4"))},
@@ -296,22 +240,20 @@ REFUSED = {
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "end_of_word_suffix '</w>'": {"model": {"end_of_word_suffix": "</w>"}},
     "lstrip of the added token": {"added_tokens": [FLAG | {"special": True}]},
-    "an unk_token, and no tokens for 255": {"model": {"vocab": {END: 0, "a": 1}, "merges": [], "unk_token": "a"}},
+    "no tokens for 255 of the 256 bytes": {"model": {"vocab": {END: 0, "a": 1}, "merges": []}},
     "the normalizer null and the pre-tokenizer .*ByteLevel": {"model": {"byte_fallback": True}},
+    "a model WordLevel, not BPE": {
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        "added_tokens": [],
+    },
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_llama_cpp_does_not_have(message, trained):
-    with pytest.raises(UserError, match=message) as caught:
-        fields_of(change(trained, **REFUSED[message]))
-    assert "\n" not in str(caught.value)
-
-
-def test_other_models_and_missing_merges_are_refused(trained):
-    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
-    with pytest.raises(UserError, match="a model WordLevel, not BPE"):
-        fields_of(BPETokenizer(json.dumps(trained.parts() | {"model": model, "added_tokens": []})))
+def test_what_llama_cpp_does_not_have(trained):
+    for message, parts in REFUSED.items():
+        with pytest.raises(UserError, match=message) as caught:
+            fields_of(change(trained, **parts))
+        assert "\n" not in str(caught.value)
     spaced = sentencepiece(spaced=True)
     merges = [pair for pair in spaced.parts()["model"]["merges"] if pair != ["t", "he"]]
     with pytest.raises(UserError, match="no merge of 't' and 'he'"):
@@ -320,39 +262,20 @@ def test_other_models_and_missing_merges_are_refused(trained):
         fields_of(trained, 3)
 
 
+JSON = "tokenizer.huggingface.json"
 DAMAGED = {
-    "tokens is missing": {"tokens": None},
-    "tokens has 3 tokens, 2 of them distinct": {"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]},
-    "needs a list of str": {"tokens": ["a", 3]},
-    "token_type has 1 entries": {"token_type": [1]},
-    "needs a list of int": {"token_type": "1"},
-    "model is 'bert'": {"model": "bert"},
-    "model is None": {"model": None},
-    "pre is 'jais'": {"pre": "jais"},
-    "pre is None": {"pre": None},
-    "merges has 'ab'": {"merges": ["ab"]},
-    "merges has 'a  b'": {"merges": ["a  b"]},
-    "not a tokenizer.json": {"merges": ["zz zz"]},
-    "bos_token_id is 999": {"add_bos_token": True, "bos_token_id": 999},
-    "bos_token_id is 'a'": {"add_bos_token": True, "bos_token_id": "a"},
-    "neither the 256 bytes nor characters": {"model": "rwkv"},
-    "scores is missing": {"model": "llama"},
+    "tokens is missing": {"tokenizer.ggml.tokens": None},
+    "needs a list of texts": {"tokenizer.ggml.tokens": ["a", 3]},
+    "neither the 256 bytes nor characters": {"tokenizer.ggml.model": "rwkv"},
+    "vocab_size, got None": {"tokenizer.ggml.model": "none"},
+    "is int": {JSON: 3},
+    "cannot be used": {JSON: "{}"},
+    "differ: token": {JSON: train_bpe([TEXT[::-1]], 400).to_json()},
 }
 
 
-@pytest.mark.parametrize("message", DAMAGED)
-def test_damaged_fields(message, trained):
-    fields = fields_of(trained) | {"tokenizer.ggml." + name: value for name, value in DAMAGED[message].items()}
-    with pytest.raises(UserError, match=message) as caught:
-        read_tokenizer({k: v for k, v in fields.items() if v is not None and k != "tokenizer.huggingface.json"})
-    assert "\n" not in str(caught.value)
-
-
-def test_a_tokenizer_json_that_is_not_the_tokens(trained):
-    fields = fields_of(trained)
-    other = train_bpe([TEXT[::-1]], 400).to_json()
-    for text, message in ((other, "differ: token"), (3, "is int"), ("{", "cannot be used"), ("{}", "cannot be used")):
-        with pytest.raises(UserError, match=message):
-            read_tokenizer(fields | {"tokenizer.huggingface.json": text})
-    with pytest.raises(UserError, match="vocab_size, got None"):
-        read_tokenizer({"tokenizer.ggml.model": "none"})
+def test_damaged_fields(trained):
+    for message, changed in DAMAGED.items():
+        with pytest.raises(UserError, match=message) as caught:
+            read_tokenizer(fields_of(trained) | changed)
+        assert "\n" not in str(caught.value)

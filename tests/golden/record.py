@@ -44,13 +44,13 @@ FLAGS = (
 
 
 def export_run(run: Path, out: Path) -> None:
-    from jaxgpt.tools.convert.export_hf import export_hf
+    from jaxgpt.tools.convert import export_hf
 
     export_hf(run, out)
 
 
 def import_model(model: Path, run: Path) -> None:
-    from jaxgpt.tools.convert.import_hf import import_hf
+    from jaxgpt.tools.convert import import_hf
 
     import_hf(str(model), run)
 

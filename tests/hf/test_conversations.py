@@ -10,10 +10,7 @@ from jaxgpt.data.bpe import BPETokenizer, train_bpe
 from jaxgpt.data.chat.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.chat.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
-from jaxgpt.tools.convert.export_gguf import export_gguf
-from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
-from jaxgpt.tools.convert.import_gguf import import_gguf
-from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.tools.convert import export_gguf, export_hf, import_gguf, import_hf, write_tokenizer
 from tests.conftest import TEXT
 from tests.data.test_documents import tokenizer_json
 from tests.helpers import chat_file, tiny_experiment
@@ -54,8 +51,7 @@ def test_transformers_reads_conversations_as_the_run_does(chat, kind, tmp_path):
         known = {"char": CharTokenizer(alphabet), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 260)}
         known["begun"] = BPETokenizer(tokenizer_json(("<s>", "<|system|>")))
         run, out = dataclasses.replace(run, tokenizer=known[kind], directory=tmp_path / "none"), tmp_path
-        _write_tokenizer(out, run, find_template(run.tokenizer, None))
-        _write_generation(out, run, find_template(run.tokenizer, None))
+        write_tokenizer(out, run, find_template(run.tokenizer, None))
     template, theirs = find_template(run.tokenizer, None), AutoTokenizer.from_pretrained(out)
     for messages in (turns[:1], turns[:2], turns, [system, *turns[:1]], [system, *turns]):
         for prompt in (False, True):

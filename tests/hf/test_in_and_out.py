@@ -23,11 +23,9 @@ from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.safetensors_files import INDEX, list_tensors, summarize_names
-from jaxgpt.hf.source import open_source
-from jaxgpt.hf.tokenizers import tokenizer_json
-from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.hf.source import open_source, tokenizer_json
+from jaxgpt.hf.weights import INDEX, list_tensors, summarize_names
+from jaxgpt.tools.convert import export_hf, import_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
@@ -114,15 +112,11 @@ def test_transformers_opens_what_is_exported(trained, kind):
     np.testing.assert_allclose(found, expected, **PARITY)
 
 
-def test_the_card_says_how_it_came_about(exported):
+def test_an_export_has_a_card_and_if_large_several_files_and_an_index(exported, tmp_path):
     run, out = exported
     card = (out / "README.md").read_text()
     for said in ("library_name: transformers", "mancha.txt", f"{run.val_loss:.4f}", "384 tokens seen", "adamw"):
         assert said in card, (said, card)
-
-
-def test_several_files_and_an_index(exported, tmp_path):
-    run, out = exported
     several = export_hf(run.directory, tmp_path / "several", shard=4000)
     index = json.loads((several / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -164,20 +158,11 @@ def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, 
 def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tmp_path, monkeypatch):
     _, out = exported
     with monkeypatch.context() as m:
-        m.setattr("jaxgpt.tools.convert.import_hf.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
+        m.setattr("jaxgpt.tools.convert.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             import_hf(str(out), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     import_hf(str(out), tmp_path / "run")
-
-
-def test_a_key_of_config_json_that_is_unknown_is_told(exported, tmp_path):
-    _, out = exported
-    shutil.copytree(out, tmp_path / "model")
-    path = tmp_path / "model/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"new_kind_of_layer": 1}))
-    with pytest.warns(UserWarning, match=r"does not know, \['new_kind_of_layer'\]"):
-        open_source(str(tmp_path / "model"))
 
 
 @pytest.mark.slow
@@ -203,18 +188,9 @@ def test_our_tokenizers_are_theirs(kind):
     for text in texts:
         np.testing.assert_array_equal(theirs.encode(text), ours.encode(text))
         assert theirs.decode(ours.encode(text)) == text
-
-
-def test_a_character_that_is_not_there_is_an_error_there_as_well():
-    theirs = BPETokenizer(tokenizer_json(CharTokenizer("abc")))
-    with pytest.raises(UserError, match="UNK"):
-        theirs.encode("abd")
-
-
-def test_real_text_has_the_same_ids(real_text):
-    text = (real_text / "quijote.txt").read_text(encoding="utf-8")[:200_000]
-    for ours in (CharTokenizer(text), ByteTokenizer()):
-        np.testing.assert_array_equal(BPETokenizer(tokenizer_json(ours)).encode(text), ours.encode(text))
+    if kind == "char":
+        with pytest.raises(UserError, match="UNK"):
+            theirs.encode("\x01")
 
 
 def test_a_template_puts_its_first_token_before_a_prompt():
@@ -230,16 +206,13 @@ def test_a_template_puts_its_first_token_before_a_prompt():
     assert train_bpe([TEXT], 270).prefix == CharTokenizer("a").prefix == ()
 
 
-def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest():
+def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest(exported, tmp_path):
     config = dataclasses.replace(quickstart().model, vocab_size=60)
     assert find_family(config).model_type == "qwen3"
     with pytest.raises(UserError, match=r"nearest, qwen3, does not support activation=relu2$"):
         find_family(dataclasses.replace(config, activation="relu2"))
     with pytest.raises(UserError, match=r"The nearest, .* does not support .*position=sinusoidal"):
         find_family(dataclasses.replace(config, position="sinusoidal"))
-
-
-def test_nothing_is_left_where_an_export_is_refused(exported, tmp_path):
     shutil.copytree(exported[0].directory, tmp_path / "run")
     edit_record(tmp_path / "run", lambda record: record["experiment"]["model"].update(activation="relu2"))
     with pytest.raises(UserError, match="no family on the Hub"):
@@ -259,30 +232,27 @@ def hub(files):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            path = self.path.partition("?")[0]
+            path, name = self.path.partition("?")[0], self.path.rpartition("/")[2]
             if path.startswith("/api/models/org/name/tree/"):
                 tree = [{"type": "file", "path": n, "size": len(x), "oid": commit} for n, x in files.items()]
-                return self.answer(json.dumps(tree).encode(), "application/json")
-            if path.startswith("/api/models/org/name"):
-                listed = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-                return self.answer(json.dumps(listed).encode(), "application/json")
-            name = path.rpartition("/")[2]
-            if not path.startswith("/org/name/resolve/") or name not in files:
+                body = json.dumps(tree).encode()
+            elif path.startswith("/api/models/org/name"):
+                siblings = [{"rfilename": n} for n in files]
+                body = json.dumps({"id": "org/name", "sha": commit, "siblings": siblings}).encode()
+            elif path.startswith("/org/name/resolve/") and name in files:
+                asked.append(name)
+                body = files[name]
+            else:
                 return self.send_error(404)
-            asked.append(name)
-            return self.answer(files[name], "application/octet-stream")
+            kind = "application/json" if path.startswith("/api/") else "application/octet-stream"
+            headers = {"Content-Type": kind, "Content-Length": str(len(body)), "X-Repo-Commit": commit}
+            self.send_response(200)
+            for key, value in (headers | {"ETag": f'"{hashlib.sha256(body).hexdigest()}"'}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b"")
 
         do_HEAD = do_GET
-
-        def answer(self, body, kind):
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
 
         def log_message(self, *args):
             pass

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import open_source
+from jaxgpt.hf.weights import read_params
 from jaxgpt.interventions import patch
 from jaxgpt.model import GPT
 from tests.hf.peers import make_peer

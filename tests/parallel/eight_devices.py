@@ -23,8 +23,7 @@ from jaxgpt.config import (
     TrainConfig,
 )
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
-from jaxgpt.hf.params import read_params, shapes_of, to_tensors
-from jaxgpt.hf.safetensors_files import list_tensors, write
+from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device

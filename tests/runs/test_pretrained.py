@@ -23,8 +23,7 @@ from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.convert.export_hf import export_hf
-from jaxgpt.tools.convert.import_hf import import_hf
+from jaxgpt.tools.convert import export_hf, import_hf
 from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.helpers import (

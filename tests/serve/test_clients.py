@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxgpt.hf.tokenizers import tokenizer_config, tokenizer_json
+from jaxgpt.hf.source import tokenizer_config, tokenizer_json
 from jaxgpt.run import load
 from tests.helpers import run_command
 from tests.serve.live import MODEL, serve, tiny_run

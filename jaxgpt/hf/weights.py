@@ -1,0 +1,338 @@
+"""Read and write safetensors files, and convert their tensors to our parameters and back by the rules of a family.
+
+One tensor at a time: memory holds the model and one more tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import traverse_util
+from jax.typing import DTypeLike
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import short
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, open_file, open_whole, read_json, write_whole
+from jaxgpt.hf.family import EMBEDDING, HEAD, Family, join, split, their_shape
+from jaxgpt.model import GPT
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 2**26  # bytes, about a million tensors
+SHARD = 5 * 10**9  # bytes per file, as on the Hub
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Endings of tensors in older checkpoints that are not weights: causal masks, frequencies of rotations.
+BUFFERS = tuple(
+    f".{x}" for x in "attn.bias attn.masked_bias attention.bias attention.masked_bias rotary_emb.inv_freq".split()
+)
+PICKLES = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Name, file, shape and dtype of a stored tensor, from the header of its file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    kind: str  # dtype in the format's spelling, such as F32
+
+    def read(self) -> np.ndarray:
+        """Read the elements. Opens and closes the file, because pages of a mapped file count as memory until then."""
+        with _open(self.file) as f:
+            return f.get_tensor(self.name)
+
+
+def _open(file: Path) -> Any:
+    try:
+        import safetensors
+    except ImportError:
+        raise UserError("weights need the safetensors package: python -m pip install 'jaxgpt[hf]'") from None
+    open_file(file).close()  # regular and readable; on a pipe the library would block
+    try:
+        return safetensors.safe_open(str(file), framework="numpy")
+    except (safetensors.SafetensorError, OSError, ValueError) as e:
+        raise UserError(f"{file} is not a valid safetensors file ({e}): download it again") from None
+
+
+def list_tensors(directory: Path) -> dict[str, Tensor]:
+    """List the tensors of a directory by name, from its only file or from the files in its index. Reads headers only.
+
+    Of a tensor that the index does not name, or names in another file, a warning tells: other programs may read it.
+    Raises `UserError` for files that are missing, truncated, damaged or pickled.
+    """
+    index = directory / INDEX
+    if not index.exists():
+        return _read_header(_find_file(directory))
+    chosen = _read_index(index)
+    headers = {file: _read_header(file) for file in dict.fromkeys(chosen.values())}
+    for name, file in chosen.items():
+        if name not in headers[file]:
+            raise UserError(f"{index} lists {name} in {file.name}, which has no such tensor: download it again")
+    for file, inside in headers.items():
+        if more := [name for name in inside if chosen.get(name) != file]:
+            warnings.warn(
+                f"{file} has {summarize_names(more)} as well, but {INDEX} does not choose it: this one is not read",
+                UserWarning,
+                stacklevel=2,
+            )
+    return {name: headers[file][name] for name, file in chosen.items()}
+
+
+def _read_header(file: Path) -> dict[str, Tensor]:
+    with _open(file) as f:
+        parts = {name: f.get_slice(name) for name in list(f.keys())}
+        return {
+            name: Tensor(name=name, file=file, shape=tuple(part.get_shape()), kind=part.get_dtype())
+            for name, part in parts.items()
+        }
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor, by name."""
+    values = read_json(index, LARGEST_INDEX)
+    names = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise UserError(f"{index} needs a weight_map from tensors to files: download it again")
+    for file in dict.fromkeys(names.values()):
+        if file != os.path.basename(file) or not file.endswith(".safetensors"):
+            raise UserError(f"{index} names {short(file)}: needs the name of a .safetensors file next to it")
+        if not is_there(index.with_name(file), f"{INDEX} needs it: download it again."):
+            raise UserError(f"{index.with_name(file)} is missing, but {INDEX} needs it: download it again")
+    return {name: index.with_name(file) for name, file in names.items()}
+
+
+def _find_file(directory: Path) -> Path:
+    """Return the file of a directory without an index."""
+    found = sorted(directory.glob("*.safetensors"))
+    if (directory / ONE) in found:
+        return directory / ONE
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(
+            f"{directory} has {len(found)} .safetensors files and no {INDEX}: download the index, or leave one file"
+        )
+    if pickled := sorted(path.name for path in directory.iterdir() if PICKLES.fullmatch(path.name)):
+        raise UserError(
+            f"{directory} has only pickled weights ({pickled[0]}), which could run any code and are not read. If you "
+            f'trust them, convert them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}')\""
+        )
+    raise UserError(f"{directory} has no .safetensors files: there are no weights to import")
+
+
+@functools.lru_cache(maxsize=4)  # one import asks several times, and tracing 48 layers takes seconds
+def shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by its path: {"h_0/attn/q/kernel": (768, 768)}. Needs `scan_layers` off."""
+    assert not config.scan_layers
+    return {path: x.shape for path, x in _flatten(GPT(config).shapes()).items()}
+
+
+def _flatten(params: dict) -> dict[str, Any]:
+    return traverse_util.flatten_dict(params, sep="/")  # type: ignore[return-value]
+
+
+def _as_in_files(family: Family, tensors: dict[str, Tensor]) -> Family:
+    """Return the family without its prefix if these tensors have none, as in checkpoints of the base model (GPT-2)."""
+    if any(name.startswith(family.prefix) for name in tensors):
+        return family
+    rules = (rule._replace(theirs=rule.theirs.removeprefix(family.prefix)) for rule in family.weight_rules)
+    return dataclasses.replace(family, weight_rules=tuple(rules))
+
+
+def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
+    """Raise `UserError` if tensors are missing, unknown or misshapen; the message lists all of them."""
+    family, shapes = _as_in_files(family, tensors), shapes_of(config)
+    wanted = {
+        rule.theirs: their_shape([shapes[path] for path in rule.ours], rule.layout)
+        for rule in family.expand_rules(config, shapes)
+    }
+    extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(BUFFERS)}
+    if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
+        extra -= {rule.theirs for rule in family.weight_rules if rule.ours == HEAD}
+    there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
+    misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
+    misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
+    missing = wanted.keys() - tensors.keys()
+    problems = [f"{word} {summarize_names(n)}" for word, n in (("missing", missing), ("unknown", extra)) if n]
+    if problems := problems + misshapen:
+        raise UserError(
+            f"the tensors do not fit the configuration ({family.model_type}): {'; '.join(problems)}. Is it of another model?"
+        )
+
+
+def read_params(
+    tensors: dict[str, Tensor],
+    family: Family,
+    config: GPTConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    places: dict[str, jax.sharding.Sharding] | None = None,
+) -> dict:
+    """Read the parameters.
+
+    Args:
+        tensors: by name, accepted by `check`.
+        family: the family of the model.
+        config: the architecture, with `scan_layers` off.
+        dtype: of the parameters. None means as stored.
+        places: sharding of each parameter, by path. None means the first device.
+
+    Raises:
+        UserError: the output matrix differs from the embedding that config.json ties it to.
+    """
+    family = _as_in_files(family, tensors)
+    _check_tied(tensors, family, config)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params: dict[str, Any] = {}
+    head_dim, broken = config.explicit().head_dim, []
+    assert head_dim is not None
+    for rule in family.expand_rules(config, shapes_of(config)):
+        tensor = tensors[rule.theirs].read()
+        if not is_finite(tensor):
+            broken.append(rule.theirs)
+        for path, part in zip(rule.ours, split(tensor, len(rule.ours), rule.layout, head_dim), strict=True):
+            params[path] = jax.make_array_from_callback(
+                part.shape,
+                here if places is None else places[path],
+                # A contiguous copy: a view would keep their tensor in memory.
+                lambda index, part=part: np.array(part[index], dtype=dtype, order="C"),
+            )
+    if broken:
+        warnings.warn(
+            f"{summarize_names(broken)} have NaN or infinite values, and so may the logits: download the model again",
+            UserWarning,
+            stacklevel=2,
+        )
+    return traverse_util.unflatten_dict(params, sep="/")
+
+
+def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
+    """Raise `UserError` if tied matrices differ: transformers 5 uses both, other programs one of them."""
+    names = {rule.ours: rule.theirs for rule in family.weight_rules}
+    embedding, head = names[EMBEDDING], names[HEAD]
+    if not config.tie_embeddings or head not in tensors:
+        return
+    if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:
+        x, y = tensors[embedding].read(), tensors[head].read()
+        if ((x == y) | (np.isnan(x) & np.isnan(y))).all():
+            return
+    raise UserError(
+        f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent): "
+        f"set it to false to use both, or remove {head} from {tensors[head].file}"
+    )
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+    """Return whether all elements are finite."""
+    if tensor.dtype == DTYPES["BF16"]:  # bits without the sign: 2.5 times as fast as isfinite (2 s for 10^9)
+        return bool((tensor.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
+    return bool(np.isfinite(tensor).all())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyTensor:
+    """A tensor to write; `make` is called when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def to_tensors(
+    params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None
+) -> dict[str, LazyTensor]:
+    """Return the tensors of a checkpoint by name, each made when it is written.
+
+    dtype: of the tensors. None means that of the parameters.
+    """
+    flat, head_dim = _flatten(params), config.explicit().head_dim
+    assert head_dim is not None
+    made = {}
+    for rule in family.expand_rules(config, flat):
+        ours = [flat.pop(path) for path in rule.ours]
+        kind = np.dtype(ours[0].dtype if dtype is None else dtype)
+
+        def make(ours=ours, rule=rule, kind=kind) -> np.ndarray:
+            return join([np.asarray(x).astype(kind, copy=False) for x in ours], rule.layout, head_dim)
+
+        made[rule.theirs] = LazyTensor(shape=their_shape([x.shape for x in ours], rule.layout), dtype=kind, make=make)
+    assert not flat, f"{family.model_type} has no tensors for {sorted(flat)}"
+    return made
+
+
+def write(directory: Path, tensors: dict[str, LazyTensor], shard: int = SHARD) -> None:
+    """Write one file, or an index and several files.
+
+    shard: most bytes of a file, unless it holds a single larger tensor.
+    """
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory
+    except ImportError:
+        raise UserError("weights need the huggingface_hub package: python -m pip install 'jaxgpt[hf]'") from None
+    plan = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard,
+    )
+    for name, inside in plan.filename_to_tensors.items():
+        _write_one(directory / name, {name: tensors[name] for name in inside})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_whole(directory / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write_one(file: Path, tensors: dict[str, LazyTensor]) -> None:
+    """Write the format (https://huggingface.co/docs/safetensors): length of the header, JSON header, elements.
+
+    Not with the library, because it needs all tensors in memory at once.
+    """
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    at = 0
+    for name, tensor in tensors.items():
+        head[name] = {"dtype": spelled[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes]}
+        at += tensor.bytes
+    raw = json.dumps(head).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open_whole(file) as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        for name, tensor in tensors.items():
+            array = np.ascontiguousarray(tensor.make())
+            assert array.shape == tensor.shape and array.dtype == tensor.dtype, (name, array.shape, array.dtype)
+            array.tofile(f)
+
+
+def summarize_names(names: Iterable[str]) -> str:
+    """Join names of tensors; those that differ only in the layer become one, such as "h.0-11.attn.bias"."""
+    patterns: dict[str, list[int]] = {}
+    for name in sorted(names):
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        pattern = name if number is None else f"{name[: number.start()]}{{}}{name[number.end() :]}"
+        patterns.setdefault(pattern, []).extend([] if number is None else [int(number[0])])
+
+    def ranges(layers: list[int]) -> str:
+        runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+        return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+    return ", ".join(pattern.format(ranges(sorted(layers))) for pattern, layers in patterns.items())

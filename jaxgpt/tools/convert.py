@@ -1,0 +1,318 @@
+"""Convert models to and from Hugging Face's format, which transformers and vLLM read, and GGUF, for llama.cpp and ollama."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxgpt.config import Experiment
+from jaxgpt.data.chat.conversations import find_end_of_turn
+from jaxgpt.data.chat.template import ChatTemplate, Jinja, Turns, write_template
+from jaxgpt.data.tokenizer import fingerprint
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole
+from jaxgpt.gguf.families import FAMILIES
+from jaxgpt.gguf.file import open_gguf, parse_dtype, to_gguf, write_gguf
+from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
+from jaxgpt.hf.families import find_family
+from jaxgpt.hf.family import Family
+from jaxgpt.hf.source import (
+    BESIDE_TOKENIZER,
+    HF_FOLDER,
+    LARGEST_CONFIG,
+    Source,
+    end_tokens,
+    keep_companions,
+    open_source,
+    tokenizer_config,
+    tokenizer_json,
+)
+from jaxgpt.hf.weights import SHARD, read_params, to_tensors, write
+from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.run import Run, load_run
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.find import find_run
+from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.sample.quantize import unstack_layers
+
+
+def import_hf(
+    name: str, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
+) -> Source:
+    """Write a model in Hugging Face's format into a new run directory, for sampling, evaluation and export.
+
+    Holds the model and one more tensor in memory.
+
+    Args:
+        name: directory of the model, or its id on the Hub.
+        run_dir: the run directory, absent or empty.
+        dtype: of the parameters. None means as stored.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the one in the directory.
+
+    Raises:
+        UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
+    """
+    source = open_source(name, tokenizer)
+    with _writing_run(source, Path(run_dir), name, source.family.model_type, dtype) as directory:
+        keep_companions(source.directory, directory)
+    return source
+
+
+def import_gguf(
+    path: str | Path, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
+) -> Source:
+    """Write a model that `export_gguf` wrote into a new run directory, for sampling, evaluation and export.
+
+    Holds the model and one more tensor in memory.
+
+    Args:
+        path: of the file.
+        run_dir: the run directory, absent or empty.
+        dtype: of the parameters. None means as stored; q8_0 becomes float32.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the one in the file.
+
+    Raises:
+        UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
+    """
+    source, fields = open_gguf(Path(path), tokenizer)
+    model_type = next(name for name, family in FAMILIES.items() if family is source.family)
+    with _writing_run(source, Path(run_dir), str(path), model_type, dtype) as directory:
+        tokens, template, ends = fields.get("tokenizer.ggml.tokens", []), read_chat_template(fields), read_ends(fields)
+        if template is not None:
+            ids = {f"{name}_token": fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+            named = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
+            write_template(directory, {"chat_template": template, **named})
+        if ends:
+            (directory / HF_FOLDER).mkdir()
+            write_whole(directory / HF_FOLDER / "generation_config.json", render_json({"eos_token_id": ends}) + "\n")
+    return source
+
+
+@contextlib.contextmanager
+def _writing_run(
+    source: Source, directory: Path, name: str, model_type: str, dtype: DTypeLike | None
+) -> Iterator[Path]:
+    """Write a model into a new run directory, whole or not at all. The caller writes what belongs to the tokenizer."""
+    if is_there(directory, "Name another directory with --run-dir.") and (
+        not directory.is_dir() or any(directory.iterdir())
+    ):
+        raise UserError(f"{directory} exists and is not empty: name another directory with --run-dir")
+    with lock_run(directory, fresh=False):
+        try:
+            params = read_params(source.tensors, source.family, source.config, dtype=dtype)
+            with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
+                checkpoints.save_params(params, 0)
+            yield directory
+            title = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"
+            write_metadata(
+                directory,
+                Experiment(name=title, model=source.config),
+                source.tokenizer,
+                data={"tokenizer_sha256": fingerprint(source.tokenizer)},
+                vocab_size=source.config.vocab_size,
+                imported={"from": name, "model_type": model_type},
+            )
+        except BaseException:  # leave it empty for the next attempt
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = None) -> Path:
+    """Write the parameters, the architecture, the tokenizer and its chat template as one GGUF file.
+
+    Holds the model and one more tensor in memory.
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        out: the file to write, which must not exist.
+        dtype: of the matrices: float32, float16, bfloat16 or q8_0. None means that of the run. Norms, biases and learned
+            positions are float32.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: llama.cpp has no such architecture or tokenizer (nothing is written then), or `out` cannot be written.
+    """
+    dtype, directory, out = parse_dtype(dtype), find_run(run), Path(out)
+    if is_there(out, "Name another file with --out."):
+        raise UserError(f"{out} exists: name another file with --out")
+    metadata = read_metadata(directory)
+    family = find_family(metadata.model, (metadata.imported or {}).get("model_type")).model_type
+    loaded = load_run(metadata)
+    model, params = unstack_layers(loaded.model, loaded.params)
+    config, is_chat, template = model.config, loaded.experiment.data.is_chat, loaded.prompt_format.template
+    assert config.vocab_size is not None
+    fields, tensors = to_gguf(params, config, family)
+    if config.activation in ("gelu", "geglu"):
+        warnings.warn(
+            f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf; the two differ by up to 5e-4",
+            stacklevel=2,
+        )
+    ends = end_tokens(loaded.directory)
+    if is_chat:  # the end of a chat's turns comes last
+        if not ends and loaded.tokenizer.end_of_text is not None:
+            ends = [loaded.tokenizer.end_of_text]
+        turn = find_end_of_turn(template, loaded.tokenizer)
+        ends = [*(end for end in ends if end != turn), turn]
+    jinja = template.source if isinstance(template, Jinja) else template.jinja() if is_chat else None
+    fields |= {"general.name": loaded.experiment.name}
+    fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
+    try:
+        write_gguf(out, fields, tensors, dtype)
+    except OSError as e:
+        raise UserError(f"cannot write {out}: {e.strerror}. Name another file with --out.") from None
+    return out
+
+
+def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None, shard: int = SHARD) -> Path:
+    """Write config.json, safetensors, the tokenizer and a model card, for AutoModelForCausalLM and AutoTokenizer.
+
+    Holds the model and one more tensor in memory.
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        out: the directory to write, absent or empty.
+        dtype: of the tensors. None means that of the run.
+        shard: most bytes of a file.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: no family on the Hub has the run's architecture (see `jaxgpt.hf.families`; nothing is written then),
+            or `out` cannot be written.
+    """
+    directory, out = find_run(run), Path(out)
+    if is_there(out, "Name another directory with --out.") and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: name another directory with --out")
+    metadata = read_metadata(directory)
+    imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
+    family = find_family(metadata.model, imported.get("model_type"))
+    loaded = load_run(metadata)
+    template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
+    model, params = unstack_layers(loaded.model, loaded.params)
+    tensors = to_tensors(params, family, model.config, dtype)
+    stored_as = np.dtype(next(iter(tensors.values())).dtype).name
+    config = (imported or _special_ids(loaded)) | family.write(model.config)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write(out, tensors, shard)
+        _write_json(out / "config.json", config | {"dtype": stored_as, "torch_dtype": stored_as})
+        write_tokenizer(out, loaded, template)
+        write_whole(out / "README.md", _model_card(loaded, family))
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {e.strerror}. Name another directory with --out.") from None
+    return out
+
+
+def _special_ids(run: Run) -> dict[str, Any]:
+    end = run.tokenizer.end_of_text
+    return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
+
+
+def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
+    """Write the tokenizer of a run, and the settings of generation. template: that of its chats, or None."""
+    text = tokenizer_json(run.tokenizer)
+    if text is not None:
+        write_whole(out / "tokenizer.json", text)
+        for name in BESIDE_TOKENIZER:
+            if (run.directory / name).exists():
+                write_whole(out / name, read_bytes(run.directory / name, LARGEST_CONFIG))
+        path = out / BESIDE_TOKENIZER[0]
+        values = original = _read_object(path)
+        if "tokenizer_class" not in values:  # otherwise the file is complete
+            values = tokenizer_config(run.tokenizer, run.model.config.block_size) | values
+        if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
+            values = values | {"chat_template": template.jinja()}
+        if values != original:
+            _write_json(path, values)
+    generation = run.directory / HF_FOLDER / "generation_config.json"
+    if template is None and generation.exists():
+        write_whole(out / generation.name, read_bytes(generation, LARGEST_CONFIG))
+        return
+    values = _special_ids(run) | _read_object(generation)
+    if template is not None:  # the model has learnt to end its turns with `turn`
+        ends, turn = values["eos_token_id"], find_end_of_turn(template, run.tokenizer)
+        others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, turn)]
+        values["eos_token_id"] = [*others, turn]
+    _write_json(out / generation.name, values)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is none."""
+    values = read_json(path, LARGEST_CONFIG) if path.exists() else {}
+    return values if isinstance(values, dict) else {}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_whole(path, render_json(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def _model_card(run: Run, family: Family) -> str:
+    """Return README.md with the metadata header that the Hub reads."""
+    config, imported = run.model.config, run.metadata.imported
+    origin = [f"The weights are those of `{imported.get('from')}`, unchanged."] if imported else _training_facts(run)
+    return f"""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- jaxgpt
+- {family.model_type}
+---
+
+# {run.experiment.name}
+
+A `{family.architecture}` of {count_parameters(run.params):,} parameters, {config.block_size:,} tokens of context \
+and {config.vocab_size:,} token ids, written by jaxgpt.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+model = AutoModelForCausalLM.from_pretrained("DIR")
+```
+
+## Origin
+
+""" + "".join(f"{line}\n" for line in origin)
+
+
+def _training_facts(run: Run) -> list[str]:
+    metadata, experiment, data = run.metadata, run.experiment, run.metadata.data
+    tokens = experiment.train.batch_size * experiment.model.block_size
+    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
+    text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
+    size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
+    facts = []
+    if experiment.train.init_from is not None:
+        lora = experiment.lora
+        adapters = (
+            "" if lora.rank is None else f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in"
+        )
+        facts.append(f"- Starting from `{experiment.train.init_from}`{adapters}.")
+    facts += [
+        f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
+        f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
+        f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",
+    ]
+    if seconds:
+        facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
+    if run.val_loss is not None:
+        perplexity = math.exp(min(run.val_loss, 700))
+        facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
+    if metadata.command is not None:
+        facts.append(f"- Command: `{metadata.command}`")
+    return facts

@@ -1,1 +1,0 @@
-"""Convert models to and from Hugging Face's format and GGUF."""
