@@ -19,8 +19,7 @@ from pathlib import Path
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.files import write_whole
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.report.reference_band import fit_band, render_band

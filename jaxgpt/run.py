@@ -22,8 +22,7 @@ from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
-from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer, read_metadata
+from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
 from jaxgpt.sample.beam import beam_search

@@ -24,14 +24,11 @@ from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.callbacks import RunCallbacks, introduction
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.find import RUNS, is_run
-from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.directory import RUNS, RunMetadata, extend_metadata, is_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metadata import RunMetadata, extend_metadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, is_resumable, reopen_dataset, with_horizons
-from jaxgpt.runs.sessions import record_session
 from jaxgpt.runs.training import Training
 from jaxgpt.train import TrainState
 
@@ -148,7 +145,6 @@ class Session(Training):
         step = self.checkpoints.latest_valid() or 0
         self.checkpoints.quarantine_after(step)
         rewind_metrics(self.metrics, step)
-        record_session(self.directory, self.experiment, self.trainer, step)
         return step
 
     def _write_metadata(self) -> None:

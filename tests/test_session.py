@@ -24,13 +24,13 @@ from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
 from jaxgpt.session import fit
 from jaxgpt.skip import skip_bad_steps
-from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState
 from tests.helpers import chat_file, tiny_experiment
 
@@ -82,7 +82,6 @@ def test_the_run_directory(run, experiment):
         "data",
         "versions",
         "device",
-        "git_commit",
     } | {
         "command",
         "imported",

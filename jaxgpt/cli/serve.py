@@ -15,7 +15,7 @@ from jaxgpt.config.validate import Count, Interval, PositiveFloat
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_bytes
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import find_run
+from jaxgpt.runs.directory import find_run
 
 KEY = "JAXGPT_API_KEY"
 

@@ -18,7 +18,7 @@ from jaxgpt.errors import CheckpointSaveError
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import write_autopsy
-from jaxgpt.runs.find import is_run
+from jaxgpt.runs.directory import is_run
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.training import Training
 from jaxgpt.skip import NOT_FINITE, why_skipped

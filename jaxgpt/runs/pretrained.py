@@ -25,8 +25,7 @@ from jaxgpt.hf.source import open_source
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
+from jaxgpt.runs.directory import Origin, RunMetadata, is_run, read_metadata
 from jaxgpt.runs.resume import check_same_tokenizer
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Params
@@ -112,7 +111,7 @@ def _of_run(directory: Path, step: int | None) -> Weights:
         config=config,
         tokenizer=str(directory / "tokenizer.json"),
         step=good,
-        sha256=lambda: _digest([json.dumps(checkpoints.files(good), sort_keys=True)]),
+        sha256=lambda: _digest([json.dumps(checkpoints.manifest(good)["files"], sort_keys=True)]),
         read=read,
     )
 

@@ -21,7 +21,7 @@ from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.directory import RunMetadata
 from jaxgpt.runs.pretrained import Weights, load_base
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.train import TrainState, init_and_dropout_keys

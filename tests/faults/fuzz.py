@@ -36,8 +36,7 @@ from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer
 from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.safetensors_files import DTYPES, INDEX, LazyTensor, list_tensors, write
-from jaxgpt.runs.metadata import FORMAT, read_metadata
-from jaxgpt.runs.metrics import read_metrics, rewind_metrics
+from jaxgpt.runs.directory import FORMAT, read_metadata
 from jaxgpt.runs.resume import describe_data_changes
 from tests.conftest import TEXT
 from tests.helpers import tiny_experiment
@@ -145,14 +144,6 @@ def _read_record(directory: Path) -> None:
     describe_data_changes(record.data, {"files": {"a.bin": {"tokens": 1}}, "train_tokens": 3})
 
 
-def _read_metrics(path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for line in read_metrics(path):  # what the loop does with them
-            assert line["step"] >= 0 and (line.get("seconds") or 0.0) < 1e309
-        rewind_metrics(path, 2)
-
-
 def _read_model(path: Path) -> None:
     """What import-hf makes of a config.json; every parameter of it has a row."""
     hf = read_json(path, 2**24)
@@ -241,7 +232,6 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
     experiment = json.dumps({**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}).encode()
     bpe = [train_bpe([TEXT], 280).to_json().encode()]
     own = [t.to_json().encode() for t in (CharTokenizer("ab\nñ🐎"), ByteTokenizer())]
-    lines = "".join(json.dumps({"step": n, "loss": 1.5, "mfu": None, "seconds": n / 7}) + "\n" for n in range(5))
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 300
     shard = header.tobytes() + np.arange(300, dtype=np.uint16).tobytes()
@@ -256,7 +246,6 @@ def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, li
         "configuration": (_read_config, directory / "config.json", [json.dumps(_record()["experiment"]).encode()]),
         "tokenizer.json, ours": (_read_tokenizer, directory / "own.json", own),
         "tokenizer.json, BPE": (_read_tokenizer, directory / "bpe.json", bpe),
-        "metrics.jsonl": (_read_metrics, directory / "metrics.jsonl", [lines.encode()]),
         ".bin": (_read_shard, directory / "x.bin", [shard, np.arange(300, dtype=np.uint16).tobytes()]),
         **_model_files(directory),
     }

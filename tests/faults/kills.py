@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from jaxgpt.run import load
-from jaxgpt.runs import manifest
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, check_files
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 
@@ -181,8 +180,8 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
             steps = completed(directory)
             for step in steps:
                 try:
-                    manifest.check(directory / "checkpoints" / str(step))
-                except manifest.CorruptCheckpoint as e:
+                    check_files(directory / "checkpoints" / str(step))
+                except CorruptCheckpoint as e:
                     report.unreadable += 1
                     report.faults.append(str(e))
             from_step = max(steps, default=0)

@@ -23,7 +23,7 @@ from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.session import fit
-from jaxgpt.tools.diagnose.replay import format_replay, replay
+from jaxgpt.tools.replay import format_replay, replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
 from tests.test_session import Killed, _raise_at

@@ -19,15 +19,15 @@ from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.runs.autopsy import gather_params
 from jaxgpt.runs.callbacks import introduction
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.session import check_session, fit
 from jaxgpt.tools.convert.export_hf import export_hf
 from jaxgpt.tools.convert.import_hf import import_hf
-from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.replay import replay
 from tests.helpers import (
     FLOAT32_REORDERED,
     TINY,

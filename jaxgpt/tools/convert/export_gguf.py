@@ -15,8 +15,7 @@ from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.source import end_tokens
 from jaxgpt.run import Run, load_run
-from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import find_run, read_metadata
 from jaxgpt.sample.quantize import unstack_layers
 
 

@@ -21,8 +21,7 @@ from jaxgpt.hf.source import BESIDE_TOKENIZER, HF_FOLDER, LARGEST_CONFIG
 from jaxgpt.hf.tokenizers import tokenizer_config, tokenizer_json
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
-from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import find_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unstack_layers
 

@@ -17,8 +17,7 @@ from jaxgpt.files import is_there
 from jaxgpt.hf.params import read_params
 from jaxgpt.hf.source import Source, keep_companions, open_source
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.lock import lock_run
-from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.runs.directory import lock_run, write_metadata
 
 
 def import_hf(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxgpt.config import Experiment, differences, from_dict
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
-from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.directory import RunMetadata
 from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
 from jaxgpt.statistics import t_quantile
 

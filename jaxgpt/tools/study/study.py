@@ -16,8 +16,7 @@ from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.session import fit

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_json, render_json, write_whole
-from jaxgpt.runs.lock import check_links
-from jaxgpt.runs.metadata import RunMetadata, read_metadata
+from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.tools.track.lines import iter_new_lines
 from jaxgpt.tools.track.services import Service, TensorBoard, Trackio, Wandb
 
@@ -42,7 +41,6 @@ def track(directory: Path, to: ServiceName, *, project: str, follow: bool) -> in
         follow: read on until the run is complete.
     """
     metadata = read_metadata(directory)
-    check_links(directory)
     tracked = _read_tracked(directory, to)
     service, inode = _open(to, metadata, project, tracked.key), directory.stat().st_ino
 

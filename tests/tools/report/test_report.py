@@ -12,7 +12,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.session import fit
 from jaxgpt.tools.report import reference_band

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.runs.directory import write_metadata
 from jaxgpt.session import fit
 from jaxgpt.tools.scale import ladder as ladder_plan
 from jaxgpt.tools.scale import scale as tool
