@@ -30,7 +30,7 @@ from flax import struct
 
 from jaxgpt.cluster import multihost
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.files import delete, json_sha256
+from jaxgpt.files import json_sha256, write_whole
 from jaxgpt.skip import SkipState
 from jaxgpt.train import Params, TrainState
 
@@ -109,11 +109,8 @@ class Checkpoints:
 
     def set_val_loss(self, step: int, val_loss: float) -> None:
         """Record the validation loss of a saved step that was preempted before it was measured."""
-        directory = self._directory / str(step)
-        aside = directory.with_name(f"{step}.saving")  # inside, it would be a file that is not listed
-        aside.write_text(_render(read_manifest(directory) | {"val_loss": _finite(val_loss)}), encoding="utf-8")
-        _sync(aside)
-        aside.replace(directory / MANIFEST)
+        body = read_manifest(self._directory / str(step)) | {"val_loss": _finite(val_loss)}
+        write_whole(self._directory / str(step) / MANIFEST, _render(body))
         self._manifests.pop(step, None)
 
     def verify(self, step: int) -> None:
@@ -162,14 +159,13 @@ class Checkpoints:
         """Remove what interrupted saves and removals have left."""
         for path in self._directory.glob("*.*"):
             if re.fullmatch(r"\d+\.(saving|deleting)", path.name):
-                delete(path)
+                shutil.rmtree(path)
 
     def quarantine_after(self, step: int) -> None:
         """Move aside the checkpoints after `step`, the last undamaged one."""
         for later in (s for s in self.steps() if s > step):
             aside = self._directory / f"{later}.damaged"
-            if aside.exists():
-                delete(aside)
+            shutil.rmtree(aside, ignore_errors=True)
             (self._directory / str(later)).rename(aside)
 
     def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
@@ -358,10 +354,9 @@ def write_manifest(directory: Path, about: dict[str, Any]) -> None:
     paths = _list_files(directory)
     with ThreadPoolExecutor() as pool:  # hashing and fsync release the GIL
         files = dict(zip(paths, pool.map(lambda p: _measure(directory / p, sync=True), paths), strict=True))
-    for folder in {(directory / p).parent for p in paths} | {directory}:
+    for folder in {(directory / p).parent for p in paths}:
         _sync(folder)
-    (directory / MANIFEST).write_text(_render({"format": FORMAT, **about, "files": files}), encoding="utf-8")
-    _sync(directory / MANIFEST)
+    write_whole(directory / MANIFEST, _render({"format": FORMAT, **about, "files": files}))
     _sync(directory)
 
 
@@ -415,9 +410,9 @@ def _sync(path: Path) -> None:
 
 
 def _list_files(directory: Path) -> list[str]:
-    """Return the relative paths of all files on disk except the manifest."""
+    """Return the relative paths of all files on disk except the manifest, and what a kill left of a new one."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
-    return sorted(path for path in found if path != MANIFEST)
+    return sorted(path for path in found if not path.startswith(MANIFEST))
 
 
 def _measure(path: Path, *, sync: bool = False) -> list:

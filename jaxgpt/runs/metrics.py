@@ -57,12 +57,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not is_there(path, "It holds the run's losses."):
         return []
     with open_file(path) as f:
-        raw = f.readlines()
-    parsed = [(parse_line(line), line) for line in raw]
-    if damaged := sum(values is None and line.endswith(b"\n") for values, line in parsed):
-        message = f"{path}: {damaged} of {len(raw)} lines are damaged and left out"
+        parsed = [(parse_line(raw), raw) for raw in f]
+    lines = [line for line, _ in parsed if line is not None]
+    if damaged := sum(line is None and raw.endswith(b"\n") for line, raw in parsed):
+        message = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
         warnings.warn(message, UserWarning, stacklevel=2)
-    return [values for values, _ in parsed if values is not None]
+    return lines
 
 
 def rewind_metrics(path: Path, step: int) -> None:
