@@ -71,7 +71,7 @@ def test_the_mean_of_the_last_checkpoints(run):
 
 def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
-    files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "sessions.jsonl", "loss.png"}
+    files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png"}
     assert names == files | {"checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
     assert set(record) == {
