@@ -118,7 +118,7 @@ def test_the_good_files_are_good(targets, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_or_an_error_in_words(targets, name):
-    """150 mutations each, the same on every run; `python -m tests.faults.fuzz` tries thousands a minute."""
+    """150 mutations each, the same on every run."""
     directory, found, known = targets
     assert found.keys() == set(NAMES)
 
