@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -161,17 +161,11 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     assert name is not None and origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since that of the model may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
-    location = next((str(path) for path in (origin.directory, name, beside) if _exists(Path(path))), name)
+    location = next((str(path) for path in (origin.directory, name, beside) if os.path.exists(path)), name)
     found = open_weights(location, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: restore those")
     return found
-
-
-def _exists(path: Path) -> bool:
-    with contextlib.suppress(UserError):  # no permission: on this machine the path is another user's
-        return is_there(path, "Name another directory with --train.init-from.")
-    return False
 
 
 def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:
