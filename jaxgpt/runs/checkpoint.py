@@ -367,11 +367,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raw = path.read_bytes()
     except OSError as e:
         raise CorruptCheckpoint(f"{path} cannot be read: {e.strerror}") from None
-    try:
+    body, is_whole = {}, False
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, RecursionError):
         body = json.loads(raw)
         is_whole = body.pop("sha256") and _render(body).encode() == raw
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        is_whole = False
     if not is_whole:
         raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match")
     if body["format"] != FORMAT:
