@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt import UserError
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 
 SCALARS = ("loss", "val_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 POLL = 2.0  # seconds between two looks at the log of a run in training

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -203,8 +202,3 @@ def open_whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def delete(path: Path) -> None:
-    """Delete a file, a link (never its target), or a directory with its contents."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -27,13 +27,10 @@ from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.parallel.watchdog import Watchdog, watch
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
-from jaxgpt.runs.find import RUNS, is_run
-from jaxgpt.runs.lock import lock_run
+from jaxgpt.runs.directory import RUNS, RunMetadata, extend_metadata, is_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metadata import RunMetadata, extend_metadata, read_metadata, write_metadata
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.resume import is_resumable
-from jaxgpt.runs.sessions import record_session
 from jaxgpt.runs.training import Training, open_training
 from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
 
@@ -108,7 +105,6 @@ def _begin(training: Training, recorded: RunMetadata | None, lock: contextlib.Ex
     step = checkpoints.latest_valid() or 0
     checkpoints.quarantine_after(step)
     rewind_metrics(training.metrics, step)
-    record_session(directory, training.experiment, training.trainer, step)
     return step
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,7 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
-from jaxgpt.runs.find import find_run
-from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer, read_metadata
+from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
 from jaxgpt.sample.beam import beam_search
@@ -36,7 +34,6 @@ from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
 from jaxgpt.sample.speculative import speculate
 from jaxgpt.train import Params
 
-Restored = tuple[Params, int, float | None]  # parameters, step, validation loss in nats per token if it is known
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
 
 
@@ -238,11 +235,27 @@ def load(
 
 def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:
     """Load the run with this metadata: see `load`."""
+    which, average = to_python(which), None if average is None else check_count("average", average)
+    if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
+        raise UserError(f"which={short(which)}: needs best, last or a step")
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = build_model(metadata.model, dtype=options.dtype, attention_fn=options.attention_fn)
     like = with_shardings(model.shapes(), whole_everywhere())
-    params, step, val_loss = _restore(metadata, like, which, average)
+    tries = 5  # a process that trains may remove a checkpoint before it is read
+    while True:
+        try:
+            checkpoints = open_checkpoints(metadata.directory)
+            steps = _choose_steps(checkpoints, metadata.directory, which, average)
+            params = restore_merged_params(metadata, checkpoints, steps[0], like)
+            for count, step in enumerate(steps[1:], start=2):
+                more = restore_merged_params(metadata, checkpoints, step, like)
+                params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
+            break
+        except CheckpointRemoved:
+            tries -= 1
+            if not tries:
+                raise
     return Run(
         directory=metadata.directory,
         metadata=metadata,
@@ -250,31 +263,9 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         model=model,
         params=one_copy(params),
         tokenizer=tokenizer,
-        step=step,
-        val_loss=val_loss,
+        step=steps[0],
+        val_loss=checkpoints.val_loss(steps[0]) if len(steps) == 1 else None,
     )
-
-
-def _restore(metadata: RunMetadata, like: Params, which: str | int, average: int | None) -> Restored:
-    """Restore the parameters of one checkpoint, or the mean of several: see `load`."""
-    which = to_python(which)
-    if which not in ("best", "last") and (isinstance(which, bool) or not isinstance(which, int)):
-        raise UserError(f"which={short(which)}: needs best, last or a step")
-    average = None if average is None else check_count("average", average)
-    for _ in range(4):
-        with contextlib.suppress(CheckpointRemoved):  # by a process that trains: try the next checkpoint
-            return _restore_mean(metadata, like, which, average)
-    return _restore_mean(metadata, like, which, average)
-
-
-def _restore_mean(metadata: RunMetadata, like: Params, which: str | int, average: int | None) -> Restored:
-    checkpoints = open_checkpoints(metadata.directory)
-    step, *earlier = _choose_steps(checkpoints, metadata.directory, which, average)
-    params = restore_merged_params(metadata, checkpoints, step, like)
-    for count, other in enumerate(earlier, start=2):
-        more = restore_merged_params(metadata, checkpoints, other, like)
-        params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
-    return params, step, None if earlier else checkpoints.val_loss(step)
 
 
 def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, average: int | None) -> list[int]:

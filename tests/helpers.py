@@ -21,7 +21,7 @@ from jaxgpt.data.tokens import Dataset
 from jaxgpt.encdec import build_model
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
-from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.directory import read_metadata, write_metadata
 from tests.conftest import REPOSITORY, SIZES
 
 DIMS = chex.Dimensions(**SIZES)

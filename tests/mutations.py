@@ -923,6 +923,27 @@ MUTATIONS = (
         "pass",
         "runs/test_log.py::test_a_clock_goes_on_from_the_sessions_before_and_leaves_out_pauses",
     ),
+    Mutation(
+        "flipped-bits-are-restored",
+        "runs/checkpoint.py",
+        "if [size, digest] != stated[name]:",
+        "if size != stated[name][0]:",
+        "runs/test_checkpoint.py::test_every_flipped_bit_is_found_and_its_file_named",
+    ),
+    Mutation(
+        "the-best-is-not-kept",
+        "runs/checkpoint.py",
+        "damaged - {best, *sorted(losses)[-self._keep_last :]}",
+        "damaged - {*sorted(losses)[-self._keep_last :]}",
+        "runs/test_checkpoint.py::test_what_is_kept",
+    ),
+    Mutation(
+        "an-audit-accepts-any-number",
+        "tools/replay.py",
+        "or distance <= tolerance",
+        "or distance >= tolerance",
+        "tools/test_replay.py::test_what_was_changed_is_named_if_every_step_is_taken",
+    ),
     # Memory and settings
     Mutation(
         "state-divided-by-the-devices",

@@ -11,7 +11,7 @@ from scipy import stats
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import Experiment, from_dict
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 from tests.helpers import script, tiny_experiment
 from tests.test_experiments import list_experiments
 from tests.tools.written_run import write_run

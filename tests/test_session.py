@@ -25,11 +25,11 @@ from jaxgpt.parallel import multihost
 from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metadata import read_metadata
 from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
-from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState, init_skip_state
 from tests.helpers import chat_file, tiny_experiment
 
@@ -70,7 +70,7 @@ def test_the_mean_of_the_last_checkpoints(run):
 
 def test_the_run_directory(run, experiment):
     names = {p.name for p in run.directory.iterdir()}
-    files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "sessions.jsonl", "loss.png"}
+    files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png"}
     assert names == files | {"checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
     assert set(record) == {
@@ -81,7 +81,6 @@ def test_the_run_directory(run, experiment):
         "data",
         "versions",
         "device",
-        "git_commit",
     } | {
         "command",
         "imported",

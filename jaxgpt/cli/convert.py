@@ -9,7 +9,7 @@ from tyro.conf import Positional
 from jaxgpt.errors import shell_line
 from jaxgpt.files import render_json
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import find_run
+from jaxgpt.runs.directory import find_run
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 

@@ -17,7 +17,7 @@ from jaxgpt.config.validate import Count, NonNegativeInt
 from jaxgpt.errors import Preempted
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import RUNS
+from jaxgpt.runs.directory import RUNS
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from jaxgpt.config import Precision
 from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval, Size
 from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import find_run
+from jaxgpt.runs.directory import find_run
 
 PageWeights = Literal["int8", "float32"]
 Sort = Literal["date", "loss", "name", "size", "speed", "tokens"]
@@ -37,13 +37,12 @@ def runs(
             != and, with a pattern, name~*relu*; may be given several times
         json: print JSON instead of text
     """
-    from jaxgpt.tools.overview.rows import read_rows
-    from jaxgpt.tools.overview.table import format_rows, rows_to_json, select_rows
+    from jaxgpt.tools.overview import format_rows, read_rows, select_rows
 
     found = read_rows(Path(directory))
     rows = select_rows(found, filter, sort)
     if json:
-        print(render_json(rows_to_json(rows)))
+        print(render_json([dataclasses.asdict(row) for row in rows]))
         return
     print(format_rows(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     if len(rows) < len(found) or not found:
@@ -97,7 +96,7 @@ def replay(run: Positional[str | None] = None, *, step: int, json: bool = False)
     """
     find_run(run)
     configure_jax()
-    from jaxgpt.tools.diagnose.replay import format_replay, replay
+    from jaxgpt.tools.replay import format_replay, replay
 
     found = replay(run, step, say=say)
     print(render_json(dataclasses.asdict(found), not_finite=str) if json else format_replay(found))
@@ -109,24 +108,27 @@ def audit(
     steps: Count | None = None,
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None,
     data: str | None = None,
+    tolerance: Annotated[float, Interval(ge=0, lt=1)] = 0.0,
     json: bool = False,
 ) -> None:
-    """Check that a run's numbers are those of its experiment.
+    """Check a run's numbers by taking random steps again.
 
-    Its files are compared with each other, and random steps are taken again. Exit status 1: a number is false.
+    They are compared with the log and the checkpoints, bit for bit. The SHA-256 of configuration, data and checkpoints
+    are compared, and the last validation loss is measured again. Exit status 1: something differs.
 
     Args:
         run: run directory; None: the newest under runs/
-        steps: most steps to take again; as many as the run has: all; None: 3.5% of them, less the time of validations
-        seed: seed of the random draw; None: a new one each time, which a forger cannot know
+        steps: most steps to take again; as many as the run has: all; None: 3.5% of them
+        seed: seed of the random draw; None: a new one each time
         data: the text, if it is elsewhere now; None: where the run read it
+        tolerance: relative difference to accept, for a run of other hardware or versions; 0: equal bits
         json: print JSON instead of text
     """
     find_run(run)
     configure_jax()
-    from jaxgpt.tools.audit.audit import audit, format_audit
+    from jaxgpt.tools.replay import audit, format_audit
 
-    found = audit(run, steps=steps, seed=seed, data=data, say=say)
+    found = audit(run, steps=steps, seed=seed, data=data, tolerance=tolerance, say=say)
     print(render_json(dataclasses.asdict(found)) if json else format_audit(found))
     if not found.accepted:
         raise SystemExit(1)

@@ -14,7 +14,7 @@ from jaxgpt.config import MAX_NEW_TOKENS, Precision
 from jaxgpt.config.validate import Count, Size
 from jaxgpt.files import render_json
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import find_run
+from jaxgpt.runs.directory import find_run
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run

@@ -22,11 +22,11 @@ from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.find import is_run
+from jaxgpt.runs.directory import is_run
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run
-    from jaxgpt.runs.metadata import RunMetadata
+    from jaxgpt.runs.directory import RunMetadata
 
 
 def train(
@@ -149,7 +149,7 @@ def resumed_run(argv: list[str]) -> RunMetadata | None:
         if name in ("--run-dir", "--run_dir"):
             directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
             if is_run(directory):
-                from jaxgpt.runs.metadata import read_metadata
+                from jaxgpt.runs.directory import read_metadata
 
                 return read_metadata(directory)
     return None

@@ -51,7 +51,7 @@ def prepare(
         block_size: tokens per window. Each split needs at least `block_size + 1`.
         vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
         encoder: whether the source of a pair goes to an encoder. Otherwise source and target are one text.
-        with_prefix: whether conversations and pairs begin with the tokenizer's prefix; see `RunMetadata.has_prefix`.
+        with_prefix: whether conversations and pairs begin with the tokenizer's prefix.
         known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
             folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
             of the text.

@@ -46,7 +46,6 @@ def prepare_documents(
             )
     made_of: dict[str, Any] = {}
     if with_prefix and cached.tokenizer.prefix:
-        # Absent in runs of earlier versions: see `RunMetadata.has_prefix`.
         made_of["prefix"] = list(cached.tokenizer.prefix)
     tokenizer_config = None
     if config.is_chat:

@@ -16,13 +16,11 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.lora import thaw
 from jaxgpt.loss import make_loss
-from jaxgpt.model import GPT
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -64,15 +62,45 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         parent=None,
     )
     model, params = unstack_layers(plain, params)
-    bad_parameters = tuple(name for name, x in _leaves(params) if not np.isfinite(np.asarray(x)).all())
-    watched, names = _watch_modules(model)
+    names: list[str] = []  # of the calls of modules, in the order in which they return: the inner one of two is blamed
+
+    def is_finite(tree: Any) -> jax.Array:
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.asarray([jnp.isfinite(x).all() for x in floats] or [True]).all()
+
+    def loss(params, micro, key):
+        names.clear()
+        flags = []  # (inputs finite, outputs finite) of each call
+
+        def watch(call, args, kwargs, context):
+            out = call(*args, **kwargs)
+            module, method = context.module, context.method_name
+            name = "/".join(module.path) or "the model itself, between its modules"
+            names.append(f"{name} ({type(module).__name__}{'' if method == '__call__' else '.' + method})")
+            flags.append(jnp.stack([is_finite((args, kwargs)), is_finite(out)]))
+            return out
+
+        with nn.intercept_methods(watch):
+            nats, count, _ = make_loss(model)(params, micro, key)
+        return nats, (count, jnp.stack(flags))
+
+    watched = jax.jit(jax.value_and_grad(loss, has_aux=True))
     first, total, targets = None, None, 0.0
-    for micro, micro_key in _micro_batches(trainer, batch, key, step):
-        (nats, (count, flags)), grads = watched(params, micro, micro_key)
-        culprits = (name for name, (good, out) in zip(names, np.asarray(flags), strict=True) if good and not out)
-        first = first or next(culprits, None if np.isfinite(nats) else "the loss, of finite logits")
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        targets += float(count)
+    # The micro-batches and their dropout keys are those that `train_step` and pmap make.
+    replicas, accumulated = trainer.strategy.num_replicas, trainer.split.grad_accum_steps
+    parts = jax.tree.map(lambda x: x.reshape(replicas or 1, -1, *x.shape[1:]), batch)
+    for number in range(replicas or 1):
+        step_key = jax.random.fold_in(key if replicas is None else jax.random.fold_in(key, number), step - 1)
+        part: Batch = jax.tree.map(lambda x, n=number: x[n], parts)
+        micros = part.micro_batches(accumulated)
+        for index in range(accumulated):
+            micro = jax.tree.map(lambda x, i=index: x[i], micros)
+            (nats, (count, flags)), grads = watched(params, micro, jax.random.fold_in(step_key, index))
+            culprits = (name for name, (good, out) in zip(names, np.asarray(flags), strict=True) if good and not out)
+            first = first or next(culprits, None if np.isfinite(nats) else "the loss, of finite logits")
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+            targets += float(count)
     gradient_norms = {name: norm / max(targets, 1.0) for name, norm in _norms(total).items()}
     bad_gradients = tuple(name for name, norm in gradient_norms.items() if not np.isfinite(norm))
     if first is None and bad_gradients:
@@ -83,7 +111,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first=first,
         parameter_norms=_norms(params),
         gradient_norms=gradient_norms,
-        bad_parameters=bad_parameters,
+        bad_parameters=tuple(name for name, x in _leaves(params) if not np.isfinite(np.asarray(x)).all()),
         bad_gradients=bad_gradients,
     )
 
@@ -97,69 +125,18 @@ def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
     return None if held is None else thaw(trainer.merge(*held))
 
 
-def _watch_modules(model: GPT) -> tuple[Any, list[str]]:
-    """Return the compiled (params, micro, key) -> ((nats, (targets, flags)), gradients), and a name for each flag.
-
-    Each flag is (inputs finite, outputs finite) of one call of a module, in the order in which calls return: the
-    innermost first, so that the inner one of two nested modules is blamed.
-    """
-    names: list[str] = []
-
-    def loss(params, micro, key):
-        names.clear()
-        flags = []
-
-        def watch(call, args, kwargs, context):
-            out = call(*args, **kwargs)
-            module, method = context.module, context.method_name
-            name = "/".join(module.path) or "the model itself, between its modules"
-            names.append(f"{name} ({type(module).__name__}{'' if method == '__call__' else '.' + method})")
-            flags.append(jnp.stack([_finite((args, kwargs)), _finite(out)]))
-            return out
-
-        with nn.intercept_methods(watch):
-            nats, count, _ = make_loss(model)(params, micro, key)
-        return nats, (count, jnp.stack(flags))
-
-    return jax.jit(jax.value_and_grad(loss, has_aux=True)), names
-
-
-def _finite(tree: Any) -> jax.Array:
-    floats = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.asarray([jnp.isfinite(x).all() for x in floats] or [True]).all()
-
-
-def _micro_batches(trainer: Trainer, batch: Batch, key: jax.Array, step: int) -> Iterator[tuple[Batch, jax.Array]]:
-    """Yield the micro-batches of a step with their dropout keys, both as `train_step` and pmap make them."""
-    programs = trainer.strategy.num_replicas
-    parts = jax.tree.map(lambda x: x.reshape(programs or 1, -1, *x.shape[1:]), batch)
-    for number in range(programs or 1):
-        step_key = jax.random.fold_in(key if programs is None else jax.random.fold_in(key, number), step - 1)
-        part: Batch = jax.tree.map(lambda x, n=number: x[n], parts)
-        micros = part.micro_batches(trainer.split.grad_accum_steps)
-        for index in range(trainer.split.grad_accum_steps):
-            yield jax.tree.map(lambda x, i=index: x[i], micros), jax.random.fold_in(step_key, index)
-
-
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     for path, x in jax.tree.leaves_with_path(tree):
         yield "/".join(str(entry.key) for entry in path), x
 
 
 def _norms(tree: Any) -> dict[str, float]:
-    """Return the norm of each layer in the order of the forward pass, in float64, where no square overflows."""
+    """Return the norm of each layer in float64, where no square overflows."""
     squares: dict[str, float] = {}
     for name, x in _leaves(tree):
         layer = name.split("/")[0]
         squares[layer] = squares.get(layer, 0.0) + float(np.sum(np.square(np.asarray(x, np.float64))))
-    return {name: squares[name] ** 0.5 for name in sorted(squares, key=_forward_order)}
-
-
-def _forward_order(layer: str) -> tuple[int, int]:
-    number = layer.removeprefix("h_")
-    if number.isdigit():
-        return 1, int(number)
-    return (0, layer == "wpe") if layer in ("wte", "wpe") else (2, layer == "lm_head")
+    return {name: squares[name] ** 0.5 for name in sorted(squares, key=lambda name: (len(name), name))}  # h_2 < h_10
 
 
 def format_report(found: NonFiniteReport) -> str:
@@ -207,13 +184,28 @@ def write_autopsy(
     exact = all(int(m["skipped"]) for m in later)
     of_step = step - 1 if exact else step + len(later)
     batch = training.whole_batch(step)
-    found, unknown = _debug_step(trainer, state, batch, key, step)
+    params, found, unknown, lost = gather_params(trainer, state), None, "no process holds all parameters", None
+    if params is not None:
+        try:
+            found, unknown = debug_step(trainer, params, batch, key, step), None
+        except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
+            unknown = f"its examination failed: {first_line(e)}"
     if not exact:
         lost = f"steps up to {of_step} had moved the parameters before this one was known to be bad"
     elif multihost.is_multiprocess():
         lost = "a run of several processes does not save it"
-    else:
-        lost = _save_state(place / "state", trainer, _rewind(state, 1 + len(later)), step - 1)
+    else:  # save the state before the step: since it and the later ones were skipped, only their counters differ
+        skips, steps = state.opt_state, 1 + len(later)
+        skips = dataclasses.replace(skips, skipped=skips.skipped - steps, in_a_row=skips.in_a_row - steps)
+        before = dataclasses.replace(state, step=state.step - steps, opt_state=skips)
+        try:
+            shutil.rmtree(place / "state", ignore_errors=True)  # left by a session killed before it wrote the report
+            with contextlib.closing(Checkpoints(place / "state")) as checkpoints:
+                checkpoints.save(trainer.strategy.to_checkpoint(before), step - 1, None)
+        except CheckpointSaveError as e:
+            lost = str(e)
+    vocab_size, decode = training.dataset.tokenizer.vocab_size, training.dataset.tokenizer.decode
+    rows = np.concatenate([batch.inputs_BT[:MOST_ROWS], batch.targets_BT[:MOST_ROWS, -1:]], axis=1)
     report = {
         "step": step,
         "why": why,
@@ -226,7 +218,10 @@ def write_autopsy(
         "why_no_state": lost,
         "seed": training.experiment.train.seed,
         "step_key": jax.random.key_data(jax.random.fold_in(key, step - 1)).tolist(),
-        "batch": _rows(batch, training.dataset.tokenizer),
+        "batch": [
+            {"row": i, "text": decode(row) if ((row >= 0) & (row < vocab_size)).all() else None, "ids": row.tolist()}
+            for i, row in enumerate(rows)
+        ],
     }
     first = unknown if found is None else f"first not finite: {found.first or 'nothing, when repeated'}"
     message = f"{why}; {first}" + ("" if exact else f" (with the parameters of step {of_step})")
@@ -239,43 +234,3 @@ def write_autopsy(
     except OSError as e:
         return f"{message}. The autopsy could not be written: {e}"
     return f"{message}. Autopsy in {place}; to replay this step alone: {command}"
-
-
-def _debug_step(
-    trainer: Trainer, state: TrainState, batch: Batch, key: jax.Array, step: int
-) -> tuple[NonFiniteReport | None, str | None]:
-    """Return (the report, None), or (None, the reason why there is none)."""
-    params = gather_params(trainer, state)
-    if params is None:
-        return None, "no process holds all parameters"
-    try:
-        return debug_step(trainer, params, batch, key, step), None
-    except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
-        return None, f"its examination failed: {first_line(e)}"
-
-
-def _rewind(state: TrainState, steps: int) -> TrainState:
-    """Return the state before the last `steps` steps, all of which were skipped."""
-    skips = state.opt_state
-    skips = dataclasses.replace(skips, skipped=skips.skipped - steps, in_a_row=skips.in_a_row - steps)
-    return dataclasses.replace(state, step=state.step - steps, opt_state=skips)
-
-
-def _save_state(directory: Path, trainer: Trainer, state: TrainState, step: int) -> str | None:
-    """Save the state of a step. Return None, or the reason why it could not be saved."""
-    try:
-        shutil.rmtree(directory, ignore_errors=True)  # left by a session that was killed before it wrote the report
-        with contextlib.closing(Checkpoints(directory)) as checkpoints:
-            checkpoints.save(trainer.strategy.to_checkpoint(state), step, None)
-    except CheckpointSaveError as e:
-        return str(e)
-    return None
-
-
-def _rows(batch: Batch, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    rows = np.concatenate([batch.inputs_BT[:MOST_ROWS], batch.targets_BT[:MOST_ROWS, -1:]], axis=1)
-    known = (rows >= 0) & (rows < tokenizer.vocab_size)
-    return [
-        {"row": i, "text": tokenizer.decode(row) if known[i].all() else None, "ids": row.tolist()}
-        for i, row in enumerate(rows)
-    ]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
-import sys
 import warnings
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.errors import CheckpointSaveError, UserError
-from jaxgpt.files import is_there, open_file, open_whole, parse_json, render_json, write_whole
-
-CHECKSUM = "crc32"  # field with the CRC-32 of the rest of its line
+from jaxgpt.errors import CheckpointSaveError
+from jaxgpt.files import is_there, open_file, open_whole, render_json, write_whole
 
 
 class MetricsFile:
@@ -24,12 +21,11 @@ class MetricsFile:
     def __init__(self, path: Path | None):
         """Open the file. path: None writes nothing."""
         self._path = path or Path(os.devnull)
-        # Unbuffered, for `tail -f`, and so that SIGKILL loses nothing.
-        self._file = open(self._path, "ab", buffering=0, opener=_without_links)  # noqa: SIM115
+        self._file = self._path.open("ab", buffering=0)  # for `tail -f`, and so that SIGKILL loses nothing
 
     def write(self, **values: Any) -> None:
         """Append a line. Raises `CheckpointSaveError` if it cannot be written."""
-        line = _sealed(values)
+        line = f"{render_json(values)}\n".encode()
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -41,8 +37,16 @@ class MetricsFile:
         self._file.close()
 
 
-def _without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line; None if it is damaged."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return None
+    line.pop("crc32", None)  # earlier versions wrote a checksum
+    return line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,53 +56,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not is_there(path, "It holds the run's losses."):
         return []
-    lines, damaged = [], 0
     with open_file(path) as f:
-        for raw in f:
-            if (line := parse_line(raw)) is not None:
-                lines.append(line)
-            else:
-                damaged += raw.endswith(b"\n")
-    if damaged:
+        parsed = [(parse_line(raw), raw) for raw in f]
+    lines = [line for line, _ in parsed if line is not None]
+    if damaged := sum(line is None and raw.endswith(b"\n") for line, raw in parsed):
         message = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
         warnings.warn(message, UserWarning, stacklevel=2)
     return lines
 
 
+def rewind_metrics(path: Path, step: int) -> None:
+    """Remove the lines after `step`, which the resumed run writes again."""
+    kept = [line for line in read_metrics(path) if line["step"] <= step]
+    write_whole(path, "".join(f"{render_json(line)}\n" for line in kept))
+
+
 def finite_values(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     """Return (step, value) for each finite value of a field, such as "val_loss"."""
     return [(x["step"], x[name]) for x in lines if x.get(name) is not None and math.isfinite(x[name])]
-
-
-def _sealed(values: dict[str, Any]) -> bytes:
-    """Return a line with its checksum, which detects a flipped bit in a number."""
-    text = render_json(values)
-    return f'{text[:-1]}, "{CHECKSUM}": {zlib.crc32(text.encode())}}}\n'.encode()
-
-
-def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """Return a line without its checksum; None if it is damaged."""
-    try:
-        line = parse_json(raw, "the line")
-    except UserError:
-        return None
-    if not isinstance(line, dict) or not all(_is_plain(name, value) for name, value in line.items()):
-        return None
-    checksum = line.pop(CHECKSUM, None)  # older versions wrote none
-    if checksum is not None and checksum != zlib.crc32(render_json(line).encode()):
-        return None
-    return line if type(line.get("step")) is int and line["step"] >= 0 else None
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    if name == "skipped":  # the reason, in words
-        return type(value) is str
-    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
-
-
-def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`, which the resumed run writes again."""
-    write_whole(path, b"".join(_sealed(line) for line in read_metrics(path) if line["step"] <= step))
 
 
 def plot_losses(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:

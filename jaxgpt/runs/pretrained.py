@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import Origin, RunMetadata, read_metadata
+from jaxgpt.runs.directory import Origin, RunMetadata, is_run, read_metadata
 from jaxgpt.runs.resume import check_same_tokenizer
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Params
@@ -112,7 +111,7 @@ def _of_run(directory: Path, step: int | None) -> Weights:
         config=config,
         tokenizer=str(directory / "tokenizer.json"),
         step=good,
-        sha256=lambda: _digest([json.dumps(checkpoints.files(good), sort_keys=True)]),
+        sha256=lambda: _digest([json.dumps(checkpoints.manifest(good)["files"], sort_keys=True)]),
         read=read,
     )
 
@@ -162,17 +161,11 @@ def load_base(metadata: RunMetadata, name: str | None = None) -> Weights:
     assert name is not None and origin is not None
     tokenizer = str(metadata.experiment.data.tokenizer)  # a copy, since that of the model may be gone
     beside = metadata.directory.absolute().parent / Path(origin.directory).name  # if both were copied here
-    location = next((str(path) for path in (origin.directory, name, beside) if _exists(Path(path))), name)
+    location = next((str(path) for path in (origin.directory, name, beside) if os.path.exists(path)), name)
     found = open_weights(location, step=origin.step, tokenizer=tokenizer)
     if found.sha256() != origin.sha256:
         raise UserError(f"{found.directory} holds other weights than the run began from: restore those")
     return found
-
-
-def _exists(path: Path) -> bool:
-    with contextlib.suppress(UserError):  # no permission: on this machine the path is another user's
-        return is_there(path, "Name another directory with --train.init-from.")
-    return False
 
 
 def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step: int, like: Params) -> Params:

@@ -12,7 +12,7 @@ from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
-from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.directory import RunMetadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PromptFormat:
     @functools.cached_property
     def template(self) -> ChatTemplate:
         """Return the chat template of training, which is the tokenizer's own or the default of `data.chat.template`."""
-        template = find_template(self.tokenizer, self.metadata.directory, with_prefix=self.metadata.has_prefix)
+        template = find_template(self.tokenizer, self.metadata.directory)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):
             raise UserError(
@@ -41,7 +41,7 @@ class PromptFormat:
         if not self.metadata.experiment.data.is_pairs:
             ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
             return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None
-        pairs = [encode_pair_prompt(prompt, self.tokenizer, self.metadata.has_prefix) for prompt in prompts]
+        pairs = [encode_pair_prompt(prompt, self.tokenizer, True) for prompt in prompts]
         if self.metadata.experiment.model.n_encoder_layer:
             return [target for _, target in pairs], [source for source, _ in pairs]
         return [[*source, *target] for source, target in pairs], None

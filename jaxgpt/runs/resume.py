@@ -16,8 +16,7 @@ from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
 from jaxgpt.optim import learning_rate
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer
+from jaxgpt.runs.directory import RunMetadata, is_run, load_run_tokenizer
 
 # Prefixes of the fields that may differ when a run is resumed. All others decide the result.
 CHANGEABLE = (
@@ -129,7 +128,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     """
     data = data or metadata.experiment.data
     try:
-        dataset = prepare_for(metadata.model, data, with_prefix=metadata.has_prefix, known=metadata.data)
+        dataset = prepare_for(metadata.model, data, known=metadata.data)
     except UserError:
         if data.path is None or is_there(Path(data.path), "Name another text."):
             raise

@@ -22,7 +22,7 @@ from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import RunMetadata
+from jaxgpt.runs.directory import RunMetadata
 from jaxgpt.runs.pretrained import Weights, load_base, resolve_init_from
 from jaxgpt.runs.resume import check_same_configuration, reopen_dataset, with_horizons
 from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys

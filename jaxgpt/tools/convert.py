@@ -40,9 +40,7 @@ from jaxgpt.hf.weights import SHARD, read_params, to_tensors, write
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.find import find_run
-from jaxgpt.runs.lock import lock_run
-from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.directory import find_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unstack_layers
 

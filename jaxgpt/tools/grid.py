@@ -16,8 +16,7 @@ import numpy as np
 from jaxgpt.config import Experiment
 from jaxgpt.errors import Diverged
 from jaxgpt.files import write_whole
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 
 DIVERGED = "diverged.txt"

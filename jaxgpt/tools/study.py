@@ -17,8 +17,7 @@ from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.multihost import initialize
-from jaxgpt.runs.find import is_run
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values

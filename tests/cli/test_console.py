@@ -13,7 +13,8 @@ import pytest
 from jaxgpt.cli import console
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.parallel.watchdog import Watchdog
-from jaxgpt.runs import autopsy, checkpoint, metadata
+from jaxgpt.runs import autopsy, checkpoint
+from jaxgpt.runs import directory as run_directory
 from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
@@ -121,7 +122,7 @@ def commands_for(directory, monkeypatch):
     dog.directory = directory
     yield [dog.words("stuck").partition("on every process: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
     monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
-    yield [metadata._command()], ["python", "x.py", "--run-dir", str(directory)]
+    yield [run_directory._command()], ["python", "x.py", "--run-dir", str(directory)]
     place = autopsy.autopsy_directory(directory, 3)
     place.mkdir(parents=True)
     (place / "report.json").write_text("{}")

@@ -12,7 +12,6 @@ from jaxgpt.data.chat.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import Pairs, read_pairs
 from jaxgpt.errors import UserError
-from jaxgpt.runs.resume import check_same_data
 from tests.data.chat.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
@@ -48,7 +47,7 @@ def pairs_file(directory):
 
 
 # The tokens that a tokenizer begins texts with, and whether this version trained the run.
-BEGINNINGS = [((), True), (("<s>",), True), (("<s>",), False), (("<s>", "<|system|>"), True)]
+BEGINNINGS = [((), True), (("<s>",), True), (("<s>", "<|system|>"), True)]
 
 
 @pytest.mark.parametrize("encoder", [False, True])
@@ -99,21 +98,6 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, with
     own = kind in ("marked", "instruct")  # it writes its own
     first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if with_prefix else []
     assert prompts[0][: len(first)] == first and prompts[0][len(first)] not in run.tokenizer.prefix
-
-
-@pytest.mark.parametrize("what", ["chat", "pairs"])
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, what):
-    """Its record does not say that documents begin with the tokenizer's tokens, and its data are what they were."""
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json(("<s>",)))
-    path = {"chat": chat_file, "pairs": pairs_file}[what](tmp_path)
-    config = DataConfig(path=str(path), tokenizer=str(tmp_path / "tokenizer.json"))
-    now, before = (prepare(config, block_size=T, with_prefix=with_prefix) for with_prefix in (True, False))
-    assert now.fingerprint["prefix"] == [0] and "prefix" not in before.fingerprint
-    assert now.fingerprint["train_sha256"] != before.fingerprint["train_sha256"]
-    for name, made in (("now", now), ("before", before)):
-        run = recorded_run(tmp_path / name, config, made, block_size=T)
-        assert run.metadata.has_prefix == (name == "now")
-        check_same_data(run.metadata, prepare(config, block_size=T, with_prefix=run.metadata.has_prefix))
 
 
 def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):

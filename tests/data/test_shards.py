@@ -12,7 +12,7 @@ from jaxgpt.config import DataConfig
 from jaxgpt.data import shards
 from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import UserError
-from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.resume import check_same_data, describe_data_changes
 from tests.helpers import run_command, script, tiny_experiment
 

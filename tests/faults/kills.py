@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from jaxgpt.run import load
-from jaxgpt.runs import manifest
-from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, check_files
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 
@@ -53,27 +52,11 @@ class Report:
     differing: int = 0  # lines of metrics, and arrays of the last checkpoint
     runs: int = 0
     seconds: float = 0.0
-    alone: float = 0.0  # seconds of the run that nobody killed
     faults: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def good(self) -> bool:
         return not (self.lost or self.unreadable or self.differing or self.faults)
-
-    def __str__(self) -> str:
-        share = self.needed / max(self.executed, 1)
-        return "\n".join(
-            [
-                f"kills                     {self.kills}, of which {self.inside} inside a save",
-                f"runs finished             {self.runs}",
-                f"steps lost before the last completed checkpoint   {self.lost}",
-                f"unreadable checkpoints    {self.unreadable}",
-                f"differing losses or arrays   {self.differing}",
-                f"productive steps          {self.needed:,} of {self.executed:,} executed: {share:.1%}",
-                f"seconds                   {self.seconds:.0f} with kills, {self.alone * self.runs:.0f} without",
-                *self.faults,
-            ]
-        )
 
 
 def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
@@ -86,15 +69,6 @@ def start(directory: Path, options: list[str], told: Path) -> subprocess.Popen:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
-
-
-def whole_run(directory: Path, options: list[str]) -> float:
-    """Seconds of a run that nobody kills."""
-    began = time.monotonic()
-    child = start(directory, options, directory.with_suffix(".err"))
-    if child.wait(DEADLINE):
-        raise SystemExit(f"the run does not even work alone:\n{directory.with_suffix('.err').read_text()}")
-    return time.monotonic() - began
 
 
 def logged(directory: Path) -> list[tuple]:
@@ -121,15 +95,6 @@ def last_step(directory: Path) -> int:
     return max((line["step"] for line in read_metrics(directory / "metrics.jsonl")), default=0)
 
 
-def completed(directory: Path) -> list[int]:
-    return Checkpoints(directory / "checkpoints").steps()
-
-
-def unfinished(directory: Path) -> bool:
-    names = [p.name for p in (directory / "checkpoints").glob("*.*")]
-    return any(re.fullmatch(r"\d+\.(saving|deleting)", name) for name in names)
-
-
 def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, every: float, inside: bool) -> bool:
     """Sleep until the instant; False if the run was done before."""
     instant = time.monotonic() + (DEADLINE if inside else rng.uniform(0, 2 * every))
@@ -145,7 +110,7 @@ def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, e
     return child.poll() is None
 
 
-def harass(root: Path, options: list[str], *, kills: int, every: float, inside: float, seed: int, say=print) -> Report:
+def harass(root: Path, options: list[str], *, kills: int, every: float, inside: float, seed: int) -> Report:
     """Run and kill until `kills` are done and the run that they hit has ended; compare each run that ended.
 
     every: seconds between kills, on average. inside: the share of them that waits for a checkpoint to be written.
@@ -153,7 +118,8 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
     rng, report = random.Random(seed), Report()
     root.mkdir(parents=True, exist_ok=True)
     reference = root / "alone"
-    report.alone = whole_run(reference, options)
+    if start(reference, options, told := reference.with_suffix(".err")).wait(DEADLINE):
+        raise SystemExit(f"the run does not even work alone:\n{told.read_text()}")
     began = time.monotonic()
     while report.kills < kills:
         directory = root / f"run-{report.runs}"
@@ -177,17 +143,16 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
                     return report
                 break
             report.kills += 1
-            report.inside += unfinished(directory)
-            steps = completed(directory)
+            names = [p.name for p in (directory / "checkpoints").glob("*.*")]
+            report.inside += any(re.fullmatch(r"\d+\.(saving|deleting)", name) for name in names)
+            steps = Checkpoints(directory / "checkpoints").steps()
             for step in steps:
                 try:
-                    manifest.check(directory / "checkpoints" / str(step))
-                except manifest.CorruptCheckpoint as e:
+                    check_files(directory / "checkpoints" / str(step))
+                except CorruptCheckpoint as e:
                     report.unreadable += 1
                     report.faults.append(str(e))
             from_step = max(steps, default=0)
-            if report.kills % 10 == 0:
-                say(f"{report.kills} kills, step {reached}, last checkpoint {from_step}")
         report.faults += [line for line in told.read_text().splitlines() if "damaged" in line or "Traceback" in line]
         report.runs += 1
         report.needed += last_step(directory)
@@ -214,7 +179,7 @@ def main() -> None:
             inside=float(given.inside_saves),
             seed=given.seed,
         )
-        print(report)
+    print(*(f"{name:10} {value}" for name, value in dataclasses.asdict(report).items()), sep="\n")
     raise SystemExit(0 if report.good else 1)
 
 

@@ -19,7 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel import multihost
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command

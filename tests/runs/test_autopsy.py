@@ -8,7 +8,6 @@ import chex
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import jaxgpt.parallel.trainer
 from jaxgpt import fitting
@@ -23,7 +22,7 @@ from jaxgpt.run import load
 from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.tools.diagnose.replay import format_replay, replay
+from jaxgpt.tools.replay import format_replay, replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
 from tests.test_session import Killed, _raise_at
@@ -52,20 +51,6 @@ def plant(monkeypatch, index, value, *path):
 
 def report_of(directory, step):
     return json.loads((directory / "autopsy" / f"step-{step}" / "report.json").read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """A replay compiles what its run did."""
-    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla"))}
-    options |= {"jax_persistent_cache_min_compile_time_secs": 0.1}
-    before = {name: getattr(jax.config, name) for name in options}
-    for values in (options, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is options:
-            yield
 
 
 @pytest.fixture(scope="module")

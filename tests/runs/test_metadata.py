@@ -15,12 +15,12 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import KERNELS
 from jaxgpt.run import load
-from jaxgpt.runs.metadata import read_metadata, write_metadata
+from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.resume import CHANGEABLE
-from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.replay import replay
 from tests.conftest import REPOSITORY, TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
 

@@ -19,13 +19,13 @@ from jaxgpt.fitting import fit, introduction, open_training
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.runs.autopsy import gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metadata import read_metadata
+from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.convert import export_hf, import_hf
-from jaxgpt.tools.diagnose.replay import replay
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
+from jaxgpt.tools.replay import replay
 from tests.helpers import (
     FLOAT32_REORDERED,
     TINY,

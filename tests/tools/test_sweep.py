@@ -12,7 +12,7 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import Experiment, OptimConfig, TrainConfig
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Diverged, Preempted, UserError
-from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
 from jaxgpt.tools.space import Axis, draw_points, parse_axes, parse_axis, with_values
 from jaxgpt.tools.sweep import (

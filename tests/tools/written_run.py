@@ -2,7 +2,7 @@
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
-from jaxgpt.runs.metadata import write_metadata
+from jaxgpt.runs.directory import write_metadata
 from jaxgpt.runs.metrics import MetricsFile
 
 TOKENIZER = CharTokenizer("abcd")

@@ -125,9 +125,7 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
     if data.is_packed:
         chat, what = data.is_chat, "conversation" if data.is_chat else "pair"
         documents = list(
-            encode_all(path, tokenizer, run.prompt_format.template)
-            if chat
-            else encode_pairs(path, tokenizer, with_prefix=run.metadata.has_prefix)
+            encode_all(path, tokenizer, run.prompt_format.template) if chat else encode_pairs(path, tokenizer)
         )
         if not documents:
             raise UserError(f"{path} is empty: needs a {what} on each line")

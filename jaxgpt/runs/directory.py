@@ -1,26 +1,112 @@
-"""Write and read `experiment.json`, the file that makes a directory a run."""
+"""A run directory: find it, lock it, write and read `experiment.json`, the file that makes a directory a run.
+
+Importing this module imports no jax, so that commands check their arguments at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.metadata
 import json
+import os
 import platform
-import subprocess
+import re
+import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
-from jaxgpt.data.chat.template import write_template
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.files import json_sha256, read_json, write_whole
+from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 
+if TYPE_CHECKING:  # 0.1 s to import
+    import filelock
+
+    from jaxgpt.data.tokenizer import Tokenizer
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+RUNS = Path("runs")
+LOCK = ".lock"
+PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
-OLDER = {1: "its checkpoints have no manifests, so corruption could not be detected"}  # versions not read, and why
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run. Raises `UserError` for an address such as gs://bucket/run."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):  # `Path` has made one slash of two
+        raise UserError(
+            f"{directory} is an address: a run needs a directory of this machine; copy the run there or from there"
+        )
+    return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
+
+
+def find_run(run: str | Path | None) -> Path:
+    """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is not a run directory."""
+    if run is not None and is_run(directory := Path(run)):
+        return directory
+    runs = sorted(d for d in RUNS.glob("*") if is_run(d)) if RUNS.is_dir() else []
+    if run is not None:
+        why = "it has no experiment.json" if directory.is_dir() else "there is no such directory"
+        known = ", ".join(str(r) for r in runs) or "none yet: train one with `jaxgpt train`"
+        raise UserError(f"{directory} is not a run directory: {why}. Runs here: {known}")
+    if not runs:
+        raise UserError(f"no run under {RUNS}/ here: train one with `jaxgpt train`, or name a run directory")
+    return max(runs, key=lambda r: (r / "experiment.json").stat().st_mtime)
+
+
+def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
+    """Create a directory if needed, and lock it until the lock is released or this process ends, even by SIGKILL.
+
+    fresh: move an existing directory aside. Raises `UserError` if another process trains there.
+    """
+    try:
+        if directory.exists() and fresh:
+            lock = _lock(directory)
+            number = 1
+            while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+                number += 1
+            directory.rename(aside)
+            lock.release()
+        directory.mkdir(parents=True, exist_ok=True)
+        return _lock(directory)
+    except OSError as e:
+        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
+
+
+def _lock(directory: Path) -> filelock.BaseFileLock:
+    import filelock
+
+    path = directory / LOCK
+    lock = filelock.FileLock(path, timeout=PATIENCE)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        who = path.read_text(encoding="utf-8", errors="replace").strip()
+        raise UserError(
+            f"{directory} is being trained by another process ({who or 'unknown'}): "
+            "wait for it, stop it, or name another --run-dir"
+        ) from None
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+    return lock
+
+
+def is_training(directory: Path) -> bool:
+    """Return whether a process trains in a directory, which may be read-only. Always False on Windows."""
+    if fcntl is None:
+        return False
+    with contextlib.suppress(OSError), open(directory / LOCK, "rb") as f:  # never trained here, or no locks there
+        try:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False  # closing has released it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +134,7 @@ class RunMetadata:
     vocab_size: int
     data: dict[str, Any]  # fingerprint of the dataset
     imported: dict[str, Any] | None  # source of an imported model. None: the run was trained here
+    versions: dict[str, Any]  # of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # device kind on which the run was started
     command: str | None  # command that started the run
 
@@ -55,14 +142,6 @@ class RunMetadata:
     def model(self) -> GPTConfig:
         """Return the architecture, with the size of the vocabulary."""
         return dataclasses.replace(self.experiment.model, vocab_size=self.vocab_size)
-
-    @property
-    def has_prefix(self) -> bool:
-        """Return whether conversations and pairs begin with the tokenizer's prefix.
-
-        An earlier version left it out; a run that it trained on such data is resumed without it.
-        """
-        return "prefix" in self.data or not self.experiment.data.is_packed
 
 
 def write_metadata(
@@ -88,33 +167,34 @@ def write_metadata(
         imported: source of an imported model.
         origin: the weights that the run starts from.
     """
-    from jaxgpt.parallel.device import device_kind  # imports jax, which reading a run does without
+    from jaxgpt.data.chat.template import write_template
+    from jaxgpt.parallel.device import device_kind
 
     # The addresses of the other processes do not belong to the experiment: one process may resume the run.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
-    experiment = dataclasses.replace(experiment, parallel=here)
     record = {
         "format": FORMAT,
-        "experiment": dataclasses.asdict(experiment),
+        "experiment": dataclasses.asdict(dataclasses.replace(experiment, parallel=here)),
         "vocab_size": vocab_size,
         "data": data,
         "imported": imported,
         "origin": None if origin is None else dataclasses.asdict(origin),
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-            },
-        },
+        "versions": installed_versions(),
         "device": device_kind(),
         "command": _command(),
-        "git_commit": _git_commit(),
     }
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
         write_template(directory, tokenizer_config)
     _write(directory, record)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a step computes."""
+    from importlib.metadata import version  # 0.02 s, which most commands do not need
+
+    names = ("jaxgpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def extend_metadata(directory: Path, experiment: Experiment) -> None:
@@ -133,15 +213,15 @@ def _write(directory: Path, record: dict[str, Any]) -> None:
 
 
 def read_metadata(directory: Path) -> RunMetadata:
-    """Read and check the `experiment.json` of a run directory. Raises `UserError` if it is damaged."""
+    """Read and check the `experiment.json` of a run directory, which may be somebody else's.
+
+    Raises `UserError` if it is damaged.
+    """
     path = directory / "experiment.json"
     record = read_json(path, LARGEST_METADATA)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else None
-        why = OLDER.get(found) if isinstance(found, int) else None
-        why = (
-            "was it written by a newer version?" if why is None else f"{why}. The jaxgpt that wrote it still reads it."
-        )
+        why = "its checkpoints have no manifests" if found == 1 else "was it written by a newer version?"
         raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
     digest = record.pop("sha256", None)  # older versions wrote none
     if digest is not None and digest != json_sha256(record):
@@ -149,27 +229,25 @@ def read_metadata(directory: Path) -> RunMetadata:
             f"{path} is not what was written: its own SHA-256 does not match. Restore a copy, or, if you have "
             'changed it yourself, delete its "sha256"'
         )
-    vocab_size, data = record.get("vocab_size"), record.get("data")
-    if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE or not isinstance(data, dict):
-        raise UserError(f"{path} is damaged: vocab_size={short(vocab_size)}, data={short(data)}")
-    origin = None
+    versions, imported, command = record.get("versions"), record.get("imported"), record.get("command")
     try:
+        vocab_size, data, begun = record.get("vocab_size"), record.get("data"), record.get("origin")
+        if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE:
+            raise UserError(f"vocab_size={short(vocab_size)}")
+        if not isinstance(data, dict) or not isinstance(imported, dict | None):
+            raise UserError(f"data={short(data)}, imported={short(imported)}")
         given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
-        if (begun := record.get("origin")) is not None:
-            origin = from_dict(Origin, begun, "origin.")
-            experiment = dataclasses.replace(given, model=origin.model)
+        origin = None if begun is None else from_dict(Origin, begun, "origin.")
+        if (given.train.init_from is None) != (origin is None):
+            raise UserError(f"train.init_from={given.train.init_from}, but origin {short(begun)}")
+        if origin is not None:
+            experiment = dataclasses.replace(experiment, model=origin.model)
         if origin is not None or given.data.tokenizer_file is not None:
             own = dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json"))
             experiment = dataclasses.replace(experiment, data=own)
         dataclasses.replace(experiment.model, vocab_size=vocab_size)
-        if (given.train.init_from is None) != (origin is None):
-            raise UserError(f"train.init_from={given.train.init_from}, but origin {short(begun)}")
     except UserError as e:
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
-    imported = record.get("imported")
-    if not isinstance(imported, dict | None):
-        raise UserError(f"{path} is damaged: imported={short(imported)}")
-    command = record.get("command")
     return RunMetadata(
         directory=directory,
         experiment=experiment,
@@ -178,6 +256,7 @@ def read_metadata(directory: Path) -> RunMetadata:
         vocab_size=vocab_size,
         data=data,
         imported=imported,
+        versions=versions if isinstance(versions, dict) else {},
         device=str(record.get("device")),
         command=command if isinstance(command, str) else None,
     )
@@ -185,6 +264,8 @@ def read_metadata(directory: Path) -> RunMetadata:
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
     """Load the tokenizer of a run. Raises `UserError` if the run was trained with another one."""
+    from jaxgpt.data.tokenizer import fingerprint, load_tokenizer
+
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):
@@ -202,17 +283,3 @@ def _command() -> str | None:
         return None
     name = "jaxgpt" if program.name == "__main__.py" else program.name
     return shell_line(*(["python"] if name.endswith(".py") else []), name, *sys.argv[1:])
-
-
-def _git_commit() -> str | None:
-    """Return the git commit of jaxgpt, or None if it is not a checkout."""
-    here = Path(__file__).parent
-    if not (here.parent / ".git").exists():
-        return None
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()

@@ -1,1 +1,0 @@
-"""Check that the numbers of a run are those of its experiment."""

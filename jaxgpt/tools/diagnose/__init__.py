@@ -1,1 +1,0 @@
-"""Repeat one training step of a run."""

@@ -1,0 +1,227 @@
+"""List all runs below a directory. Imports no jax, so that hundreds are listed in less than a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fnmatch
+import math
+import operator
+import os
+import re
+import statistics
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import suggest
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there, read_json
+from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
+from jaxgpt.runs.metrics import finite_values, read_metrics
+
+LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
+SORTS = {"name": False, "loss": False, "size": True, "tokens": True, "speed": True, "date": True}  # True: largest first
+SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
+COMPARE = {"=": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "speed", "step", "steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run in the table. None: not known, or not measured."""
+
+    name: str  # path of the run directory
+    status: str  # complete, training, interrupted, diverged, imported or damaged
+    step: int | None = None  # the last one in metrics.jsonl
+    steps: int | None = None  # train.steps
+    size: int | None = None  # parameters of the model, without adapters
+    tokens: int | None = None  # tokens that it was trained on
+    loss: float | None = None  # the lowest validation loss, in nats per token
+    speed: float | None = None  # median of the log, in tokens per second
+    date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
+    verdict: str | None = None  # of `jaxgpt report`
+    problem: str | None = None  # why a damaged run cannot be read
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """Return a row for each run below a directory, by name. Raises `UserError` if there is no such directory."""
+    if not is_there(directory, "Name a directory.") or not directory.is_dir():
+        raise UserError(f"no directory {directory}: name one that holds runs, or train one with `jaxgpt train`")
+    unreadable: list[OSError] = []
+    rows = []
+    for folder, folders, files in os.walk(directory, onerror=unreadable.append):  # which follows no links
+        if "experiment.json" in (*files, *folders):
+            folders[:] = [name for name in folders if name != "checkpoints"]
+            rows.append(_read_row(Path(folder)))
+    rows += [Row(name=str(e.filename), status="damaged", problem=f"cannot be read: {e.strerror}") for e in unreadable]
+    return sorted(rows, key=lambda row: row.name)
+
+
+def _read_row(directory: Path) -> Row:
+    """Return the row of a run, also of one that cannot be read."""
+    date = None
+    for name in ("experiment.json", "metrics.jsonl"):
+        if (directory / name).exists():
+            written = datetime.datetime.fromtimestamp((directory / name).stat().st_mtime)
+            date = written.astimezone().isoformat(timespec="seconds")
+    try:
+        metadata = read_metadata(directory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of damaged lines, which count for nothing
+            lines = read_metrics(directory / "metrics.jsonl")
+        size = count_parameters(metadata.model)
+    except UserError as e:
+        return Row(name=str(directory), status="damaged", date=date, problem=str(e).removeprefix(f"{directory}/"))
+    config, is_imported = metadata.experiment.train, metadata.imported is not None
+    step, rates = max((line["step"] for line in lines), default=0), finite_values(lines, "tokens_per_second")
+    return Row(
+        name=str(directory),
+        status=_status(metadata, lines, step),
+        step=None if is_imported else step,
+        steps=None if is_imported else config.steps,
+        size=size,
+        tokens=None if is_imported else step * config.batch_size * metadata.experiment.model.block_size,
+        loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
+        speed=statistics.median(rate for _, rate in rates) if rates else None,
+        date=date,
+        verdict=_verdict(directory / "summary.json", step),
+    )
+
+
+def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> str:
+    """Return the status of a run. It is complete if its last checkpoint exists."""
+    steps, most = metadata.experiment.train.steps, metadata.experiment.optim.max_skipped
+    if metadata.imported is not None:
+        return "imported"
+    if is_training(metadata.directory):
+        return "training"
+    skipped = [line["step"] for line in lines if "skipped" in line][-most:]
+    if skipped == list(range(step - most + 1, step + 1)) or {"step": steps, "val_loss": None} in lines[-2:]:
+        return "diverged"
+    return "complete" if (metadata.directory / "checkpoints" / str(steps)).is_dir() else "interrupted"
+
+
+def _verdict(path: Path, step: int) -> str | None:
+    """Return the verdict of summary.json, with its step if the run has been trained since."""
+    if not is_there(path, "It holds the verdict of `jaxgpt report`."):
+        return None
+    try:
+        summary: Any = read_json(path, LARGEST_SUMMARY)
+        verdict, logged = str(summary["verdict"]), summary["steps"]["logged"]
+    except (UserError, KeyError, TypeError):
+        return "summary.json is damaged"
+    return verdict if logged == step else f"{verdict} (at step {logged})"
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """Return the number of parameters of a model, without adapters. Needs `config.vocab_size`.
+
+    By arithmetic: jax, which would trace the model, takes half a second to import.
+    """
+    c = config.explicit()
+    assert c.vocab_size and c.mlp_dim and c.head_dim and c.n_kv_head
+
+    def dense(inputs: int, outputs: int, bias: bool | None) -> int:
+        return inputs * outputs + (outputs if bias else 0)
+
+    norm = c.n_embd * (2 if c.norm == "layernorm" and c.bias else 1)
+    norms = 2 if c.norm_position == "sandwich" else 1  # of each branch
+    last_norm = 0 if c.norm_position == "post" else norm
+    queries, keys = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    attention = dense(c.n_embd, queries, c.qkv_bias) + 2 * dense(c.n_embd, keys, c.qkv_bias)
+    attention += dense(queries, c.n_embd, c.out_bias)
+    if c.qk_norm:
+        attention += queries + keys if c.qk_norm_over == "heads" else 2 * c.head_dim
+    mlp = (2 if c.gated else 1) * dense(c.n_embd, c.mlp_dim, c.bias) + dense(c.mlp_dim, c.n_embd, c.bias)
+    block = attention + mlp + 2 * norms * norm
+    count = c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + c.n_layer * block + last_norm
+    if c.n_encoder_layer:
+        count += c.n_encoder_layer * block + last_norm + c.n_layer * (attention + norms * norm)
+    return count + (c.block_size * c.n_embd if c.position == "learned" else 0)
+
+
+def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> list[Row]:
+    """Return the rows that meet all conditions, such as "loss<1.5", sorted by a field; those without it come last.
+
+    Raises `UserError` for a condition that cannot be read.
+    """
+    for condition in conditions:
+        match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
+        if match is None:
+            raise UserError(
+                f"--filter {condition!r}: needs FIELD, one of {' '.join(COMPARE)} ~, and a value: 'loss<1.5'"
+            )
+        name, sign, text = match.groups()
+        if name not in (*WORDS, *NUMBERS):
+            known = (*WORDS, *NUMBERS)
+            raise UserError(
+                f"--filter {condition!r}: no field {name}{suggest(name, known)}. There are {', '.join(known)}"
+            )
+        if name in NUMBERS and sign == "~":
+            raise UserError(
+                f"--filter {condition!r}: ~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >"
+            )
+        wanted: Any = text if name in WORDS else _number(condition, text)
+        compare = fnmatch.fnmatchcase if sign == "~" else getattr(operator, COMPARE[sign])
+        end = len(text) if name == "date" and sign != "~" else None  # so that date=2026-11-23 is all of that day
+        known_rows = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
+        rows = [row for row, value in known_rows if compare(value[:end] if name in WORDS else value, wanted)]
+    known = sorted(
+        (row for row in rows if getattr(row, sort) is not None), key=operator.attrgetter(sort), reverse=SORTS[sort]
+    )
+    return known + [row for row in rows if getattr(row, sort) is None]
+
+
+def _number(condition: str, text: str) -> float:
+    """Return the number 1.5, 1e6, 300k or 124M."""
+    factor = SUFFIXES.get(text[-1:], 1.0)
+    try:
+        value = float(text[:-1] if factor != 1.0 else text) * factor
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise UserError(f"--filter {condition!r}: got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
+    return value
+
+
+def format_rows(rows: Sequence[Row], width: int | None) -> str:
+    """Return the table as lines of text.
+
+    Args:
+        rows: in their order.
+        width: columns of the terminal; names and verdicts that do not fit take more lines. None means any.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run", overflow="fold", min_width=12)
+    for name in ("size", "tokens", "loss", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("date", "status"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("verdict", min_width=12)
+    for row in rows:
+        status = row.status
+        if status in ("training", "interrupted", "diverged"):
+            status += f" {row.step}/{row.steps}"
+        loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
+        cells = [row.name, _short(row.size), _short(row.tokens), loss, speed, (row.date or "")[:10], status]
+        texts = (*cells, row.verdict or row.problem or "")
+        table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
+    console = Console(width=width or 10_000, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _short(number: int | None) -> str:
+    """Return a count with four digits: 9,999 as it is, 124.4M."""
+    if number is None or number < 10_000:
+        return "" if number is None else f"{number:,}"
+    name, factor = max(((n, f) for n, f in SUFFIXES.items() if f <= number), key=lambda pair: pair[1])
+    return f"{number / factor:.4g}{name}"

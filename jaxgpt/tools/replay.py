@@ -1,0 +1,274 @@
+"""Take steps of a run again: one step, to see what happened in it, or random ones, to check the run's numbers.
+
+On CPU the same hardware, versions and strategy give the same bits (tested). Operations on GPU are not deterministic by
+default: the gradient of an embedding adds rows in any order, cuDNN's backward pass may do so too, and another process
+may select other kernels for matrix products. `XLA_FLAGS=--xla_gpu_deterministic_ops=true` requests deterministic ones
+(not tried).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.errors import UserError
+from jaxgpt.files import is_there
+from jaxgpt.parallel.device import device_kind
+from jaxgpt.parallel.trainer import mean_loss
+from jaxgpt.runs.autopsy import NonFiniteReport, autopsy_directory, debug_step, format_report, gather_params
+from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, open_checkpoints
+from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.training import reopen_training
+from jaxgpt.train import NOT_FINITE, why_skipped
+
+SHARE = 0.035  # of a run's steps to take again by default
+MOST_PRINTED = 10  # findings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """Result of a repeated training step."""
+
+    step: int
+    start: int  # the step whose state the replay started from
+    origin: str  # where that state is from: the autopsy of the step, a checkpoint, or the seed
+    loss: float  # nats per token
+    grad_norm: float
+    skipped: str | None  # reason; None: the step was taken
+    logged: dict[str, Any] | None  # the line of this step in metrics.jsonl; None: it was not logged
+    equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip; None: not logged
+    findings: NonFiniteReport | None  # None: the step is finite
+
+
+def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
+    """Repeat the steps of a run up to `step`, with its configuration and data. Writes nothing.
+
+    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed.
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        step: the step to repeat, from 1.
+        say: receives a line of text with the state that the replay starts from.
+
+    Raises:
+        UserError: the run, the step or its text does not exist.
+    """
+    directory = find_run(run)
+    metadata = read_metadata(directory)
+    step, steps = check_whole("step", step), metadata.experiment.train.steps
+    if not 1 <= step <= steps:
+        raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
+    training = reopen_training(metadata, remedy="to replay a step, put that text back")
+    start, origin = 0, "the seed"
+    examined = Checkpoints(autopsy_directory(directory, step) / "state")
+    for name, checkpoints in (("the state in the autopsy", examined), ("the checkpoint", training.checkpoints)):
+        if (newest := checkpoints.latest_valid(before=step)) is not None:
+            start, origin = newest, f"{name}, after step {newest}"
+            training = dataclasses.replace(training, checkpoints=checkpoints)
+            break
+    trainer = training.trainer
+    say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
+    taken = training.take_steps(training.restore_or_init(start), start, step)
+    ((_, state, metrics),) = collections.deque(taken, maxlen=1)
+    findings = None
+    # A skipped step leaves the parameters unchanged.
+    if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
+        findings = debug_step(trainer, params, training.whole_batch(step), training.dropout_key, step)
+    skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
+    loss = float(metrics["loss"])
+    lines = [x for x in read_metrics(training.metrics) if x["step"] == step and "val_loss" not in x]
+    logged, equal = lines[-1] if lines else None, None
+    if logged is not None:
+        equal = logged.get("loss") == loss if skipped is None else logged.get("skipped") == skipped
+    return ReplayResult(
+        step=step,
+        start=start,
+        origin=origin,
+        loss=loss,
+        grad_norm=float(metrics["grad_norm"]),
+        skipped=skipped,
+        logged=logged,
+        equal=equal,
+        findings=findings,
+    )
+
+
+def format_replay(found: ReplayResult) -> str:
+    """Return the result of `replay` as text."""
+    logged = "not logged" if found.logged is None else str(found.logged.get("skipped", found.logged.get("loss")))
+    verdict = {True: " (the same)", False: " (different)", None: ""}[found.equal]
+    return "\n".join(
+        [
+            f"step {found.step}, from {found.origin}: {f'skipped, {found.skipped}' if found.skipped else 'taken'}",
+            f"loss           {found.loss}",
+            f"logged         {logged}{verdict}",
+            f"gradient norm  {found.grad_norm}",
+            *([] if found.findings is None else [format_report(found.findings)]),
+        ]
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """Result of an audit."""
+
+    run: str
+    accepted: bool
+    findings: list[str]  # what differs from what was written, and by how much; none if accepted
+    elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
+    tolerance: float  # relative difference that is accepted. 0: none
+    steps: int  # of the run
+    seed: int  # of the random draw
+    retaken: int  # steps taken again
+    is_whole: bool  # every step was taken again
+    compared_steps: int  # lines of the log
+    compared_checkpoints: int
+    compared_validations: int
+    verified_checkpoints: int  # whose files have their SHA-256
+
+
+def audit(
+    run: str | Path | None,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    data: str | None = None,
+    tolerance: float = 0.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> AuditResult:
+    """Take random steps of a run again, and compare them with its log and its checkpoints. Writes nothing.
+
+    The SHA-256 of configuration, tokenizer, data and checkpoints are compared first. Last, the newest checkpoint with a
+    validation loss is evaluated again.
+
+    Args:
+        run: directory of the run. None means the newest under `runs/`.
+        steps: most steps to take again, in all. As many as the run has: all of them. None means 3.5% of them.
+        seed: of the random draw. None means a new one each time.
+        data: path of the text, if it is not where the run read it.
+        tolerance: relative difference to accept, for a run of other hardware or versions. 0 demands equal bits.
+        say: receives a line of text before steps are taken.
+
+    Raises:
+        UserError: the run is imported or has no checkpoint, or its configuration or data have changed or are missing.
+    """
+    metadata = read_metadata(find_run(run))
+    config, total = metadata.experiment.data, metadata.experiment.train.steps
+    left = max(1, int(SHARE * total)) if steps is None else check_count("steps", steps)
+    seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
+    if metadata.imported is not None:
+        raise UserError(f"{metadata.directory} is an imported model: there is no training to audit")
+    checkpoints = open_checkpoints(metadata.directory)
+    if data is not None:
+        if not is_there(Path(data), "Name another text with --data."):
+            raise UserError(f"no file or folder at {data}: name another text with --data")
+        config = dataclasses.replace(config, path=data)
+    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    lines = read_metrics(training.metrics)
+    log = {line["step"]: line for line in lines if "val_loss" not in line}
+    val_losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    findings: list[str] = []
+    kept: list[int] = []
+    for step in checkpoints.steps():
+        try:
+            checkpoints.verify(step)
+            kept.append(step)
+        except (CorruptCheckpoint, OSError) as e:
+            findings.append(str(e))
+
+    def compare(what: str, claimed: Any, found: Any) -> None:
+        """Add a finding unless two numbers or arrays are equal. A number that is not finite is written as None."""
+        if claimed is None:
+            equal, by = not math.isfinite(found), ""
+        else:
+            x, y = np.asarray(claimed, np.float64), np.asarray(found, np.float64)
+            distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+            equal, by = np.array_equal(x, y, equal_nan=True) or distance <= tolerance, f", {distance:.1e} apart"
+        if not equal:
+            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, found))
+            findings.append(f"{what} is {was} in the run, {now} here{by}")
+
+    stops: dict[int, int] = {}  # {step to start from, 0 for the seed: the last step to take from there}
+    for step in np.random.default_rng(seed).permutation(sorted({*log, *kept})).tolist():
+        start = max(state for state in (0, *kept) if state < step)
+        cost = max(0, step - stops.get(start, start))
+        if cost <= left:
+            stops[start] = max(step, stops.get(start, start))
+            left -= cost
+    retaken = sum(stop - start for start, stop in stops.items())
+    say(f"re-taking {retaken:,} of {total:,} steps")
+    compared_steps = compared_checkpoints = 0
+    for start, stop in sorted(stops.items()):
+        state = training.restore_or_init(start)
+        for step, taken, metrics in training.take_steps(state, start, stop):
+            state = taken
+            why, line = why_skipped(metrics) if int(metrics["skipped"]) else None, log.get(step, {})
+            compared_steps += bool(line or why)
+            if why is None and "loss" in line:
+                for name in ("loss", "grad_norm"):
+                    compare(f"step {step}: {name}", line[name], float(metrics[name]))
+            elif (why, line.get("skipped")).count(None) == 1 or (why != line.get("skipped") and not tolerance):
+                findings.append(f"step {step}: skipped is {line.get('skipped')} in the run, {why} here")
+        if stop in kept:
+            compared_checkpoints += 1
+            claimed = training.restore_or_init(stop)
+            for item in ("params", "opt_state"):
+                arrays = jax.tree.leaves_with_path(getattr(claimed, item))
+                for (path, x), y in zip(arrays, jax.tree.leaves(getattr(state, item)), strict=True):
+                    compare(f"checkpoint {stop}: {item}{jax.tree_util.keystr(path)}", np.asarray(x), np.asarray(y))
+    measured = [step for step in kept if checkpoints.val_loss(step) is not None][-1:]
+    for step in measured:
+        params = training.trainer.merged_params(training.restore_or_init(step))
+        val_loss = mean_loss(training.trainer.eval_step, params, training.validation_windows())[0]
+        compare(f"checkpoint {step}: val_loss", checkpoints.val_loss(step), val_loss)
+        compare(f"step {step}: val_loss", val_losses.get(step), val_loss)
+    here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
+    return AuditResult(
+        run=str(metadata.directory),
+        accepted=not findings,
+        findings=findings,
+        elsewhere=[
+            f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value
+        ],
+        tolerance=tolerance,
+        steps=total,
+        seed=seed,
+        retaken=retaken,
+        is_whole=retaken == total,
+        compared_steps=compared_steps,
+        compared_checkpoints=compared_checkpoints,
+        compared_validations=len(measured),
+        verified_checkpoints=len(kept),
+    )
+
+
+def format_audit(found: AuditResult) -> str:
+    """Return the result of `audit` as text: the verdict, what differs, and what was compared."""
+    more = len(found.findings) - MOST_PRINTED
+    exact = f"within {found.tolerance:g}" if found.tolerance else "bit for bit"
+    lines = [
+        f"{found.run}: {'accepted' if found.accepted else 'not accepted'}",
+        *(f"  {finding}" for finding in found.findings[:MOST_PRINTED]),
+        *([f"  and {more:,} more"] if more > 0 else []),
+        f"{found.retaken:,} of {found.steps:,} steps re-taken and compared {exact}: {found.compared_steps:,} lines of the "
+        f"log, {found.compared_checkpoints:,} checkpoints, {found.compared_validations} validation losses; "
+        f"{found.verified_checkpoints:,} checkpoints, configuration and data have their SHA-256",
+    ]
+    if found.accepted and found.is_whole:
+        lines.append(f"Every step was re-taken and is right, {exact}.")
+    if not found.accepted and found.elsewhere:
+        lines.append(
+            f"The run was computed elsewhere ({'; '.join(found.elsewhere)}), where the last bits may differ: "
+            "--tolerance 1e-3 accepts that"
+        )
+    return "\n".join(lines)

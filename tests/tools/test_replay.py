@@ -1,0 +1,155 @@
+"""Steps of a run that are taken again: honest runs are accepted bit for bit, and what was changed in one is named."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+
+import jax
+import pytest
+
+from jaxgpt.errors import Preempted, UserError
+from jaxgpt.fitting import fit
+from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.directory import read_metadata
+from jaxgpt.runs.metrics import read_metrics
+from jaxgpt.runs.training import reopen_training
+from jaxgpt.tools.replay import audit, format_audit, replay
+from tests.helpers import edit_record, flip, tiny_experiment
+
+STEPS, KEEP = 20, 4
+
+
+def changed(experiment, **parts):
+    return dataclasses.replace(
+        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def experiment(text_file):
+    train = {"steps": STEPS, "log_every": 1, "eval_every": KEEP, "checkpoint_every": KEEP, "keep_every": KEEP}
+    return changed(
+        tiny_experiment(text_file, eval_tokens=64, **train), model={"n_layer": 1}, optim={"learning_rate": 2e-3}
+    )
+
+
+@pytest.fixture(scope="module")
+def honest(experiment, tmp_path_factory):
+    return fit(experiment, tmp_path_factory.mktemp("audits") / "run", progress=False).directory
+
+
+@pytest.fixture
+def run(honest, tmp_path):
+    return shutil.copytree(honest, tmp_path / "run")
+
+
+def edit_log(run, change):
+    path = run / "metrics.jsonl"
+    path.write_text("".join(json.dumps(change(line)) + "\n" for line in read_metrics(path)))
+
+
+def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
+    before = {path: path.stat().st_mtime_ns for path in honest.rglob("*")}
+    drawn = {audit(honest, steps=6, seed=seed).compared_steps for seed in range(4)}
+    found = audit(honest, steps=6)
+    assert found.accepted and not found.is_whole and 1 <= found.retaken <= 6 and not found.elsewhere
+    assert found.compared_validations == 1 and found.verified_checkpoints == STEPS // KEEP
+    assert "accepted" in format_audit(found) and "bit for bit" in format_audit(found)
+    assert len(drawn) > 1 or drawn == {6}
+    assert audit(honest, steps=6, seed=3) == audit(honest, steps=6, seed=3)
+    assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
+
+
+def false_weights(run):
+    """Save the last state with another parameter, whose SHA-256 is right."""
+    training = reopen_training(read_metadata(run), remedy="")
+    state = training.restore_or_init(STEPS)
+    state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * (1 + 1e-4), state.params))
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=STEPS)
+    val_loss = checkpoints.val_loss(STEPS)
+    checkpoints.save(state, STEPS, val_loss)
+    checkpoints.close()
+
+
+def at(step, name, **values):
+    """Return a function that changes the line of a step that has this field."""
+    return lambda run: edit_log(
+        run, lambda line: {"step": step} | values if line["step"] == step and name in line else line
+    )
+
+
+FALSE = {
+    "step 15: grad_norm is": at(15, "loss", loss=2.5, grad_norm=1.25),
+    "step 7: skipped is loss is nan in the run, None here": at(7, "loss", skipped="loss is nan"),
+    f"step {STEPS}: val_loss is": at(STEPS, "val_loss", val_loss=1.25),
+    f"checkpoint {STEPS}: val_loss is": lambda run: Checkpoints(run / "checkpoints").set_val_loss(STEPS, 1.25),
+    f"checkpoint {STEPS}: params['": false_weights,
+    "8/manifest.json is not what was written": lambda run: flip(run / "checkpoints/8/manifest.json", 2000),
+}
+
+
+@pytest.mark.parametrize("finding", FALSE)
+def test_what_was_changed_is_named_if_every_step_is_taken(run, finding):
+    FALSE[finding](run)
+    found = audit(run, steps=STEPS)
+    assert not found.accepted and found.is_whole and found.retaken == STEPS
+    assert any(finding in said for said in found.findings), found.findings
+    assert finding in format_audit(found) and "not accepted" in format_audit(found)
+
+
+def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
+    edit_record(run, lambda record: record.update(device="NVIDIA H200"))
+    # Another order of a sum makes such a difference.
+    edit_log(run, lambda line: line | {"loss": line["loss"] * (1 + 1e-5)} if "loss" in line else line)
+    found = audit(run, steps=STEPS)
+    assert not found.accepted and found.elsewhere == ["device NVIDIA H200, here cpu"]
+    assert "device NVIDIA H200, here cpu" in format_audit(found) and "--tolerance" in format_audit(found)
+    found = audit(run, steps=STEPS, tolerance=1e-4)
+    assert found.accepted and "Every step was re-taken and is right, within 0.0001." in format_audit(found)
+
+
+def test_what_cannot_be_audited_is_refused_in_one_line(honest, run):
+    with pytest.raises(UserError, match="was trained on other data.*name that text with --data"):
+        audit(honest, data=__file__)
+    with pytest.raises(UserError, match="no file or folder at nowhere.txt"):
+        audit(honest, data="nowhere.txt")
+    edit_record(run, lambda record: record.update(imported={"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="is an imported model: there is no training to audit"):
+        audit(run)
+
+
+# Honest runs of all kinds: other fields of the experiment.
+KINDS = {
+    "muon, dropout, accumulation and pmap": {
+        "model": {"dropout": 0.2},
+        "optim": {"name": "muon", "schedule": "wsd", "min_lr_ratio": 0.0},
+        "parallel": {"micro_batch_size": 2, "strategy": "pmap"},
+    },
+    "skipped steps in bfloat16": {
+        "optim": {"skip_spikes": 1.05, "max_skipped": STEPS, "learning_rate": 0.03},
+        "train": {"dtype": "bfloat16"},
+    },
+    "few checkpoints": {"train": {"keep_every": None, "log_every": 3, "checkpoint_every": 1000}},
+    "resumed": {"train": {"log_every": 2, "eval_every": 7}},
+    "adapters": {"train": {"seed": 5}, "lora": {"rank": 2}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, kind):
+    run = tmp_path / "run"
+    if kind == "resumed":
+        with pytest.raises(Preempted), pytest.MonkeyPatch.context() as patch:
+            stop = contextlib.nullcontext(lambda step: "SIGTERM" if step == STEPS // 2 else None)
+            patch.setattr("jaxgpt.fitting.catch_signals", lambda: stop)
+            fit(experiment, run, progress=False)
+    if kind == "adapters":
+        experiment = changed(experiment, train={"init_from": str(honest)})
+    fit(changed(experiment, **KINDS[kind]), run, progress=False)
+    found, lines = audit(run, steps=STEPS), read_metrics(run / "metrics.jsonl")
+    assert found.findings == [] and found.is_whole
+    assert "Every step was re-taken and is right, bit for bit." in format_audit(found)
+    assert any("skipped" in line for line in lines) == kind.startswith("skipped")
+    assert replay(run, STEPS).equal
