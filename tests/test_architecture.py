@@ -59,8 +59,8 @@ LAYER_ROWS = [
 HOMES = {
     "orbax": ["runs.checkpoint"],
     "grain": ["data.pipeline"],
-    "tokenizers": ["data.bpe"],
-    "jinja2": ["data.chat.jinja"],
+    "tokenizers": ["data.tokenizer"],
+    "jinja2": ["data.template"],
     "matplotlib": ["interventions.plots", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],

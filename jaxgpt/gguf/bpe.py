@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.bpe import WORDS, BPETokenizer
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.tokenizers import list_byte_names
 

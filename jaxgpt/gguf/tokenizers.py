@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
-from jaxgpt.data.bpe import BPETokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.bpe import (
     NORMAL,

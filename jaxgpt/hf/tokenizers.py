@@ -6,8 +6,7 @@ import itertools
 import json
 from typing import Any
 
-from jaxgpt.data.bpe import BPETokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
-from jaxgpt.data.chat.template import write_template
+from jaxgpt.data.template import write_template
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import json_sha256, read_json, write_whole

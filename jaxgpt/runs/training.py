@@ -15,8 +15,7 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.callbacks import Metrics
 from jaxgpt.config import DataConfig, Experiment
-from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
-from jaxgpt.data.tokens import Dataset
+from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
 from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.strategy import SingleDevice, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer

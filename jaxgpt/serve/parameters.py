@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, short
-from jaxgpt.data.chat.template import MARKS, ROLES, Message
+from jaxgpt.data.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.sample.filters import Sampling

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.chat.template import Message
+from jaxgpt.data.template import Message
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.sample.prompts import check_ids

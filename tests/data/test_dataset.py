@@ -9,8 +9,8 @@ import pytest
 from jaxgpt.config import DataConfig
 from jaxgpt.data import cache, corpus, dataset, documents
 from jaxgpt.data.dataset import encode_whole, prepare
+from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.runs.resume import reopen_dataset
 from tests.conftest import TEXT

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.bpe import BPETokenizer
-from jaxgpt.data.chat.conversations import read_messages
-from jaxgpt.data.chat.template import CHATML, PLAIN, find_template, fingerprint
+from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import Pairs, read_pairs
+from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
+from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.resume import check_same_data
 from tests.data.chat.test_template import GOLDEN

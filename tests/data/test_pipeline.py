@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.data.tokens import Tokens, count_windows, find_window_starts
+from jaxgpt.data.pipeline import Tokens, count_windows, find_window_starts, training_batches, validation_batches
 
 T = 8
 

@@ -208,7 +208,7 @@ def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
 def test_a_meta_file_that_is_no_object_is_no_crash(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps([1]))
     with pytest.warns(UserWarning, match="damaged"):
-        from jaxgpt.data.cache import read_tokens
+        from jaxgpt.data.dataset import read_tokens
 
         assert read_tokens(tmp_path) is None
 

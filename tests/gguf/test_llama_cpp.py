@@ -17,8 +17,7 @@ from flax import traverse_util
 
 import jaxgpt
 from jaxgpt.config import GPTConfig
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.gguf.file import write_gguf
 from jaxgpt.gguf.model import to_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields

@@ -6,10 +6,9 @@ import json
 import pytest
 
 import jaxgpt
-from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.conversations import find_end_of_turn, tokenise
-from jaxgpt.data.chat.template import find_template, list_plain_characters
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.conversations import find_end_of_turn, tokenise
+from jaxgpt.data.template import find_template, list_plain_characters
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.tools.convert.export_gguf import export_gguf
 from jaxgpt.tools.convert.export_hf import _write_generation, _write_tokenizer, export_hf
 from jaxgpt.tools.convert.import_gguf import import_gguf

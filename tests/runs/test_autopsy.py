@@ -14,7 +14,7 @@ import jaxgpt.parallel.trainer
 from jaxgpt.batch import Batch
 from jaxgpt.cluster import multihost
 from jaxgpt.config import OptimConfig
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load

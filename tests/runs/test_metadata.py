@@ -8,8 +8,8 @@ import chex
 import pytest
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
-from jaxgpt.data.chat.template import find_template
-from jaxgpt.data.chat.template import fingerprint as template_fingerprint
+from jaxgpt.data.template import find_template
+from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import KERNELS

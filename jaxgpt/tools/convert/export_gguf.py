@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from jaxgpt.data.chat.conversations import find_end_of_turn
-from jaxgpt.data.chat.template import Jinja
+from jaxgpt.data.conversations import find_end_of_turn
+from jaxgpt.data.template import Jinja
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 from jaxgpt.gguf.file import parse_dtype, write_gguf

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt.data.chat.conversations import find_end_of_turn
-from jaxgpt.data.chat.template import ChatTemplate, Turns
+from jaxgpt.data.conversations import find_end_of_turn
+from jaxgpt.data.template import ChatTemplate, Turns
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole
 from jaxgpt.hf.families import find_family

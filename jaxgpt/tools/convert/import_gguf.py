@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from jaxgpt.data.chat.template import write_template
+from jaxgpt.data.template import write_template
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.gguf.families import FAMILIES
 from jaxgpt.gguf.file import Fields

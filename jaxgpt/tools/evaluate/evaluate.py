@@ -13,12 +13,11 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.config.validate import check_count, check_whole
-from jaxgpt.data.chat.conversations import Conversations, encode_all
+from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs
-from jaxgpt.data.pipeline import validation_batches
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run

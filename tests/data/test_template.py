@@ -9,11 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn, tokenise
-from jaxgpt.data.chat.jinja import LONGEST_TEXT, Renderer, compile_template
-from jaxgpt.data.chat.template import CHATML, ETX, PLAIN, Jinja, find_template
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.conversations import encode_prompt, find_end_of_turn, tokenise
+from jaxgpt.data.template import CHATML, ETX, LONGEST_TEXT, PLAIN, Jinja, Renderer, compile_template, find_template
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
@@ -249,7 +247,7 @@ BOMBS = [
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is bounded on Linux")
 def test_templates_take_no_more_memory_than_they_may(monkeypatch):
     """All in one template, so that they take one process, which goes on."""
-    monkeypatch.setattr("jaxgpt.data.chat.jinja.MEMORY", 2**27)
+    monkeypatch.setattr("jaxgpt.data.template.MEMORY", 2**27)
     cases = "".join(f"{{% elif n == {n} %}}{source}" for n, source in enumerate(BOMBS))
     render = Renderer(f"{{% if n < 0 %}}none{cases}{{% endif %}}")
     process = render._process
@@ -273,7 +271,7 @@ jinja.Renderer({!r})(n=1)
 
 
 def test_templates_take_no_more_time_than_they_may(monkeypatch):
-    monkeypatch.setattr("jaxgpt.data.chat.jinja.SECONDS", 1)
+    monkeypatch.setattr("jaxgpt.data.template.SECONDS", 1)
     render = Renderer(ENDLESS + "{% if not n %}none{% endif %}")
     with pytest.raises(
         UserError, match="the chat template takes more than 1 s for one conversation: it cannot be used"
