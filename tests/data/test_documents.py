@@ -13,7 +13,7 @@ from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.runs.resume import check_same_data
-from tests.data.chat.test_template import GOLDEN
+from tests.data.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
 T = 256
