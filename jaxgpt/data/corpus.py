@@ -137,7 +137,7 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 def download(corpus: Corpus, path: Path) -> None:
     """Download, clean and verify a corpus, then write it. Raises `UserError` if that fails; a wrong text is not used."""
-    by_hand = f"Try again, save the text as {path}, or use --data.path FILE."
+    by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
     try:
         with urllib.request.urlopen(corpus.url, timeout=60.0) as response:  # seconds without data

@@ -221,11 +221,9 @@ def _open_documents(
     if entry is None:
         entry = _encode_documents(config, kind, template_directory, with_prefix)
     arrays, tokenizer, made_of, _ = read_tokens(entry)
+    documents_of = Pairs if encoder else Conversations
     train, val = (
-        (Pairs if encoder else Conversations)(
-            arrays[split], arrays[f"{split}_answers"], arrays[f"{split}_ends"], block_size
-        )
-        for split in SPLITS
+        documents_of(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
     )
     for name, documents in (("training", train), ("validation", val)):
         if not len(documents):
@@ -248,14 +246,8 @@ def _open_documents(
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
         notes.append(f"longer than block_size={block_size}: {shortened + left_out:,} {kind}s, {ends} are left out")
-    return Dataset(
-        train=train,
-        val=val,
-        tokenizer=tokenizer,
-        fingerprint=made_of,
-        tokenizer_config=tokenizer_config,
-        notes=tuple(notes),
-    )
+    record = {"fingerprint": made_of, "tokenizer_config": tokenizer_config, "notes": tuple(notes)}
+    return Dataset(train=train, val=val, tokenizer=tokenizer, **record)
 
 
 def _encode_documents(config: DataConfig, kind: str, template_directory: Path | None, with_prefix: bool) -> Path:
@@ -361,14 +353,9 @@ def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict
 def _from_entry(directory: Path) -> Dataset:
     arrays, tokenizer, made_of, counts = read_tokens(directory)
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    val_characters, val_bytes = counts.get("val_characters"), counts.get("val_bytes")
+    characters, raw = counts.get("val_characters"), counts.get("val_bytes")
     return Dataset(
-        train=train,
-        val=val,
-        tokenizer=tokenizer,
-        val_characters=val_characters,
-        val_bytes=val_bytes,
-        fingerprint=made_of,
+        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
     )
 
 

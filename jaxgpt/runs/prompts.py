@@ -24,7 +24,7 @@ class PromptFormat:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """Return the chat template of training, which is the tokenizer's own or the default of `data.chat.template`."""
+        """Return the chat template of training, which is the tokenizer's own or the default of `data.template`."""
         template = find_template(self.tokenizer, self.metadata.directory, with_prefix=self.metadata.has_prefix)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):

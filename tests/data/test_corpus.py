@@ -87,7 +87,9 @@ def test_downloaded_once_then_kept(server, lector):
 def test_what_fails_is_told_and_leaves_nothing(lector, tmp_path, where, said):
     lector(**where)
     path = tmp_path / "corpora" / "lector.txt"
-    with pytest.raises(UserError, match=rf"({said}).*Try again, save the text as {path}, or use --data\.path FILE"):
+    with pytest.raises(
+        UserError, match=rf"({said}).*To give it by hand, save the text as {path}, or use --data\.path FILE"
+    ):
         find_corpus_files("lector")
     assert not list(path.parent.iterdir())
 
