@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jaxgpt.data.conversations import Conversations
 
 PREFETCH = 16  # batches read ahead
 MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
@@ -114,8 +111,8 @@ class Tokens(Split):
 class Dataset:
     """The two splits, their tokenizer, and a fingerprint: runs with the same one are comparable."""
 
-    train: Tokens | Conversations
-    val: Tokens | Conversations
+    train: Split
+    val: Split
     tokenizer: Tokenizer
     val_characters: int | None = None  # for bits per character; None if the text is unknown
     val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte

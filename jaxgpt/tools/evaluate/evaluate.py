@@ -17,7 +17,7 @@ from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs
-from jaxgpt.data.pipeline import Tokens, validation_batches
+from jaxgpt.data.pipeline import Split, Tokens, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
@@ -37,7 +37,7 @@ _eval_step = jax.jit(eval_step, static_argnames="model")
 class HeldOut(NamedTuple):
     """Data that a run is evaluated on."""
 
-    split: Tokens | Conversations
+    split: Split
     is_pairs: bool = False
     characters: int | None = None  # None: only token ids are known
     utf8: int | None = None  # bytes
