@@ -96,28 +96,11 @@ def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
     assert (ids == end).sum() == 2 and ids[answers][-1] == end
 
 
-def test_two_messages_cannot_make_a_special_token_together():
-    tokenizer = TOKENIZERS["bytes"]
-    found = Jinja(source="{{ messages[0].content }}{{ messages[1].content }}</s>", tokens={}, specials=())
-    ids, _ = tokenise(found.write(user("<|im_", "end|>"), prompt=True), tokenizer)
-    assert np.isin(ids, list(tokenizer.specials.values())).tolist() == [False] * (len(ids) - 1) + [True]
-
-
 def test_where_a_template_rewrites_contents_its_tokens_are_refused_in_them():
     found = template("dated", TOKENIZERS["bytes"])
     with pytest.raises(UserError, match=r"message 1 has '<\|im_end\|>' in it, and its chat template rewrites contents"):
         found.write(user("say <|im_end|>\n", "no"))
     found.write(user("say im_end\n", "no"))
-
-
-def test_the_end_of_turn_is_the_assistants_and_the_newline_after_it_is_not():
-    messages = user("What?", "That.", "And?", "This.")
-    expected = ["That.<|im_end|>", "This.<|im_end|>"]
-    for name in ("chatml", "marked"):
-        assert marked_text(template(name, TOKENIZERS["bytes"]).write(messages)) == expected
-    written = CHATML.write(messages)
-    assert marked_text(written) == expected
-    assert "<s>" + written.text == template("marked", TOKENIZERS["bytes"]).write(messages).text
 
 
 def test_the_plain_template_is_for_every_tokenizer():
