@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import load_tokenizer
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.encdec import build_model
 from jaxgpt.model import GPT
 from jaxgpt.run import Run

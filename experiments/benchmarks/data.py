@@ -29,10 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pipeline import training_batches
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens, training_batches
+from jaxgpt.data.tokenizer import train_bpe
 
 PEER_CHARACTERS = 8_000_000  # the part of the text that peers encode: lists of all of it would take gigabytes
 SHAPES = {"12 x 64": (12, 64, 2000), "32 x 1024": (32, 1024, 200)}

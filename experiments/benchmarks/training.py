@@ -43,8 +43,7 @@ def make_jaxgpt(shape: dict) -> tuple:
     import numpy as np
 
     from jaxgpt import Experiment, GPTConfig, OptimConfig, TrainConfig
-    from jaxgpt.data.pipeline import training_batches
-    from jaxgpt.data.tokens import Tokens
+    from jaxgpt.data.pipeline import Tokens, training_batches
     from jaxgpt.parallel.trainer import make_trainer
 
     sizes = {name: value for name, value in shape.items() if name != "batch_size"}

@@ -8,19 +8,16 @@ import hashlib
 import http.client
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxgpt.data import numbers
+from jaxgpt.data.pairs import make_number_pairs
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, make_cache, open_file, sha256, write_whole
 
 CHUNK = 8 * 1024**2  # bytes read at a time: a text may be larger than memory
-ATTEMPTS = 3  # per download
-PAUSE = 0.5  # seconds after the first, twice as many after the second
 LARGEST = 2**28  # bytes of a download; every registered corpus is far below
 
 
@@ -42,45 +39,47 @@ def strip_gutenberg(text: str) -> str:
     return "\n".join(lines[start:end]).strip("\n")
 
 
-CORPORA = {
-    c.name: c
-    for c in (
-        # Tiny Shakespeare: 1,115,394 characters of the plays. Public domain.
-        Corpus(
-            name="shakespeare",
-            url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-            sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        ),
-        # Verse by Cervantes between <|inicio|> and <|fin|>, from sancho-mini: 147,758 characters. Public domain, in a
-        # repository with the MIT licence.
-        Corpus(
-            name="sancho",
-            url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
-            "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
-            sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
-        ),
-        # Don Quixote in Spanish, both parts: 2,097,952 characters of Project Gutenberg's No. 2000. Public domain.
-        Corpus(
-            name="quijote",
-            url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
-            sha256="467f4714581d95fcf18b1f852ad8cdc6da184170cd3e7d6bdd548d93655f306d",
-            clean=strip_gutenberg,
-        ),
-    )
-}
+# All three are in the public domain. Sancho, verse by Cervantes, is from a repository with the MIT licence.
+_CORPORA = (
+    Corpus(
+        name="shakespeare",  # 1,115,394 characters of the plays
+        url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+    Corpus(
+        name="sancho",  # 147,758 characters, between <|inicio|> and <|fin|>
+        url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
+        "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
+        sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
+    ),
+    Corpus(
+        name="quijote",  # Don Quixote in Spanish, both parts, 2,097,952 characters
+        url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
+        sha256="467f4714581d95fcf18b1f852ad8cdc6da184170cd3e7d6bdd548d93655f306d",
+        clean=strip_gutenberg,
+    ),
+)
+CORPORA = {corpus.name: corpus for corpus in _CORPORA}
 
 # Corpora that need no download: Python's reference, conversations made from it, and pairs of number words and digits.
 BUILT_IN: dict[str, Callable[[], str]] = {
     "python-docs": lambda: _python_docs(),
     "python-docs.jsonl": lambda: _python_questions(),
-    "spanish-numbers.tsv": numbers.make_number_pairs,
+    "spanish-numbers.tsv": make_number_pairs,
 }
 
 
 def find_corpus_files(name: str) -> list[Path]:
     """Return the files of a registered corpus, after generating or downloading them if necessary."""
     if name in BUILT_IN:
-        return [_write_to_cache(name if "." in name else f"{name}.txt", BUILT_IN[name]())]
+        stem, _, suffix = name.partition(".")
+        raw = BUILT_IN[name]().encode()
+        digest = hashlib.sha256(raw).hexdigest()
+        path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix or 'txt'}"
+        if not path.exists():
+            make_cache(path.parent)
+            write_whole(path, raw)
+        return [path]
     if name not in CORPORA:
         raise UserError(
             f"unknown corpus {name!r}: known are {', '.join([*BUILT_IN, *CORPORA])}; for a text of your own use --data.path"
@@ -99,20 +98,16 @@ def find_corpus_files(name: str) -> list[Path]:
 
 def find_user_files(path: str) -> list[Path]:
     """Return the text files at `--data.path`: the file itself, or all .txt files below a folder, sorted by path."""
-    root = Path(path)
-    if is_there(root, "--data.path takes a text, a folder of them, or .bin shards") and root.is_dir():
-        files = sorted(p for p in root.rglob("*.txt") if p.is_file())
-        if not files:
-            raise UserError(
-                f"{root} has no .txt files: give a UTF-8 text file, a folder of .txt files, or .bin token shards"
-            )
-        return files
-    if not root.exists():
-        raise UserError(
-            f"no file or folder at {root}: --data.path takes a UTF-8 text file, a folder of them, or .bin shards"
-        )
-    open_file(root).close()
-    return [root]
+    root, takes = Path(path), "--data.path takes a UTF-8 text file, a folder of .txt files, or .bin token shards"
+    if not is_there(root, takes):
+        raise UserError(f"no file or folder at {root}: {takes}")
+    if not root.is_dir():
+        open_file(root).close()
+        return [root]
+    files = sorted(p for p in root.rglob("*.txt") if p.is_file())
+    if not files:
+        raise UserError(f"{root} has no .txt files: {takes}")
+    return files
 
 
 def read_text(files: list[Path]) -> Iterator[str | None]:
@@ -141,40 +136,27 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
 
 
 def download(corpus: Corpus, path: Path) -> None:
-    """Download, clean and verify a corpus, then write it; retry from the beginning if that fails.
-
-    Raises `UserError` after ATTEMPTS failures, or at once if the server refuses. A wrong text is never written.
-    """
+    """Download, clean and verify a corpus, then write it. Raises `UserError` if that fails; a wrong text is not used."""
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
-    problem = ""
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            text = corpus.clean(_fetch(corpus.url).decode("utf-8"))
-            found = hashlib.sha256(text.encode()).hexdigest()
-            if found == corpus.sha256:
-                return write_whole(path, text)
-            # A truncated download ends here too if the server did not send its length.
-            problem = (
-                f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used"
-            )
-        except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
-            problem = f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}"
-            if isinstance(e, urllib.error.HTTPError):
-                e.close()  # the exception is also the response
-                if e.code < 500:  # missing or forbidden: another attempt would fail too
-                    raise UserError(f"{problem}. {by_hand}") from None
-        if attempt < ATTEMPTS:
-            time.sleep(PAUSE * attempt)
-    raise UserError(f"{problem}, {ATTEMPTS} times. {by_hand}")
-
-
-def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=60.0) as response:  # seconds without data
-        raw = response.read(LARGEST)
-        if response.length:  # bytes that did not arrive
-            raise http.client.IncompleteRead(raw, response.length)
-    return raw
+    try:
+        with urllib.request.urlopen(corpus.url, timeout=60.0) as response:  # seconds without data
+            raw = response.read(LARGEST)
+            if response.length:  # bytes that did not arrive
+                raise http.client.IncompleteRead(raw, response.length)
+        text = corpus.clean(raw.decode("utf-8"))
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
+        if isinstance(e, urllib.error.HTTPError):
+            e.close()  # the exception is also the response
+        raise UserError(
+            f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}"
+        ) from None
+    # A truncated download ends here too if the server did not send its length.
+    if (found := hashlib.sha256(text.encode()).hexdigest()) != corpus.sha256:
+        raise UserError(
+            f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used. {by_hand}"
+        )
+    write_whole(path, text)
 
 
 def _python_docs() -> str:
@@ -202,14 +184,3 @@ def _python_questions() -> str:
         ({"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": x}) for name, x in pairs
     )
     return "".join(json.dumps({"messages": messages}) + "\n" for messages in turns)
-
-
-def _write_to_cache(name: str, text: str) -> Path:
-    """Write a text to the cache, unless it is there, and return its path; the name contains its SHA-256."""
-    stem, _, suffix = name.rpartition(".")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    path = cache_directory() / "corpora" / f"{stem}-{digest[:12]}.{suffix}"
-    if not path.exists() or sha256(path) != digest:
-        make_cache(path.parent)
-        write_whole(path, text)
-    return path

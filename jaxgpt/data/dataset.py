@@ -1,10 +1,15 @@
-"""Prepare the dataset of a configuration: encode its text once and split it by position."""
+"""Open the data of a configuration: text and documents are encoded once, cached, and split by position."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
+import json
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,23 +18,22 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, GPTConfig
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.cache import SPLITS, CachedTokens, cache_entry, change_error, find_tokens, read_tokens, write_tokens
+from jaxgpt.data import template as chat
+from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
-from jaxgpt.data.documents import prepare_documents
-from jaxgpt.data.shards import find_shards, prepare_shards
-from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, open_tokenizer
-from jaxgpt.data.tokens import Dataset, Tokens
-from jaxgpt.data.workers import count_cores, encode_in_order
+from jaxgpt.data.pairs import TARGET_END, TARGET_START, Pairs, encode_pairs, read_pairs
+from jaxgpt.data.pipeline import Dataset, Tokens
+from jaxgpt.data.shards import find_shards, open_shards
+from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there
+from jaxgpt.files import cache_directory, is_there, make_cache, read_json, sha256
 
 LOG = logging.getLogger(__name__)
-# Characters; encoding a text of at least this length repays starting a process per core, and is reported.
-FOR_ALL_CORES = 2**25
+REPORTED = 2**25  # bytes; reading a text of at least this size is reported
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
-Cut = tuple[int, tuple[str, ...]]  # characters of a document for training, and the splits that get a token for its end
 TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
+DOCUMENT_FORMAT = 2  # the same of cached conversations and pairs
+SPLITS = ("train", "val")
 
 
 def prepare(
@@ -62,18 +66,21 @@ def prepare(
     by_file = known is None or "split" in known
     if config.path is not None and is_there(Path(config.path), "Name another text with --data.path."):
         known = None
+    entry = _find_entry(known, config.is_packed) if known is not None else None
     if config.is_packed:
-        return prepare_documents(config, block_size, encoder, with_prefix, known)
-    if known is not None and (cached := find_tokens(known)) is not None:
-        return _from_cache(cached)
-    shards = find_shards(config.path)
-    dataset = prepare_shards(config, shards, vocab_size) if shards else _from_text(config, by_file)
-    source = config.path or config.corpus
+        return _open_documents(config, entry, block_size, encoder, with_prefix)
+    if entry is not None:
+        dataset = _from_entry(entry)
+    elif shards := find_shards(config.path):
+        dataset = open_shards(config, shards, vocab_size)
+    else:
+        dataset = _open_text(config, by_file)
     for name, tokens in (("training", dataset.train), ("validation", dataset.val)):
         if len(tokens) <= block_size:
             raise UserError(
-                f"the {name} split of {source} has {len(tokens)} tokens, needed {block_size + 1} for one window of "
-                f"block_size={block_size}: give more text, a smaller --model.block-size, or another --data.val-fraction"
+                f"the {name} split of {config.path or config.corpus} has {len(tokens)} tokens, needed {block_size + 1} for "
+                f"one window of block_size={block_size}: give more text, a smaller --model.block-size, or another "
+                "--data.val-fraction"
             )
     return dataset
 
@@ -82,166 +89,8 @@ def prepare_for(
     model: GPTConfig, data: DataConfig, *, with_prefix: bool = True, known: dict[str, Any] | None = None
 ) -> Dataset:
     """Return the dataset for training a model: see `prepare`."""
-    return prepare(
-        data,
-        block_size=model.block_size,
-        vocab_size=model.vocab_size,
-        encoder=model.n_encoder_layer > 0,
-        with_prefix=with_prefix,
-        known=known,
-    )
-
-
-def _from_text(config: DataConfig, by_file: bool) -> Dataset:
-    name, source = config.tokenizer, config.path or config.corpus
-    text = _Text(find_user_files(config.path) if config.path else find_corpus_files(config.corpus), source)
-    tokenizer = open_tokenizer(name, "a text needs")
-    lengths, alphabet = [0], set[str]()
-    for piece in text:
-        if piece is None:
-            lengths.append(0)
-        else:
-            lengths[-1] += len(piece)
-        if name == "char":
-            alphabet.update("\n" if piece is None else piece)
-    characters = sum(lengths) + len(lengths) - 1
-    if not characters:
-        raise UserError(f"{source} is empty: there is nothing to learn from")
-    if name == "char":
-        tokenizer = CharTokenizer(alphabet)
-    by_file = by_file and len(lengths) > 1
-    cuts = _cut(lengths, 1.0 - config.val_fraction, by_file=by_file)
-    train_characters = int(characters * (1.0 - config.val_fraction))
-    spec = {
-        "format": TEXT_FORMAT,
-        "text": text.digest,
-        "train_characters": [cut for cut, _ in cuts] if by_file else train_characters,
-        "tokenizer": name if config.tokenizer_file is None or tokenizer is None else fingerprint(tokenizer),
-    }
-    if name == "bpe":
-        spec["bpe_vocab_size"] = config.bpe_vocab_size
-    directory = cache_entry(spec)
-    cached = read_tokens(directory)
-    if cached is None:
-        if tokenizer is None:
-            text.task = "learning the tokens of"
-            train_text = (piece for split, piece in _split(text, cuts) if split == "train" and piece)
-            tokenizer = train_bpe(train_text, config.bpe_vocab_size)
-        text.task = "encoding"
-        counts = {"val_bytes": 0, "val_characters": 0}
-        workers = count_cores() if characters >= FOR_ALL_CORES else 1
-        pieces = _to_encode(text, cuts, tokenizer.end_of_text, counts)
-        cached = write_tokens(directory, tokenizer, encode_in_order(pieces, tokenizer, workers), counts=counts)
-    dataset = _from_cache(cached)
-    return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
-
-
-def _from_cache(cached: CachedTokens) -> Dataset:
-    return Dataset(
-        train=Tokens([cached.arrays["train"]]),
-        val=Tokens([cached.arrays["val"]]),
-        tokenizer=cached.tokenizer,
-        val_characters=cached.counts.get("val_characters"),
-        val_bytes=cached.counts.get("val_bytes"),
-        fingerprint=cached.fingerprint,
-    )
-
-
-class _Text:
-    """The text of files in pieces, with None between two files. Every reading must give the same SHA-256.
-
-    A long reading logs what it is for, `task`, and how far it has come.
-    """
-
-    def __init__(self, files: list[Path], source: str):
-        self._files, self._source, self.digest, self.task = files, source, "", "reading"
-
-    def __iter__(self) -> Iterator[str | None]:
-        size = sum(file.stat().st_size for file in self._files)
-        if size >= FOR_ALL_CORES:
-            self._report(f"{size / 1e6:,.0f} MB")
-        digest, done, reported = hashlib.sha256(), 0, time.monotonic()
-        for piece in read_text(self._files):
-            # Hash the end of a document as a byte that never occurs in UTF-8.
-            raw = b"\xff" if piece is None else piece.encode()
-            digest.update(raw)
-            yield piece
-            done += len(raw)
-            if time.monotonic() - reported > REPORT_EVERY:
-                self._report(f"{done / size:.0%}")
-                reported = time.monotonic()
-        if self.digest not in ("", digest.hexdigest()):
-            raise change_error(self._source)
-        self.digest = digest.hexdigest()
-
-    def _report(self, progress: str) -> None:
-        LOG.warning("%s %s: %s", self.task, self._source, progress)  # of this level, so that it is shown by default
-
-
-def _to_encode(
-    pieces: Iterable[str | None], cuts: list[Cut], end_of_text: int | None, counts: dict[str, int]
-) -> Iterator[tuple[str, str | np.ndarray]]:
-    """Yield (split, text or ids), and add the size of the validation split to `counts`."""
-    for split, piece in _split(pieces, cuts):
-        text = "\n" if piece is None else piece
-        if split == "val":
-            counts["val_bytes"] += len(text.encode())
-            counts["val_characters"] += len(text)
-        yield split, np.array([end_of_text]) if piece is None and end_of_text is not None else text
-
-
-def _cut(lengths: list[int], share: float, *, by_file: bool) -> list[Cut]:
-    """Return where to cut documents of these lengths. Without `by_file` all are one text, and an end is a character."""
-    if by_file:
-        return [(int(length * share), SPLITS) for length in lengths]
-    cuts, left = [], int((sum(lengths) + len(lengths) - 1) * share)
-    for length in lengths:
-        cuts.append((max(left, 0), SPLITS[:1] if left > length else SPLITS[1:]))
-        left -= length + 1
-    return cuts
-
-
-def _split(pieces: Iterable[str | None], cuts: list[Cut]) -> Iterator[tuple[str, str | None]]:
-    """Yield ("train" or "val", piece). None is the end of a document."""
-    of_documents = iter(cuts)
-    left, ends = next(of_documents)
-    for piece in _whole_lines(pieces):
-        if piece is None:
-            yield from ((split, None) for split in ends)
-            left, ends = next(of_documents)
-        else:
-            if piece[:left]:
-                yield "train", piece[:left]
-            if piece[left:]:
-                yield "val", piece[left:]
-            left = max(left - len(piece), 0)
-
-
-def _whole_lines(pieces: Iterable[str | None]) -> Iterator[str | None]:
-    """Move the ends of pieces to newlines where possible, so that reading in pieces cuts no word in two for BPE."""
-    rest = ""
-    for piece in pieces:
-        if piece is None:
-            yield from (rest, None) if rest else (None,)
-            rest = ""
-        else:
-            text = rest + piece
-            end = text.rfind("\n") + 1 or len(text)
-            rest = text[end:]
-            if end:
-                yield text[:end]
-    if rest:
-        yield rest
-
-
-def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
-    """Return (ids, text) of files to evaluate, both in memory, with files separated as for training."""
-    documents = ["".join(piece for piece in read_text([file]) if piece) for file in files]
-    text, end = "\n".join(documents), tokenizer.end_of_text
-    if end is None:
-        return tokenizer.encode(text), text
-    ids = [part for document in documents for part in (tokenizer.encode(document), np.array([end], np.int32))]
-    return np.concatenate(ids[:-1]), text
+    sizes = {"block_size": model.block_size, "vocab_size": model.vocab_size}
+    return prepare(data, **sizes, encoder=model.n_encoder_layer > 0, with_prefix=with_prefix, known=known)
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
@@ -254,3 +103,299 @@ def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
             f"take {tokenizer.vocab_size} or more, or leave it out"
         )
     return model
+
+
+def encode_whole(files: list[Path], tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
+    """Return (ids, text) of files to evaluate, both in memory, with files separated as for training."""
+    documents = ["".join(piece for piece in read_text([file]) if piece) for file in files]
+    text, end = "\n".join(documents), tokenizer.end_of_text
+    if end is None:
+        return tokenizer.encode(text), text
+    ids = [part for document in documents for part in (tokenizer.encode(document), np.array([end], np.int32))]
+    return np.concatenate(ids[:-1]), text
+
+
+def _open_text(config: DataConfig, by_file: bool) -> Dataset:
+    """Return the dataset of a text: of each file its last part is held out or, not `by_file`, of all together."""
+    name, source = config.tokenizer, config.path or config.corpus
+    files = find_user_files(config.path) if config.path else find_corpus_files(config.corpus)
+    size, digests = sum(file.stat().st_size for file in files), set[str]()
+
+    def read(task: str) -> Iterator[str | None]:
+        """Yield the text in pieces, with None between two files. Report progress, and check that it is the same text."""
+        if size >= REPORTED:
+            LOG.warning("%s %s: %s", task, source, f"{size / 1e6:,.0f} MB")  # of this level, so that it is shown
+        digest, done, reported, rest = hashlib.sha256(), 0, time.monotonic(), ""
+        for piece in read_text(files):
+            raw = b"\xff" if piece is None else piece.encode()  # the end of a document: a byte that UTF-8 never has
+            digest.update(raw)
+            done += len(raw)
+            if piece is None:
+                yield from (rest, None) if rest else (None,)
+                rest = ""
+            else:  # the end of a piece is at a newline where possible, lest it cut a word in two for BPE
+                text = rest + piece
+                end = text.rfind("\n") + 1 or len(text)
+                rest = text[end:]
+                if end:
+                    yield text[:end]
+            if time.monotonic() - reported > REPORT_EVERY:
+                LOG.warning("%s %s: %s", task, source, f"{done / size:.0%}")
+                reported = time.monotonic()
+        if rest:
+            yield rest
+        digests.add(digest.hexdigest())
+        if len(digests) > 1:
+            raise _change_error(source)
+
+    tokenizer = open_tokenizer(name, "a text needs")
+    lengths, alphabet = [0], set[str]()
+    for piece in read("reading"):
+        if piece is None:
+            lengths.append(0)
+        else:
+            lengths[-1] += len(piece)
+        if name == "char":
+            alphabet.update("\n" if piece is None else piece)
+    characters = sum(lengths) + len(lengths) - 1
+    if not characters:
+        raise UserError(f"{source} is empty: there is nothing to learn from")
+    if name == "char":
+        tokenizer = CharTokenizer(alphabet)
+    # Of each file: how many characters are for training, and the splits that get the end of the document.
+    share, by_file = 1.0 - config.val_fraction, by_file and len(lengths) > 1
+    if by_file:
+        cuts = [(int(length * share), SPLITS) for length in lengths]
+    else:
+        starts = itertools.accumulate((length + 1 for length in lengths), initial=0)
+        left = [int(characters * share) - start for start in starts]
+        cuts = [(max(n, 0), SPLITS[:1] if n > size else SPLITS[1:]) for n, size in zip(left, lengths, strict=False)]
+    spec = {
+        "format": TEXT_FORMAT,
+        "text": next(iter(digests)),
+        "train_characters": [cut for cut, _ in cuts] if by_file else int(characters * share),
+        "tokenizer": name if config.tokenizer_file is None or tokenizer is None else fingerprint(tokenizer),
+    }
+    if name == "bpe":
+        spec["bpe_vocab_size"] = config.bpe_vocab_size
+
+    def split(task: str) -> Iterator[tuple[str, str | None]]:
+        """Yield ("train" or "val", piece); None is the end of a document."""
+        of_documents = iter(cuts)
+        left, ends = next(of_documents)
+        for piece in read(task):
+            if piece is None:
+                yield from ((name, None) for name in ends)
+                left, ends = next(of_documents)
+            else:
+                parts = (("train", piece[:left]), ("val", piece[left:]))
+                yield from ((name, part) for name, part in parts if part)
+                left = max(left - len(piece), 0)
+
+    def encode(tokenizer: Tokenizer, counts: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+        for name, piece in split("encoding"):
+            text = "\n" if piece is None else piece
+            if name == "val":
+                counts["val_bytes"] += len(text.encode())
+                counts["val_characters"] += len(text)
+            end = tokenizer.end_of_text
+            yield name, tokenizer.encode(text) if piece is not None or end is None else np.array([end])
+
+    directory = _entry(spec)
+    if not directory.exists():
+        if tokenizer is None:
+            texts = (piece for name, piece in split("learning the tokens of") if name == "train" and piece)
+            tokenizer = train_bpe(texts, config.bpe_vocab_size)
+        counts = {"val_bytes": 0, "val_characters": 0}
+        write_tokens(directory, tokenizer, encode(tokenizer, counts), counts=counts)
+    dataset = _from_entry(directory)
+    return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
+
+
+def _open_documents(
+    config: DataConfig, entry: Path | None, block_size: int, encoder: bool, with_prefix: bool
+) -> Dataset:
+    """Return the dataset of a file of conversations or pairs, in which the model generates only some of the tokens."""
+    kind = "conversation" if config.is_chat else "pair"
+    template_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
+    if entry is None:
+        entry = _encode_documents(config, kind, template_directory, with_prefix)
+    arrays, tokenizer, made_of, _ = read_tokens(entry)
+    documents_of = Pairs if encoder else Conversations
+    train, val = (
+        documents_of(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
+    )
+    for name, documents in (("training", train), ("validation", val)):
+        if not len(documents):
+            fits = "an answer that ends" if config.is_chat else "texts that end"
+            raise UserError(
+                f"no {kind} of the {name} split of {config.path or config.corpus} has {fits} within "
+                f"block_size={block_size} tokens: raise --model.block-size, or give shorter {kind}s"
+            )
+    tokenizer_config = None
+    if with_prefix and tokenizer.prefix:  # absent in runs of earlier versions: see `RunMetadata.has_prefix`
+        made_of["prefix"] = list(tokenizer.prefix)
+    if config.is_chat:
+        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        made_of["template_sha256"], tokenizer_config = chat.fingerprint(template), template.config()
+    notes = [
+        f"{len(train.lengths):,} training and {len(val.lengths):,} validation {kind}s, in rows of {block_size} tokens "
+        f"that are {train.filled:.1%} full"
+    ]
+    shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
+    if shortened or left_out:
+        ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
+        notes.append(f"longer than block_size={block_size}: {shortened + left_out:,} {kind}s, {ends} are left out")
+    record = {"fingerprint": made_of, "tokenizer_config": tokenizer_config, "notes": tuple(notes)}
+    return Dataset(train=train, val=val, tokenizer=tokenizer, **record)
+
+
+def _encode_documents(config: DataConfig, kind: str, template_directory: Path | None, with_prefix: bool) -> Path:
+    """Return the cache entry of a file of conversations or pairs, which is encoded if there is none."""
+    path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
+    suffix = Path(path).suffix
+    if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
+        raise UserError(f"no file at {path}: --data.path NAME{suffix} takes a file with a {kind} on each line")
+    tokenizer = open_tokenizer(name, f"{kind}s need")
+    spec: dict[str, Any] = {kind: DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
+    spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
+    if config.is_chat and tokenizer is not None:
+        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        spec["template"] = chat.fingerprint(template)
+    elif tokenizer is not None and with_prefix and tokenizer.prefix:
+        spec["prefix"] = tokenizer.prefix
+    if (directory := _entry(spec)).exists():
+        return directory
+
+    def read() -> Iterator[list[str]]:
+        """Yield the texts of each document."""
+        if config.is_chat:
+            return ([m["content"] for m in messages] for _, messages in read_messages(path))
+        return (texts for _, *texts in read_pairs(path))
+
+    alphabet, count = set[str](), 0
+    for texts in read():  # an invalid line raises here, before any is encoded
+        count += 1
+        if name == "char":
+            alphabet.update(*texts)
+    train = int(count * (1.0 - config.val_fraction))
+    if not 0 < train < count:
+        raise UserError(f"{path} has {count} {kind}s: needs at least one to train on and one to validate on")
+    if name == "char":
+        tokenizer = CharTokenizer(
+            alphabet | set(chat.list_plain_characters() if config.is_chat else TARGET_START + TARGET_END)
+        )
+    elif tokenizer is None:
+        tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
+    if config.is_chat:
+        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        encoded = encode_all(path, tokenizer, template)
+    else:
+        encoded = encode_pairs(path, tokenizer, with_prefix=with_prefix)
+
+    def split() -> Iterator[tuple[str, np.ndarray]]:
+        ends = dict.fromkeys(SPLITS, 0)
+        for number, (ids, answers) in enumerate(encoded):
+            name = SPLITS[number >= train]
+            ends[name] += len(ids)
+            yield name, ids
+            yield f"{name}_answers", answers
+            yield f"{name}_ends", np.array([ends[name]])
+        if sha256(path) != spec["file"]:
+            raise _change_error(path)
+
+    write_tokens(
+        directory, tokenizer, split(), [f"{name}{part}" for name in SPLITS for part in ("", "_answers", "_ends")]
+    )
+    return directory
+
+
+def _change_error(source: str) -> UserError:
+    return UserError(f"{source} changed while it was read: wait until nothing writes to it, then start again")
+
+
+# The cache of tokens: a directory for each text with a tokenizer, which holds memory-mapped arrays.
+
+
+def _entry(spec: dict[str, Any]) -> Path:
+    """Return the directory of a specification, which must contain everything that determines the tokens."""
+    key = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_directory() / "tokens" / key
+
+
+def _find_entry(known: dict[str, Any], is_packed: bool) -> Path | None:
+    """Return the entry with a known fingerprint, whatever text it was made from, or None."""
+    for meta in sorted((cache_directory() / "tokens").glob("*/meta.json")):
+        with contextlib.suppress(UserError, KeyError):  # of an earlier version, or just being written
+            held = read_json(meta, 2**20)["fingerprint"]
+            if ("train_ends_sha256" in held) == is_packed and all(known.get(key) == held[key] for key in held):
+                return meta.parent
+    return None
+
+
+def _dtype(name: str, tokenizer: Tokenizer) -> type[np.generic]:
+    if name.endswith(("_answers", "_ends")):
+        return np.bool_ if name.endswith("_answers") else np.int64
+    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+
+
+def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]:
+    """Return (arrays by name, tokenizer, fingerprint, counts) of an entry."""
+    meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
+    files = sorted(directory.glob("*.bin"))
+    arrays: dict[str, np.ndarray] = {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}
+    if any(len(arrays.get(split, ())) != meta["fingerprint"][f"{split}_tokens"] for split in SPLITS):
+        raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
+    return arrays, tokenizer, meta["fingerprint"], meta["about"]
+
+
+def _from_entry(directory: Path) -> Dataset:
+    arrays, tokenizer, made_of, counts = read_tokens(directory)
+    train, val = (Tokens([arrays[split]]) for split in SPLITS)
+    characters, raw = counts.get("val_characters"), counts.get("val_bytes")
+    return Dataset(
+        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
+    )
+
+
+def write_tokens(
+    directory: Path,
+    tokenizer: Tokenizer,
+    pieces: Iterable[tuple[str, np.ndarray]],
+    names: Iterable[str] = SPLITS,
+    counts: dict[str, int] | None = None,
+) -> None:
+    """Stream (name, values) pieces into NAME.bin next to the tokenizer.
+
+    The directory appears complete or not at all. `counts` are stored with the tokens, and may grow while the pieces
+    are made.
+    """
+    make_cache(directory.parent)
+    with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as partial:
+        out = {name: (Path(partial) / f"{name}.bin").open("wb") for name in names}
+        lengths, digests = dict.fromkeys(out, 0), {name: hashlib.sha256() for name in out}
+        try:
+            for name, piece in pieces:
+                raw = piece.astype(_dtype(name, tokenizer)).tobytes()
+                out[name].write(raw)
+                digests[name].update(raw)
+                lengths[name] += len(piece)
+        finally:
+            for file in out.values():
+                file.close()
+        for split in SPLITS:
+            if not lengths[split]:
+                raise UserError(f"the {split} split is empty: the text is too short to split")
+        (Path(partial) / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        made_of = {
+            **{f"{split}_tokens": lengths[split] for split in SPLITS},
+            **{f"{name}_sha256": digest.hexdigest() for name, digest in digests.items()},
+            "tokenizer_sha256": fingerprint(tokenizer),
+        }
+        (Path(partial) / "meta.json").write_text(json.dumps({"fingerprint": made_of, "about": counts or {}}))
+        try:
+            os.replace(partial, directory)
+        except OSError:
+            if not directory.exists():  # else another process was first with the same tokens
+                raise

@@ -1,13 +1,16 @@
-"""Batches of a split: a pure function of (seed, step), prefetched by Grain's threads."""
+"""Datasets and their batches: a pure function of (seed, step), read ahead by a thread of Grain's."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxgpt.batch import Batch
+from jaxgpt.data.tokenizer import Tokenizer
 
 PREFETCH = 16  # batches read ahead
 MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
@@ -16,6 +19,10 @@ RowReader = Callable[[int], tuple[np.ndarray, ...]]  # index of a row -> that ro
 
 class Split(Protocol):
     """One split of a dataset, cut into rows of `block_size` inputs."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return a function from n to the n-th row of an endless run: epoch after epoch, each in its own order."""
@@ -26,6 +33,94 @@ class Split(Protocol):
     ) -> tuple[int, RowReader]:
         """Return (number of rows, reader of a row). Every target occurs once; rows past the last are padding."""
         ...
+
+
+class Tokens(Split):
+    """A sequence of token ids in one or more memory-mapped files: only the windows in use are in memory."""
+
+    def __init__(self, shards: list[np.ndarray]):
+        """Concatenate shards: 1-D arrays of any integer dtype."""
+        self._shards = shards
+        self._ends = np.cumsum([len(s) for s in shards])
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Return `length` ids from `start` on, int32, across shards if necessary."""
+        assert start >= 0 and start + length <= len(self), (start, length, len(self))
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        start -= int(self._ends[shard - 1]) if shard else 0
+        parts = []
+        while length:
+            part = self._shards[shard][start : start + length]
+            parts.append(part)
+            length -= len(part)
+            shard, start = shard + 1, 0
+        return np.concatenate(parts).astype(np.int32)
+
+    def training_rows(self, *, block_size: int, seed: int) -> RowReader:
+        """Return the reader of (inputs_T, targets_T).
+
+        Each epoch cuts the tokens into adjacent windows and visits each once. The start of the first window is drawn
+        for each epoch, so the cuts differ between epochs. Fewer than `2 * block_size` tokens are left over at the two
+        ends; they are skipped in that epoch.
+        """
+        import grain  # 1.5 s to import, so only when training
+
+        windows = count_windows(len(self), block_size)
+        shuffled: Any = grain.MapDataset.range(windows).shuffle(seed=seed)
+        order = shuffled.repeat()  # epochs, each a different permutation
+        most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
+
+        @functools.lru_cache(maxsize=16)  # drawn once per epoch, not per window
+        def offset(epoch: int) -> int:
+            return int(np.random.default_rng([seed, epoch]).integers(most + 1))
+
+        def row(n: int) -> tuple[np.ndarray, np.ndarray]:
+            window = self.read(offset(n // windows) + order[n] * block_size, block_size + 1)
+            return window[:-1], window[1:]
+
+        return row
+
+    def validation_rows(
+        self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
+    ) -> tuple[int, RowReader]:
+        """Return (number of rows, reader of (inputs_T, targets_T, mask_T))."""
+        n_targets = len(self) - 1
+        starts: Sequence[int] = find_window_starts(n_targets, block_size=block_size, stride=stride)
+        if max_tokens is not None and max_tokens < n_targets:
+            starts = pick_evenly(starts, max_tokens // stride)
+
+        def row(n: int) -> tuple[np.ndarray, ...]:
+            inputs, targets = np.zeros(block_size, np.int32), np.zeros(block_size, np.int32)
+            mask = np.zeros(block_size, bool)
+            if n < len(starts):
+                start = starts[n]
+                length = min(block_size, n_targets - start)
+                window = self.read(start, length + 1)
+                inputs[:length], targets[:length] = window[:-1], window[1:]
+                mask[max(block_size - stride if start else 0, prefix_length - 1 - start) : length] = True
+            return inputs, targets, mask
+
+        return len(starts), row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The two splits, their tokenizer, and a fingerprint: runs with the same one are comparable."""
+
+    train: Split
+    val: Split
+    tokenizer: Tokenizer
+    val_characters: int | None = None  # for bits per character; None if the text is unknown
+    val_bytes: int | None = None  # of the same text in UTF-8, for bits per byte
+    # token counts of both splits; SHA-256 of both (for shards: of each file) and of the tokenizer
+    fingerprint: dict[str, Any]
+    # entries of tokenizer_config.json for the chat template; {} if the tokenizer implies it, None without conversations
+    tokenizer_config: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # lines to print before training
 
 
 def training_batches(
@@ -43,7 +138,7 @@ def training_batches(
     `rows` are the rows of each batch that this process reads; None means all. `prefetch` is the number of batches read
     ahead.
     """
-    import grain  # 1.5 s to import, so only when training
+    import grain
 
     read = data.training_rows(block_size=block_size, seed=seed)
     local = range(batch_size) if rows is None else [int(row) for row in rows]
@@ -91,12 +186,20 @@ def _stack(rows: Iterable[tuple[np.ndarray, ...]]) -> Batch:
     return Batch(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
 
-def shuffle_epochs(length: int, seed: int) -> Sequence[int]:
-    """Return an endless sequence of epochs, each a different permutation of the integers below `length`."""
-    import grain
+def count_windows(n_tokens: int, block_size: int) -> int:
+    """Count the windows of block_size + 1 tokens, each sharing one with the next, that fit at any offset."""
+    assert n_tokens > block_size
+    return max(1, n_tokens // block_size - 1)
 
-    shuffled: Any = grain.MapDataset.range(length).shuffle(seed=seed)
-    return shuffled.repeat()
+
+def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:
+    """Return the starts of windows, `stride` apart, that together cover every target: input i has target i + 1.
+
+    A window scores the inputs that no earlier one scored: the first window all, the others from input
+    `block_size - stride` on.
+    """
+    assert 1 <= stride <= block_size, (stride, block_size)
+    return range(0, max(targets - (block_size - stride), min(targets, 1)), stride)
 
 
 def pick_evenly(items: Sequence[int], count: int) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig
+from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, open_tokenizer
-from jaxgpt.data.tokens import Dataset, Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file
 
@@ -28,13 +28,9 @@ OTHER_KINDS = {
     b"PK\x03\x04": "a zip archive (or .npz, or a PyTorch file)",
     b"\x1f\x8b\x08": "gzip: unpack it first",
     b"\x28\xb5\x2f\xfd": "zstandard: unpack it first",
-    b"\xfd7zXZ\x00": "xz: unpack it first",
-    b"BZh": "bzip2: unpack it first",
     b"PAR1": "Parquet: it holds text or columns, not bare tokens",
     b"ARROW1": "Arrow: it holds columns, not bare tokens",
     b"\x89HDF\r\n": "HDF5",
-    b"\x7fELF": "a program",
-    b"\x89PNG": "a picture",
 }
 
 SCAN = 2**22  # tokens read at a time
@@ -43,64 +39,61 @@ HELD_OUT = re.compile(r"(?<![a-z])val(id(ation)?)?(?![a-z])", re.IGNORECASE)  # 
 
 def find_shards(path: str | None) -> list[Path]:
     """Return the .bin shards at `--data.path`, [] if it is text. Raises `UserError` for a gap in their numbering."""
-    if path is None:
-        return []
-    root = Path(path)
-    if not is_there(root, "--data.path takes a text, a folder of them, or .bin shards"):
+    root = Path(path or "")
+    if path is None or not is_there(root, "--data.path takes a text, a folder of them, or .bin shards"):
         return []
     if not root.is_dir():
         return [root] if root.suffix == ".bin" else []
     files = sorted(root.glob("*.bin"))
-    series: dict[str, list[int]] = {}
-    for file in files:
-        if match := re.fullmatch(r"(.*_)(\d{6})", file.stem):  # fineweb_train_000001.bin
-            series.setdefault(match[1], []).append(int(match[2]))
-    for name, numbers in series.items():
-        for number, following in itertools.pairwise(numbers):
-            if following != number + 1:
-                raise UserError(
-                    f"{root}: {name}{number + 1:06d}.bin is missing between {name}{number:06d}.bin and "
-                    f"{name}{following:06d}.bin: fetch it, or number the files without a gap"
-                )
+    numbered = [match for file in files if (match := re.fullmatch(r"(.*_)(\d{6})", file.stem))]  # x_train_000001.bin
+    for (name, number), (other, following) in itertools.pairwise(match.groups() for match in numbered):
+        if name == other and int(following) != int(number) + 1:
+            raise UserError(
+                f"{root}: {name}{int(number) + 1:06d}.bin is missing between {name}{number}.bin and "
+                f"{name}{following}.bin: fetch it, or number the files without a gap"
+            )
     return files
 
 
-def prepare_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
+def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -> Dataset:
     """Return the dataset of nanoGPT's train.bin and val.bin (bare uint16), or of llm.c's shards with a header.
 
     Files with the word val, valid or validation in their names are held out. Without any, the last `val_fraction` of
     the tokens is.
     """
     root = Path(config.path or "")
-    tokenizer = _tokenizer_of_shards(config, root, files, vocab_size)
-    val = [f for f in files if HELD_OUT.search(f.stem)]
-    train = [f for f in files if f not in val]
-    if not train:
+    tokenizer = _find_tokenizer(config, root, files, vocab_size)
+    held_out = [f for f in files if HELD_OUT.search(f.stem)]
+    if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
     shards = {f: open_shard(f) for f in files}
     limit = max(tokenizer.vocab_size, vocab_size or 0)
     scanned = {f.name: scan(f, tokens, limit) for f, tokens in shards.items()}
-    before, after = [shards[f] for f in train], [shards[f] for f in val]
+    val = [shards[f] for f in held_out]
+    train = [tokens for f, tokens in shards.items() if f not in held_out]
     notes: tuple[str, ...] = ()
-    if val:
+    if held_out:
         more = f" and {len(val) - 3} more" if len(val) > 3 else ""
-        notes = (f"held out for validation: {', '.join(f.name for f in val[:3])}{more}",)
+        notes = (f"held out for validation: {', '.join(f.name for f in held_out[:3])}{more}",)
     else:
-        before, after = cut(before, int(sum(map(len, before)) * (1.0 - config.val_fraction)))
+        starts = itertools.accumulate(map(len, train), initial=0)
+        at = int(sum(map(len, train)) * (1.0 - config.val_fraction))
+        cuts = [(tokens, max(0, at - start)) for tokens, start in zip(train, starts, strict=False)]
+        train, val = [tokens[:n] for tokens, n in cuts], [tokens[n:] for tokens, n in cuts]
         if len(files) > 1:
             share = f"{100 * config.val_fraction:g}%"
             notes = (f"no file is named val: of the {len(files)} files the last {share} of the tokens are held out",)
-    splits = {"train": Tokens(before), "val": Tokens(after)}
+    lengths = {"train_tokens": sum(map(len, train)), "val_tokens": sum(map(len, val))}
     return Dataset(
-        **splits,
+        train=Tokens(train),
+        val=Tokens(val),
         tokenizer=tokenizer,
-        fingerprint={f"{name}_tokens": len(tokens) for name, tokens in splits.items()}
-        | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
+        fingerprint=lengths | {"files": scanned, "tokenizer_sha256": fingerprint(tokenizer)},
         notes=notes,
     )
 
 
-def _tokenizer_of_shards(config: DataConfig, root: Path, shards: list[Path], vocab_size: int | None) -> Tokenizer:
+def _find_tokenizer(config: DataConfig, root: Path, shards: list[Path], vocab_size: int | None) -> Tokenizer:
     if config.tokenizer == "ids":
         if vocab_size is None:
             raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
@@ -138,7 +131,12 @@ def open_shard(path: Path) -> np.ndarray:
             raise UserError(f"{path} holds no tokens, only llm.c's header")
     else:
         dtype, offset = np.dtype(np.uint16), 0
-        if (kind := _other_kind(head, size)) is not None:
+        kind = next((kind for magic, kind in OTHER_KINDS.items() if head.startswith(magic)), None)
+        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+            kind = "safetensors: it holds weights"
+        elif len(head) >= 16 and kind is None and _is_text(head):
+            kind = "text: name it .txt"
+        if kind is not None:
             raise UserError(
                 f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
             )
@@ -152,20 +150,12 @@ def open_shard(path: Path) -> np.ndarray:
         raise UserError(f"cannot read {path}: {e}") from None
 
 
-def _other_kind(head: bytes, size: int) -> str | None:
-    for magic, kind in OTHER_KINDS.items():
-        if head.startswith(magic):
-            return kind
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
-        return "safetensors: it holds weights"
-    if len(head) >= 16:
-        try:  # not final: the piece may end within a character
-            text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        except UnicodeDecodeError:
-            return None
-        if not any(unicodedata.category(c) == "Cc" and c not in "\t\n\r\f" for c in text):
-            return "text: name it .txt"
-    return None
+def _is_text(head: bytes) -> bool:
+    try:  # not final: the piece may end within a character
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return not any(unicodedata.category(c) == "Cc" and c not in "\t\n\r\f" for c in text)
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
@@ -182,16 +172,3 @@ def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:
             )
         digest.update(part.data)
     return {"tokens": len(tokens), "sha256": digest.hexdigest()}
-
-
-def cut(shards: list[np.ndarray], at: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split shards into those before token `at` and those from it on."""
-    before, after = [], []
-    for shard in shards:
-        head = max(0, min(len(shard), at))
-        if head:
-            before.append(shard[:head])
-        if head < len(shard):
-            after.append(shard[head:])
-        at -= len(shard)
-    return before, after

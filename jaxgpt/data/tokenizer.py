@@ -1,26 +1,46 @@
 """Convert text to token ids and back: by characters, bytes or byte-pair encoding, or as bare ids.
 
 The tokenizer of a run is saved in its directory as `tokenizer.json`, so that the run can always be sampled. BPE is in
-Hugging Face's format, unchanged; the others are in a format of our own.
+the format of Hugging Face's `tokenizers`, unchanged; the others are in a format of our own.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import hashlib
+import itertools
 import json
+import re
+import threading
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
-from jaxgpt.data.bpe import BPETokenizer, encode_utf8
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes
 
 LARGEST_FILE = 2**26  # bytes of a tokenizer.json; Gemma 3's, of 262,144 tokens, is half as large
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # GPT-2, Llama 3, Llama 2, Gemma
+
+LONG_TEXT = 2**14  # characters; texts of at least this length are encoded word by word
+MOST_WORDS = 2**19  # words whose ids are kept: about 100 MB
+# What a ByteLevel pre-tokenizer splits by, GPT-2's.
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Patterns whose words `split_words` never cuts, as tokenizer.json spells them: GPT-4's, with 3 digits or 1.
+WORDS = tuple(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    + digits
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in ("{1,3}", "")
+)
+# A word with what precedes it. First the usual ends: a space follows, or a single newline and another word.
+_JOINED = r"(?:[^\S \n]\s*\S*|\n(?!\S)\s*\S*)*\n?"  # whitespace at which a word may go on
+_PIECE = re.compile(rf" ?\S+(?:(?= )|\n(?=\S)|{_JOINED})|\s+\S+{_JOINED}|\s+")
 
 
 class Tokenizer(Protocol):
@@ -44,7 +64,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def to_json(self) -> str:
@@ -61,26 +81,25 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(self.characters)
         if not self.vocab_size:
             raise UserError("a character tokenizer needs at least one character, got none")
-        codes = to_code_points(self.characters)
+        codes = _to_code_points(self.characters)
         self._ids = np.full(codes[-1] + 2, -1, np.int32)  # by code point; the last entry is for all larger code points
         self._ids[codes] = np.arange(self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32. Raises `UserError` for characters that are not in the vocabulary."""
-        codes = to_code_points(text)
+        """Return the ids of a text. Raises `UserError` for characters that are not in the vocabulary."""
+        codes = _to_code_points(text)
         ids = self._ids.take(codes, mode="clip")
         if ids.size and ids.min() < 0:
-            unknown = codes[ids < 0]
-            named = ", ".join(f"{chr(c)!r} (U+{c:04X})" for c in np.unique(unknown)[:8])
-            more = " and more" if np.unique(unknown).size > 8 else ""
+            unknown = np.unique(codes[ids < 0])
+            named = ", ".join(f"{chr(c)!r} (U+{c:04X})" for c in unknown[:8])
             raise UserError(
-                f"not in this tokenizer's {self.vocab_size} characters: {named}{more}. "
+                f"not in this tokenizer's {self.vocab_size} characters: {named}{' and more' if unknown.size > 8 else ''}. "
                 "Leave them out, or train with tokenizer byte or bpe, which know every character."
             )
         return ids
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, [start, end) of each): one character per token."""
+        """Return (ids, spans): one character per token."""
         starts = np.arange(len(text))
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
@@ -99,12 +118,12 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of a text, int32."""
-        return np.frombuffer(encode_utf8(text), dtype=np.uint8).astype(np.int32)
+        """Return the UTF-8 bytes of a text."""
+        return np.frombuffer(_encode_utf8(text), dtype=np.uint8).astype(np.int32)
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, [start, end) of each): the bytes of one character have the same span."""
-        lengths = 1 + np.searchsorted([0x80, 0x800, 0x10000], to_code_points(text), side="right")
+        """Return (ids, spans): the bytes of one character have the same span."""
+        lengths = 1 + np.searchsorted([0x80, 0x800, 0x10000], _to_code_points(text), side="right")
         starts = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack([starts, starts + 1], axis=1)
 
@@ -125,7 +144,7 @@ class IdTokenizer(Tokenizer):
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> np.ndarray:
-        """Parse ids, int32. Raises `UserError` for other words, and for ids that are not in the vocabulary."""
+        """Parse ids. Raises `UserError` for other words, and for ids that are not in the vocabulary."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
@@ -150,6 +169,146 @@ class IdTokenizer(Tokenizer):
         return json.dumps({"jaxgpt": "ids", "vocab_size": self.vocab_size})
 
 
+class BPETokenizer:
+    """A `Tokenizer` of Hugging Face's `tokenizers`: GPT-2's, Llama 3's, or one trained here."""
+
+    def __init__(self, text: str):
+        """Load the text of a tokenizer.json. Raises `UserError` if it is damaged."""
+        self._json = text
+        self._tokenizer = _load(text, specials=False)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
+        if not 1 <= self.vocab_size <= LARGEST_SIZE:
+            raise UserError(
+                f"its ids go up to {self.vocab_size - 1}: needs at least one id, all below {LARGEST_SIZE:,}"
+            )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
+        # Special ones first: in Gemma's vocabulary "</s>" is HTML, not the end of a text.
+        known = [self.specials.get(t) for t in END_OF_TEXT] + [self._tokenizer.token_to_id(t) for t in END_OF_TEXT]
+        self.end_of_text = next((i for i in known if i is not None), None)
+        # Tokens that its template puts before a text. Llama and Gemma models generate poorly without them.
+        template = _call_library(self._tokenizer.encode, "a", what="its template cannot be used")
+        first = template.special_tokens_mask.index(0) if 0 in template.special_tokens_mask else 0
+        self.prefix = tuple(template.ids[:first])
+        self._lock = threading.Lock()  # guards the known words
+        self._forget_words()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text. A long one is encoded word by word, each distinct word once."""
+        # The library creates objects for each occurrence of a word, and takes twice the time on two cores.
+        if len(text) < LONG_TEXT or not self._is_splittable:
+            return np.array(self._encode_whole(text).ids, dtype=np.int32)
+        _encode_utf8(text)
+        with self._lock:
+            if (known := len(self._index)) > MOST_WORDS:
+                known = self._forget_words()
+            order = np.fromiter(map(self._index.__getitem__, split_words(text)), np.int64)
+            try:
+                if new := list(itertools.islice(self._index, known, None)):
+                    encode, what = self._tokenizer.encode_batch_fast, "the tokenizer cannot read the text"
+                    found = [e.ids for e in _call_library(encode, new, add_special_tokens=False, what=what)]
+                    self._ids = np.append(self._ids, np.fromiter(itertools.chain.from_iterable(found), np.int32))
+                    self._lengths = np.append(self._lengths, np.fromiter(map(len, found), np.int64))
+            except BaseException:
+                self._forget_words()  # some have no ids
+                raise
+            starts, lengths = np.cumsum(self._lengths) - self._lengths, self._lengths[order]
+            # Offset from the ids of a word in the result to those in self._ids.
+            shift = starts[order] - (np.cumsum(lengths) - lengths)
+            return self._ids[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
+
+    def _forget_words(self) -> int:
+        # The index of each known word of long texts: a new word gets the next.
+        self._index: dict[str, int] = collections.defaultdict(itertools.count().__next__)
+        self._ids = np.zeros(0, np.int32)  # ids of all known words, concatenated
+        self._lengths = np.zeros(0, np.int64)  # number of ids of each known word
+        return 0
+
+    @functools.cached_property
+    def _is_splittable(self) -> bool:
+        """Return whether encoding the pieces of `split_words` is known to give the ids of the undivided text."""
+        saved = json.loads(self._json)
+        if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
+            return False
+        return find_word_pattern(saved.get("pre_tokenizer")) is not None
+
+    def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, spans): see `Tokenizer.locate`."""
+        found = self._encode_whole(text, specials=specials)
+        return np.array(found.ids, dtype=np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    @functools.cached_property
+    def _special(self) -> Any:
+        """Return a second object of the library, which reads special tokens in texts; only conversations need it."""
+        return _load(self._json, specials=True)
+
+    def _encode_whole(self, text: str, *, specials: bool = False) -> Any:
+        _encode_utf8(text)
+        encode = (self._special if specials else self._tokenizer).encode
+        return _call_library(encode, text, add_special_tokens=False, what="the tokenizer cannot read the text")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """Return the text of tokenizer.json, unchanged."""
+        return self._json
+
+    def parts(self) -> dict[str, Any]:
+        """Return tokenizer.json parsed, with the fields that it leaves out, as the installed library writes them."""
+        return json.loads(self._tokenizer.to_str())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Train byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; bytes as in GPT-2) of at most `vocab_size` ids.
+
+    The vocabulary always contains the 256 bytes and `<|endoftext|>`. The same texts give the same tokenizer.
+    """
+    hf = _tokenizers()
+    tokenizer = hf.Tokenizer(hf.models.BPE())
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+def split_words(text: str) -> list[str]:
+    r"""Cut a text into pieces to encode separately: before a space after a word, after a single newline between words.
+
+    There the patterns of GPT-2, GPT-4 and Llama 3 always end a word, and they never look behind, so the pieces contain
+    the words of the text. Cuts elsewhere would be wrong: `" \n"` and `"\n\n"` are one word at the end of a text, but
+    two before a word, and GPT-4 reads `"!\n"` as one.
+    """
+    return _PIECE.findall(text)
+
+
+def find_word_pattern(pre_tokenizer: Any) -> str | None:
+    """Return the pattern by which a byte-level pre-tokenizer splits text, if it is one of WORDS; else None.
+
+    pre_tokenizer: as tokenizer.json has it.
+    """
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return GPT2_WORDS
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if words in WORDS:
+            return words
+    return None
+
+
 def open_tokenizer(name: str, what: str) -> Tokenizer | None:
     """Return the tokenizer that `data.tokenizer` names; None for char and bpe, which are made from the text.
 
@@ -168,28 +327,24 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"no tokenizer at {path}: give char, byte, bpe, ids, or the path of a tokenizer.json")
     raw = read_bytes(path, LARGEST_FILE)
     values = parse_json(raw, f"{path} is not a tokenizer.json: it")
-    if not isinstance(values, dict):
-        raise UserError(f"{path} is not a tokenizer.json: it holds {type(values).__name__}, not an object")
     try:
-        return _tokenizer(values, raw)
+        match values:
+            case {"jaxgpt": "char", "characters": str(characters)}:
+                found = CharTokenizer(characters)
+                if found.characters != characters or any("\ud800" <= c <= "\udfff" for c in characters):
+                    raise UserError("its characters are not distinct, or not in the order of their code points")
+                return found
+            case {"jaxgpt": "byte"}:
+                return ByteTokenizer()
+            case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= LARGEST_SIZE:
+                return IdTokenizer(vocab_size)
+            case {"jaxgpt": kind}:
+                raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: needs char, byte or ids")
+            case dict():
+                return BPETokenizer(raw.decode("utf-8"))
+        raise UserError(f"it holds {type(values).__name__}, not an object")
     except UserError as e:
         raise UserError(f"{path} cannot be used: {e}") from None
-
-
-def _tokenizer(values: dict[str, Any], raw: bytes) -> Tokenizer:
-    match values:
-        case {"jaxgpt": "char", "characters": str(characters)}:
-            found = CharTokenizer(characters)
-            if found.characters != characters or any("\ud800" <= c <= "\udfff" for c in characters):
-                raise UserError("its characters are not distinct, or not in the order of their code points")
-            return found
-        case {"jaxgpt": "byte"}:
-            return ByteTokenizer()
-        case {"jaxgpt": "ids", "vocab_size": int(vocab_size)} if 0 < vocab_size <= LARGEST_SIZE:
-            return IdTokenizer(vocab_size)
-        case {"jaxgpt": kind}:
-            raise UserError(f"kind of tokenizer {short(kind)} unknown or damaged: needs char, byte or ids")
-    return BPETokenizer(raw.decode("utf-8"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -207,6 +362,40 @@ def find_start_token(tokenizer: Tokenizer) -> tuple[int, str]:
         return 0, f"token 0, {tokenizer.decode([0])!r}"
 
 
-def to_code_points(text: str) -> np.ndarray:
-    """Return the code points of a text, uint32."""
+def _encode_utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as e:  # a lone surrogate, such as undecodable bytes of the command line
+        raise UserError(f"the text {short(text)} is not Unicode: {text[e.start]!r} at {e.start}") from None
+
+
+def _to_code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+
+
+def _call_library(call: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
+    """Call the library; turn its bare `Exception`, and the `BaseException` of a Rust panic, into `UserError`."""
+    try:
+        return call(*args, **kwargs)
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {str(e)[:200]}") from None
+
+
+def _load(text: str, *, specials: bool) -> Any:
+    """Load an object of the library. `specials` is never changed afterwards: other threads encode with it too."""
+    tokenizer = _call_library(_tokenizers().Tokenizer.from_str, text, what="not a tokenizer.json of Hugging Face's")
+    # Off by default in the library, where a user who types <|endoftext|> injects the special token.
+    tokenizer.encode_special_tokens = not specials
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _tokenizers():
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("BPE needs the tokenizers package: python -m pip install 'jaxgpt[bpe]'") from None
+    return tokenizers

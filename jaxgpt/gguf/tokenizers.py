@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxgpt.config.validate import LARGEST_SIZE, short
-from jaxgpt.data.bpe import WORDS, BPETokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import list_byte_names
 

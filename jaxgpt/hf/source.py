@@ -12,8 +12,7 @@ from typing import Any
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
-from jaxgpt.data.bpe import BPETokenizer
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer, load_tokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 from jaxgpt.hf.families import get_family

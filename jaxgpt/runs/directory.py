@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
+from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 
@@ -167,7 +168,7 @@ def write_metadata(
         imported: source of an imported model.
         origin: the weights that the run starts from.
     """
-    from jaxgpt.data.chat.template import write_template
+    from jaxgpt.data.template import write_template
     from jaxgpt.parallel.device import device_kind
 
     # The addresses of the other processes do not belong to the experiment: one process may resume the run.
@@ -264,8 +265,6 @@ def read_metadata(directory: Path) -> RunMetadata:
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
     """Load the tokenizer of a run. Raises `UserError` if the run was trained with another one."""
-    from jaxgpt.data.tokenizer import fingerprint, load_tokenizer
-
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):

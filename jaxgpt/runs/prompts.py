@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jaxgpt.data.chat.conversations import encode_messages, encode_prompt, find_end_of_turn
-from jaxgpt.data.chat.template import ChatTemplate, Message, find_template, fingerprint
+from jaxgpt.data.conversations import encode_messages, find_end_of_turn
 from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
+from jaxgpt.data.template import ChatTemplate, Message, find_template, fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
@@ -24,7 +24,7 @@ class PromptFormat:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """Return the chat template of training, which is the tokenizer's own or the default of `data.chat.template`."""
+        """Return the chat template of training, which is the tokenizer's own or the default of `data.template`."""
         template = find_template(self.tokenizer, self.metadata.directory)
         known = self.metadata.data.get("template_sha256")
         if known is not None and known != fingerprint(template):
@@ -37,7 +37,7 @@ class PromptFormat:
     def encode(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
         """Return (ids to continue, ids for the encoder: None for a model without one). chat: as user's turns."""
         if chat:
-            return [encode_prompt(self.template, self.tokenizer, prompt) for prompt in prompts], None
+            return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts], None
         if not self.metadata.experiment.data.is_pairs:
             ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
             return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, differences
 from jaxgpt.data.dataset import prepare_for
+from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer
-from jaxgpt.data.tokens import Dataset
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
 from jaxgpt.optim import learning_rate

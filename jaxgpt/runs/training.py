@@ -15,8 +15,7 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment
 from jaxgpt.data.dataset import prepare_for, resolve_vocab
-from jaxgpt.data.pipeline import PREFETCH, training_batches, validation_batches
-from jaxgpt.data.tokens import Dataset
+from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
 from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import SingleDevice, StepFn

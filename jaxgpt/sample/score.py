@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
+from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
-from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample.decoding import next_bucket

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, field_hints, short
-from jaxgpt.data.chat.template import MARKS, ROLES, Message
+from jaxgpt.data.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run

@@ -15,8 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config import Experiment
-from jaxgpt.data.chat.conversations import find_end_of_turn
-from jaxgpt.data.chat.template import ChatTemplate, Jinja, Turns, write_template
+from jaxgpt.data.conversations import find_end_of_turn
+from jaxgpt.data.template import ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole

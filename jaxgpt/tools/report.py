@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run, load_run

@@ -1,6 +1,5 @@
 """The registry against a local server: what is downloaded, checked, refused, kept."""
 
-import dataclasses
 import hashlib
 import http.server
 import socket
@@ -10,34 +9,30 @@ import threading
 import pytest
 
 from jaxgpt.data import corpus as module
-from jaxgpt.data.corpus import CORPORA, Corpus, download, find_corpus_files, find_user_files, read_text, strip_gutenberg
+from jaxgpt.data.corpus import CORPORA, Corpus, find_corpus_files, find_user_files, read_text, strip_gutenberg
 from jaxgpt.errors import UserError
 
 TEXT = "Desocupado lector: ñandú.\n"
+SHA256 = hashlib.sha256(TEXT.encode()).hexdigest()
 
 
 @pytest.fixture
 def server():
-    """Serves TEXT at /good, less of it elsewhere, and at /second/... as there the first time; counts what it served."""
+    """Serves TEXT at /good, and less of it elsewhere; lists what it served."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             body = TEXT.encode()
             server.served.append(self.path)
-            if self.path == "/missing":
-                self.send_error(404)
-                return
-            how = self.path.removeprefix("/second") if len(server.served) == 1 else "/good"
-            how = how if self.path.startswith("/second") else self.path
-            if how == "/busy":
-                self.send_error(503)
+            if self.path in ("/missing", "/busy"):
+                self.send_error(404 if self.path == "/missing" else 503)
                 return
             self.send_response(200)
-            if how != "/unknown":  # else nothing says where the text should end
+            if self.path != "/unknown":  # else nothing says where the text should end
                 self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body if how == "/good" else body[: len(body) // 2])
-            if how == "/reset":  # instead of a farewell: an RST
+            self.wfile.write(body if self.path == "/good" else body[: len(body) // 2])
+            if self.path == "/reset":  # instead of a farewell: an RST
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
         def log_message(self, *args):
@@ -53,81 +48,50 @@ def server():
     thread.join(timeout=10)
 
 
-def entry(server, page, sha256=hashlib.sha256(TEXT.encode()).hexdigest()):  # noqa: B008
-    return Corpus(
-        name="lector",
-        url=f"http://127.0.0.1:{server.server_port}/{page}",
-        sha256=sha256,
-    )
-
-
-def test_downloaded_once_then_kept(server, tmp_path, monkeypatch):
+@pytest.fixture
+def lector(server, tmp_path, monkeypatch):
+    """Register a corpus at a page of the server."""
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    monkeypatch.setitem(CORPORA, "lector", entry(server, "good"))
+
+    def register(page, sha256=SHA256, port=server.server_port):
+        monkeypatch.setitem(
+            CORPORA, "lector", Corpus(name="lector", url=f"http://127.0.0.1:{port}/{page}", sha256=sha256)
+        )
+
+    return register
+
+
+def test_downloaded_once_then_kept(server, lector):
+    lector("good")
     for _ in range(2):
         (path,) = find_corpus_files("lector")
         assert path.read_text(encoding="utf-8") == TEXT
     assert server.served == ["/good"]
     path.write_text("something else")
-    with pytest.raises(UserError, match="is not the corpus 'lector'"):
+    with pytest.raises(UserError, match=r"is not the corpus 'lector': .* Delete it to download it again"):
         find_corpus_files("lector")
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(module, "PAUSE", 0.0)
-
-
-@pytest.mark.parametrize("how", ["cut", "reset", "unknown", "busy"])
-def test_what_stops_half_way_is_begun_again(server, tmp_path, how):
-    path = tmp_path / "corpora" / "lector.txt"
-    download(entry(server, f"second/{how}"), path)
-    assert path.read_text(encoding="utf-8") == TEXT
-    assert len(server.served) == 2
-
-
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("where", "said"),
     [
-        ("cut", "IncompleteRead"),
-        ("reset", "could not download"),
-        ("unknown", "has SHA-256|codec can't decode"),
-        ("busy", "Service Unavailable"),
+        ({"page": "cut"}, "IncompleteRead"),
+        ({"page": "reset"}, "could not download lector"),
+        ({"page": "unknown"}, "has SHA-256|codec can't decode"),
+        ({"page": "busy"}, "Service Unavailable"),
+        ({"page": "missing"}, "Not Found"),
+        ({"page": "good", "sha256": "0" * 64}, "has SHA-256"),
+        ({"page": "good", "port": 9}, "could not download lector"),
     ],
 )
-def test_what_stops_every_time_is_never_used(server, tmp_path, how, said):
+def test_what_fails_is_told_and_leaves_nothing(lector, tmp_path, where, said):
+    lector(**where)
     path = tmp_path / "corpora" / "lector.txt"
-    with pytest.raises(UserError, match=rf"({said}).*, 3 times\. To give it by hand"):
-        download(entry(server, how), path)
-    assert len(server.served) == 3 and not list(path.parent.iterdir())
-
-
-def test_what_is_not_there_is_asked_for_once(server, tmp_path):
-    with pytest.raises(UserError, match="Not Found"):
-        download(entry(server, "missing"), tmp_path / "lector.txt")
-    assert len(server.served) == 1
-
-
-@pytest.mark.parametrize(
-    ("page", "sha256", "said"),
-    [
-        ("missing", "0" * 64, "could not download lector"),
-        ("good", "0" * 64, "has SHA-256"),
-        ("cut", hashlib.sha256(TEXT.encode()).hexdigest(), "lector"),
-    ],
-)
-def test_what_fails_is_told_and_leaves_nothing(server, tmp_path, page, sha256, said):
-    path = tmp_path / "corpora" / "lector.txt"
-    with pytest.raises(UserError, match=said) as caught:
-        download(entry(server, page, sha256), path)
-    assert "by hand" in str(caught.value) and str(path) in str(caught.value)
+    with pytest.raises(
+        UserError, match=rf"({said}).*To give it by hand, save the text as {path}, or use --data\.path FILE"
+    ):
+        find_corpus_files("lector")
     assert not list(path.parent.iterdir())
-
-
-def test_no_network_is_told(tmp_path):
-    nowhere = dataclasses.replace(CORPORA["shakespeare"], url="http://127.0.0.1:9/")
-    with pytest.raises(UserError, match="could not download shakespeare"):
-        download(nowhere, tmp_path / "x.txt")
 
 
 def test_the_registry_is_complete():
@@ -148,20 +112,9 @@ def test_pythons_documentation_is_always_there():
     assert find_corpus_files("python-docs") == [path]
 
 
-@pytest.mark.parametrize("name", ["python-docs", "python-docs.jsonl"])
-def test_a_made_corpus_that_is_damaged_is_made_again(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    (path,) = find_corpus_files(name)
-    good = path.read_bytes()
-    path.write_bytes(good[: len(good) // 2])
-    assert find_corpus_files(name) == [path] and path.read_bytes() == good
-
-
 def test_an_unknown_corpus_is_told():
-    with pytest.raises(
-        UserError,
-        match="unknown corpus 'bible': known are python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare",
-    ):
+    known = "python-docs, python-docs.jsonl, spanish-numbers.tsv, shakespeare"
+    with pytest.raises(UserError, match=f"unknown corpus 'bible': known are {known}"):
         find_corpus_files("bible")
 
 

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.bpe import BPETokenizer
-from jaxgpt.data.chat.conversations import read_messages
-from jaxgpt.data.chat.template import CHATML, PLAIN, find_template, fingerprint
+from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import Pairs, read_pairs
+from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
+from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
-from tests.data.chat.test_template import GOLDEN
+from tests.data.test_template import GOLDEN
 from tests.helpers import chat_file, recorded_run
 
 T = 256

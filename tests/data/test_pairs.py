@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat.conversations import Conversations
+from jaxgpt.data.conversations import Conversations
 from jaxgpt.data.corpus import find_corpus_files
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.numbers import COUNT, make_number_pairs, spell_number
-from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs, encode_target_start, read_pairs
+from jaxgpt.data.pairs import (
+    COUNT,
+    Pairs,
+    collect_documents,
+    encode_pairs,
+    encode_target_start,
+    make_number_pairs,
+    read_pairs,
+    spell_number,
+)
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer
 from jaxgpt.errors import UserError
@@ -65,7 +73,7 @@ def test_each_pair_once_an_epoch_and_whole(path, encoder):
     expected = sorted(TEXTS)
     for batches in (
         validation_batches(pairs, block_size=T, batch_size=4),
-        itertools.islice(training_batches(pairs, block_size=T, batch_size=1, seed=3), pairs.packing.rows),
+        itertools.islice(training_batches(pairs, block_size=T, batch_size=1, seed=3), pairs.rows),
     ):
         found = []
         for batch in batches:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import gzip
-import json
+import io
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,14 @@ from jaxgpt.runs.resume import check_same_data, describe_data_changes
 from tests.helpers import run_command, script, tiny_experiment
 
 
-def write_llmc(path, tokens, promised=None, magic=20240520, dtype=np.uint16):
+def llmc(tokens, promised=None, magic=20240520, dtype=np.uint16):
     header = np.zeros(256, np.int32)
     header[:3] = magic, 1, len(tokens) if promised is None else promised
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return header.tobytes() + np.asarray(tokens, dtype).tobytes()
+
+
+def write_llmc(path, tokens, **kwargs):
+    path.write_bytes(llmc(tokens, **kwargs))
 
 
 def bins(path, **kwargs):
@@ -54,54 +58,118 @@ def test_a_token_beyond_the_vocabulary_is_told_with_its_place(tmp_path, monkeypa
             bins(path)
 
 
-@pytest.mark.parametrize("missing", [1, 2])
-def test_a_gap_in_the_numbers_is_told(series, missing):
-    write_llmc(series / "x_train_000003.bin", np.arange(100))
-    (series / f"x_train_{missing:06d}.bin").unlink()
-    with pytest.raises(UserError, match=f"x_train_{missing:06d}.bin is missing between"):
+def ids(tokens):
+    return tokens.read(0, len(tokens)).tolist()
+
+
+def test_nanogpts_files(tmp_path):
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(500, 600, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    d = bins(tmp_path)
+    assert ids(d.train) == list(range(500)) and ids(d.val) == list(range(500, 600))
+    assert d.val_characters is None
+
+
+def test_llmcs_shards(tmp_path):
+    write_llmc(tmp_path / "fineweb_train_000001.bin", range(100))
+    write_llmc(tmp_path / "fineweb_train_000002.bin", range(100, 150))
+    write_llmc(tmp_path / "fineweb_val_000000.bin", range(150, 200))
+    d = bins(tmp_path)
+    assert ids(d.train) == list(range(150)) and ids(d.val) == list(range(150, 200))
+    write_llmc(tmp_path / "all.bin", [7] * 500, magic=20240801, dtype=np.uint32)  # Llama 3's are 32 bits wide
+    assert ids(bins(tmp_path / "all.bin").train) == [7] * 450
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
+def test_without_held_out_files_the_last_tokens_are(tmp_path, share):
+    """Wherever the cut falls among the files."""
+    for number in range(3):
+        np.arange(100 * number, 100 * number + 100, dtype=np.uint16).tofile(tmp_path / f"x{number}.bin")
+    d, cut = bins(tmp_path, val_fraction=share), int(300 * (1 - share))
+    assert ids(d.train) == list(range(cut)) and ids(d.val) == list(range(cut, 300))
+    assert d.notes == (f"no file is named val: of the 3 files the last {100 * share:g}% of the tokens are held out",)
+    alone = bins(tmp_path / "x0.bin", val_fraction=share)
+    assert ids(alone.train) == list(range(int(100 * (1 - share)))) and alone.notes == ()
+
+
+@pytest.mark.parametrize(
+    "held_out", ["val", "x_val_000000", "x-validation", "valid", "x.val.1", "val0", "x_valid02", "VAL"]
+)
+def test_files_are_held_out_by_the_word_in_their_names_and_named(tmp_path, held_out):
+    for name in ("medieval_000001", "carnival", "evaluation", "interval-2", "value", "train", "valencia"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    np.arange(100, 150, dtype=np.uint16).tofile(tmp_path / f"{held_out}.bin")
+    d = bins(tmp_path)
+    assert (len(d.train), ids(d.val)) == (700, list(range(100, 150)))
+    assert d.notes == (f"held out for validation: {held_out}.bin",)
+
+
+def test_many_held_out_files_are_counted(tmp_path):
+    for number in range(9):
+        for split in ("train", "val"):
+            np.arange(20, dtype=np.uint16).tofile(tmp_path / f"{split}_{number:06d}.bin")
+    assert bins(tmp_path).notes == (
+        "held out for validation: val_000000.bin, val_000001.bin, val_000002.bin and 6 more",
+    )
+
+
+def test_token_files_need_their_tokenizer(tmp_path):
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "stray.bin")
+    config = DataConfig(path=str(tmp_path))
+    with pytest.raises(UserError, match="so tokenizer=char cannot be used"):
+        prepare(config, block_size=8)
+    with pytest.raises(UserError, match=r"needs --model\.vocab-size"):
+        prepare(dataclasses.replace(config, tokenizer="ids"), block_size=8)
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(UserError, match=r"has both token files \(stray\.bin\) and texts \(text\.txt\): .* elsewhere"):
+        prepare(dataclasses.replace(config, tokenizer="byte"), block_size=8)
+    assert len(bins(tmp_path).train) == 450  # asked for by tokenizer ids
+
+
+def saved(save, *args, **kwargs):
+    """The bytes that a function of NumPy's writes."""
+    file = io.BytesIO()
+    save(file, *args, **kwargs)
+    return file.getvalue()
+
+
+TOKENS = np.arange(600, dtype=np.uint16)
+RAW = TOKENS.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (saved(np.save, TOKENS), "a NumPy array"),
+        (saved(np.savez, tokens=TOKENS), "a zip archive"),
+        (gzip.compress(RAW), "gzip"),
+        (b"PAR1" + RAW, "Parquet"),
+        ((90).to_bytes(8, "little") + b'{"a":1}' + RAW, "safetensors"),
+        (("En un lugar de la Mancha, " * 400).encode(), "text: name it .txt"),
+        (("ñandú «漢字» 🐎 " * 400).encode(), "text: name it .txt"),
+        (RAW[:-1], "1199 bytes are not whole 16-bit tokens"),
+        (b"", "0 bytes"),
+        (np.linspace(0, 1, 300, dtype=np.float32).tobytes(), "outside the vocabulary"),
+        (llmc(TOKENS[:0]), "holds no tokens"),
+        (llmc(TOKENS, promised=2**31 - 1), "promises 2147483647 tokens"),
+        (llmc(TOKENS, promised=-600), "promises -600 tokens"),
+        (llmc(TOKENS)[:-2], "promises 600 tokens"),
+        (llmc(TOKENS)[:100], "promises 600 tokens .* holds 0 bytes"),
+        (None, "is missing between"),
+    ],
+)
+def test_files_of_other_kinds_and_cut_or_missing_ones_are_told(series, raw, said):
+    """One bad shard among good ones, named."""
+    path = series / "x_train_000001.bin"
+    path.unlink() if raw is None else path.write_bytes(raw)
+    with pytest.raises(UserError, match=f"x_train_000001.bin.*{said}"):
         bins(series)
 
 
 def test_names_that_are_no_series_may_have_gaps(tmp_path):
-    for name in ("text_2019", "text_2021", "val"):
+    for name in ("text_2019", "text_2021", "val", "a_000001", "b_000003"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    assert len(bins(tmp_path).train) == 200
-
-
-def save_as_numpy(path, tokens):
-    with path.open("wb") as f:
-        np.save(f, tokens)
-
-
-def save_as_npz(path, tokens):
-    with path.open("wb") as f:
-        np.savez(f, tokens=tokens)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (save_as_numpy, "a NumPy array"),
-        (save_as_npz, "a zip archive"),
-        (lambda p, t: p.write_bytes(gzip.compress(t.tobytes())), "gzip"),
-        (lambda p, t: p.write_bytes(b"PAR1" + t.tobytes()), "Parquet"),
-        (lambda p, t: p.write_bytes((90).to_bytes(8, "little") + b'{"a":1}' + t.tobytes()), "safetensors"),
-        (lambda p, t: p.write_text("En un lugar de la Mancha, " * 400), "text: name it .txt"),
-        (lambda p, t: p.write_text("ñandú «漢字» 🐎 " * 400), "text: name it .txt"),
-        (lambda p, t: p.write_bytes(t.tobytes()[:-1]), "1199 bytes are not whole 16-bit tokens"),
-        (lambda p, t: p.write_bytes(np.linspace(0, 1, 300, dtype=np.float32).tobytes()), "outside the vocabulary"),
-        (lambda p, t: write_llmc(p, t[:0]), "holds no tokens"),
-        (lambda p, t: write_llmc(p, t, promised=2**31 - 1), "promises 2147483647 tokens"),
-        (lambda p, t: write_llmc(p, t, promised=-600), "promises -600 tokens"),
-        (lambda p, t: (write_llmc(p, t), p.write_bytes(p.read_bytes()[:-2])), "promises 600 tokens"),
-        (lambda p, t: (write_llmc(p, t), p.write_bytes(p.read_bytes()[:100])), "promises 600 tokens .* holds 0 bytes"),
-    ],
-)
-def test_files_of_other_kinds_and_cut_ones_are_told(series, make, said):
-    """One bad shard among good ones, named."""
-    make(series / "x_train_000001.bin", np.arange(600, dtype=np.uint16))
-    with pytest.raises(UserError, match=f"x_train_000001.bin.*{said}"):
-        bins(series)
+    assert len(bins(tmp_path).train) == 400
 
 
 def test_real_tokens_are_no_other_kind(tmp_path):
@@ -124,16 +192,11 @@ def run(series, tmp_path):
     return directory
 
 
-def test_the_record_has_each_file(run, series):
+def test_the_record_has_each_file_wherever_it_lies(run, series):
     files = read_metadata(run).data["files"]
     assert list(files) == sorted(p.name for p in series.iterdir())
     assert all(f["tokens"] == 100 and len(f["sha256"]) == 64 for f in files.values())
-    check_same_data(read_metadata(run), bins(series))
-
-
-def test_the_same_files_in_another_place_are_the_same_data(run, series):
-    moved = series.rename(series.with_name("elsewhere"))
-    check_same_data(read_metadata(run), bins(moved))
+    check_same_data(read_metadata(run), bins(series.rename(series.with_name("elsewhere"))))
 
 
 @pytest.mark.parametrize(
@@ -160,57 +223,6 @@ def test_other_texts_and_tokenizers_are_told():
     ]
     assert describe_data_changes({"files": {"a.bin": 1}}, before) != []
     assert describe_data_changes(before, {"files": {"a.bin": 1}}) != []
-
-
-def flip(path):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 4
-    path.write_bytes(raw)
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        lambda d: flip(d / "train.bin"),
-        lambda d: flip(d / "val.bin"),
-        lambda d: (d / "train.bin").write_bytes(b""),
-        lambda d: (d / "train.bin").unlink(),
-        lambda d: (d / "meta.json").unlink(),
-        lambda d: (d / "meta.json").write_text("{}"),
-        lambda d: (d / "meta.json").write_text("["),
-        lambda d: (d / "meta.json").write_text('{"fingerprint": 3, "dtype": "uint16"}'),
-        lambda d: (d / "meta.json").write_text((d / "meta.json").read_text().replace('_tokens": 1', '_tokens": 2')),
-        lambda d: (d / "tokenizer.json").write_text('{"jaxgpt": "byte"}'),
-        lambda d: (d / "tokenizer.json").unlink(),
-    ],
-)
-def test_damaged_cached_tokens_are_made_anew_and_it_is_said(text_file, tmp_path, monkeypatch, harm):
-    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
-    config = DataConfig(path=str(text_file))
-    good = prepare(config, block_size=8)
-    tokens = good.train.read(0, len(good.train))
-    (directory,) = (tmp_path / "tokens").iterdir()
-    harm(directory)
-    with pytest.warns(UserWarning, match="the cached tokens in .* are damaged .*: encoding the text again"):
-        again = prepare(config, block_size=8)
-    assert again.fingerprint == good.fingerprint
-    assert again.train.read(0, len(again.train)).tolist() == tokens.tolist()
-    assert [p.name for p in (tmp_path / "tokens").iterdir()] == [directory.name]
-    prepare(config, block_size=8)  # without a word
-
-
-def test_a_cache_that_cannot_be_written_is_told(text_file, monkeypatch):
-    monkeypatch.setenv("JAXGPT_CACHE", str(text_file))
-    with pytest.raises(UserError, match="cannot write into the cache .* Set JAXGPT_CACHE to another directory"):
-        prepare(DataConfig(path=str(text_file)), block_size=8)
-
-
-def test_a_meta_file_that_is_no_object_is_no_crash(tmp_path):
-    (tmp_path / "meta.json").write_text(json.dumps([1]))
-    with pytest.warns(UserWarning, match="damaged"):
-        from jaxgpt.data.cache import read_tokens
-
-        assert read_tokens(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxgpt
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.chat.template import CHATML, Jinja
+from jaxgpt.data.template import CHATML, Jinja
+from jaxgpt.data.tokenizer import train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.file import read_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields

@@ -17,8 +17,7 @@ from flax import traverse_util
 
 import jaxgpt
 from jaxgpt.config import GPTConfig
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.gguf.file import to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES

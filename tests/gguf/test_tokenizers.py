@@ -11,8 +11,7 @@ import warnings
 
 import pytest
 
-from jaxgpt.data.bpe import WORDS, BPETokenizer, train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from tests.conftest import TEXT

@@ -1,4 +1,4 @@
-"""Make chat.json: conversations as transformers tokenises them by six kinds of chat template, for tests/data/chat/test_template.py.
+"""Make chat.json: conversations as transformers tokenises them by six kinds of chat template, for tests/data/test_template.py.
 
     python -m pip install transformers tokenizers jinja2
     python tests/golden/make_chat.py

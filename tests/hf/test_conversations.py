@@ -6,10 +6,9 @@ import json
 import pytest
 
 import jaxgpt
-from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.conversations import find_end_of_turn, tokenise
-from jaxgpt.data.chat.template import find_template, list_plain_characters
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.conversations import find_end_of_turn, tokenise
+from jaxgpt.data.template import find_template, list_plain_characters
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.tools.convert import export_gguf, export_hf, import_gguf, import_hf, write_tokenizer
 from tests.conftest import TEXT
 from tests.data.test_documents import tokenizer_json

@@ -18,8 +18,7 @@ import pytest
 import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import quickstart
-from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form

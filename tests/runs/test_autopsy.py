@@ -13,7 +13,7 @@ import jaxgpt.parallel.trainer
 from jaxgpt import fitting
 from jaxgpt.batch import Batch
 from jaxgpt.config import OptimConfig
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel import multihost

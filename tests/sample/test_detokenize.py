@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.sample.detokenize import Detokenizer, iter_text
 

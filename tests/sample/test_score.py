@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.bpe import train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.sample.score import _logprobs, loglikelihood, pair_ids, score, score_prompt
 from tests.conftest import TEXT

@@ -14,12 +14,11 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig
 from jaxgpt.config.validate import check_count, check_whole
-from jaxgpt.data.chat.conversations import Conversations, encode_all
+from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import Pairs, collect_documents, encode_pairs
-from jaxgpt.data.pipeline import validation_batches
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Split, Tokens, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
@@ -44,7 +43,7 @@ def _eval_step(params: Params, batch: Batch, model: GPT) -> tuple[jax.Array, jax
 class HeldOut(NamedTuple):
     """Data that a run is evaluated on."""
 
-    split: Tokens | Conversations
+    split: Split
     is_pairs: bool = False
     characters: int | None = None  # None: only token ids are known
     utf8: int | None = None  # bytes

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.data.bpe import BPETokenizer, find_word_pattern
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, find_word_pattern
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.tools.html_page import Arrays

@@ -12,7 +12,7 @@ from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pairs import TARGET_END, TARGET_START
-from jaxgpt.data.tokens import Tokens
+from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset

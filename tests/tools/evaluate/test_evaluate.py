@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat.conversations import read_messages
-from jaxgpt.data.chat.template import PLAIN
+from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pipeline import validation_batches
+from jaxgpt.data.pipeline import Tokens, validation_batches
+from jaxgpt.data.template import PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, render_json
 from jaxgpt.loss import make_loss

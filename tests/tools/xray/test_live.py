@@ -15,8 +15,7 @@ from playwright.sync_api import expect
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import quickstart
-from jaxgpt.data.bpe import WORDS, BPETokenizer, train_bpe
-from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit

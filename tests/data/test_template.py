@@ -1,22 +1,19 @@
 """Chat templates: transformers' tokens for what is harmless, and nobody's special tokens but the template's own."""
 
+import concurrent.futures
 import dataclasses
-import gc
 import json
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from jaxgpt.data.bpe import BPETokenizer, train_bpe
-from jaxgpt.data.chat.conversations import encode_prompt, find_end_of_turn, tokenise
-from jaxgpt.data.chat.jinja import LONGEST_TEXT, Renderer, compile_template
-from jaxgpt.data.chat.template import CHATML, ETX, PLAIN, Jinja, find_template
-from jaxgpt.data.tokenizer import ByteTokenizer
+from jaxgpt.data import template as module
+from jaxgpt.data.conversations import encode_messages, find_end_of_turn, tokenise
+from jaxgpt.data.template import CHATML, ETX, LONGEST_TEXT, PLAIN, Jinja, compile_template, find_template
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from tests.conftest import REPOSITORY
-from tests.helpers import run_command
 
 GOLDEN = json.loads((REPOSITORY / "tests/golden/chat.json").read_text())
 TOKENIZERS = {name: BPETokenizer(json.dumps(held)) for name, held in GOLDEN["tokenizers"].items()}
@@ -99,28 +96,11 @@ def test_a_special_token_that_takes_spaces_in_may_take_those_of_a_content():
     assert (ids == end).sum() == 2 and ids[answers][-1] == end
 
 
-def test_two_messages_cannot_make_a_special_token_together():
-    tokenizer = TOKENIZERS["bytes"]
-    found = Jinja(source="{{ messages[0].content }}{{ messages[1].content }}</s>", tokens={}, specials=())
-    ids, _ = tokenise(found.write(user("<|im_", "end|>"), prompt=True), tokenizer)
-    assert np.isin(ids, list(tokenizer.specials.values())).tolist() == [False] * (len(ids) - 1) + [True]
-
-
 def test_where_a_template_rewrites_contents_its_tokens_are_refused_in_them():
     found = template("dated", TOKENIZERS["bytes"])
     with pytest.raises(UserError, match=r"message 1 has '<\|im_end\|>' in it, and its chat template rewrites contents"):
         found.write(user("say <|im_end|>\n", "no"))
     found.write(user("say im_end\n", "no"))
-
-
-def test_the_end_of_turn_is_the_assistants_and_the_newline_after_it_is_not():
-    messages = user("What?", "That.", "And?", "This.")
-    expected = ["That.<|im_end|>", "This.<|im_end|>"]
-    for name in ("chatml", "marked"):
-        assert marked_text(template(name, TOKENIZERS["bytes"]).write(messages)) == expected
-    written = CHATML.write(messages)
-    assert marked_text(written) == expected
-    assert "<s>" + written.text == template("marked", TOKENIZERS["bytes"]).write(messages).text
 
 
 def test_the_plain_template_is_for_every_tokenizer():
@@ -168,7 +148,7 @@ def test_what_is_sampled_goes_on_where_training_put_answers():
         (TOKENIZERS["pieces"], template("instruct", TOKENIZERS["pieces"])),
     ):
         ids, answers = tokenise(found.write(user("Why <|im_end|>?", "Because.")), tokenizer)
-        prompt = encode_prompt(found, tokenizer, "Why <|im_end|>?")
+        prompt = encode_messages(found, tokenizer, user("Why <|im_end|>?"))
         assert ids[: len(prompt)].tolist() == prompt and answers.argmax() == len(prompt)
         assert ids[answers][-1] == find_end_of_turn(found, tokenizer)
 
@@ -228,79 +208,18 @@ def test_templates_are_not_trusted(source):
         compile_template(source)(messages=[])
 
 
-DOUBLING = "{%% set x = namespace(y='a') %%}{%% for i in range(99) %%}%s{%% endfor %%}{{ x.y | length }}"
-BOMBS = [
-    "{{ 'a'.ljust(9999999999) | length }}",
-    "{{ '%9999999999d' % 3 }}",
-    "{{ '{:9999999999}'.format(3) }}",
-    "{{ 'a' * 9999999999 }}",
-    "{{ ('a' | center(9999999999)) | length }}",
-    "{{ 'a\n b' | indent(9999999999) }}",
-    "{{ [1] | batch(9999999999, 0) | list }}",
-    "{{ 'a'.replace('', 'b' * 99999).replace('', 'b' * 99999) }}",
-    "{{ range(99999) | join('a' * 99999) }}",
-    DOUBLING % "{% set x.y = x.y ~ x.y %}",
-    DOUBLING % "{% set x.y = x.y + x.y %}",
-    DOUBLING % "{% set z %}{{ x.y }}{{ x.y }}{% endset %}{% set x.y = z %}",
-    DOUBLING % "{% set x.y = [x.y, x.y] %}" + "{{ x.y }}",
-]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is bounded on Linux")
-def test_templates_take_no_more_memory_than_they_may(monkeypatch):
-    """All in one template, so that they take one process, which goes on."""
-    monkeypatch.setattr("jaxgpt.data.chat.jinja.MEMORY", 2**27)
-    cases = "".join(f"{{% elif n == {n} %}}{source}" for n, source in enumerate(BOMBS))
-    render = Renderer(f"{{% if n < 0 %}}none{cases}{{% endif %}}")
-    process = render._process
-    for n in range(len(BOMBS)):
-        with pytest.raises(UserError, match="exceeds its memory limit|rejects the conversation: ") as e:
-            render(n=n)
-        assert "memory" in str(e.value) or "MemoryError" in str(e.value), (BOMBS[n], str(e.value))
-    assert render(n=-1) == "none" and render._process is process
-
-
-ENDLESS = "{% if n %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
-# A process of its own: a library may have a timer that ends this one, were the signal to be restored to its default.
-IGNORED = """
-import signal
-from jaxgpt.data.chat import jinja
-signal.signal(signal.SIGPROF, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
-jinja.SECONDS = 1
-jinja.Renderer({!r})(n=1)
-"""
-
-
 def test_templates_take_no_more_time_than_they_may(monkeypatch):
-    monkeypatch.setattr("jaxgpt.data.chat.jinja.SECONDS", 1)
-    render = Renderer(ENDLESS + "{% if not n %}none{% endif %}")
-    with pytest.raises(
-        UserError, match="the chat template takes more than 1 s for one conversation: it cannot be used"
-    ):
-        render(n=1)
-    assert render(n=0) == "none"
-
-
-def test_their_time_ends_where_its_signal_is_ignored_and_blocked(tmp_path):
-    """As libraries with a profiler do."""
-    done = run_command("-c", IGNORED.format(ENDLESS), cwd=tmp_path)
-    assert done.returncode == 1 and "takes more than 1 s for one conversation" in done.stderr
-
-
-def test_an_answer_that_nobody_waited_for_is_not_the_next_one(monkeypatch):
-    """Ctrl-C while a template writes."""
-    render = Renderer("{{ n }}")
-    first = render._process
-    with monkeypatch.context() as m:
-        m.setattr("json.loads", lambda line: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            render(n=1)
-    assert render(n=2) == "2" and first.poll() is not None
-    last = render._process
-    del render
-    gc.collect()
-    assert last.poll() is not None
+    """Not even in a loop that writes nothing, and in a thread."""
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    for_each = "{% for i in range(99999) %}"
+    render = compile_template(
+        f"{{% if n %}}{for_each}{for_each}{{% endfor %}}{{% endfor %}}{{% else %}}none{{% endif %}}"
+    )
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for call in (render, lambda n: pool.submit(render, n=n).result()):
+            with pytest.raises(UserError, match=r"the chat template takes more than 0\.2 s for one conversation"):
+                call(n=1)
+            assert call(n=0) == "none"
 
 
 def test_templates_know_one_day_only():
@@ -310,4 +229,4 @@ def test_templates_know_one_day_only():
 def test_jinja2_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(UserError, match=r"chat template needs jinja2: python -m pip install 'jaxgpt\[chat\]'"):
-        compile_template("x")
+        compile_template("a template that is not there yet")

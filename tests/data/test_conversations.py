@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgpt.config import DataConfig
-from jaxgpt.data.chat.conversations import Conversations, encode_all, read_messages
-from jaxgpt.data.chat.packing import pack_best_fit
-from jaxgpt.data.chat.template import ETX, PLAIN
+from jaxgpt.data.conversations import Conversations, encode_all, pack_best_fit, read_messages
 from jaxgpt.data.dataset import prepare
 from jaxgpt.data.pairs import collect_documents
 from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.template import ETX, PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
@@ -141,7 +140,7 @@ def texts_of(path):
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_every_conversation_once_an_epoch(held, number):
     path, conversations = held
-    rows = conversations.packing.rows
+    rows = conversations.rows
     (batch,) = take(conversations, 1, batch_size=rows, start_step=number)
     found = dict(documents(batch))
     assert len(list(documents(batch))) == len(found) == 40 and set(found) == texts_of(path)
@@ -152,7 +151,7 @@ def test_every_conversation_once_an_epoch(held, number):
 
 def test_batch_t_is_the_same_from_wherever_one_starts_and_epochs_differ(held):
     conversations = held[1]
-    rows = conversations.packing.rows
+    rows = conversations.rows
     whole = take(conversations, rows)  # three epochs
     for start in (1, rows // 3, rows - 2):
         for a, b in zip(whole[start : start + 2], take(conversations, 2, start_step=start), strict=True):
@@ -182,7 +181,7 @@ def test_rows_are_packed_once(held, monkeypatch):
     conversations = collect_documents(encode_all(path, ByteTokenizer(), PLAIN), T)
     packed = []
     monkeypatch.setattr(
-        "jaxgpt.data.chat.packing.pack_best_fit", lambda *given: packed.append(given) or pack_best_fit(*given)
+        "jaxgpt.data.conversations.pack_best_fit", lambda *given: packed.append(given) or pack_best_fit(*given)
     )
     first, second = (list(validation_batches(conversations, block_size=T, batch_size=4)) for _ in range(2))
     take(conversations, 1)
@@ -213,7 +212,7 @@ def test_prepared_once_and_split_by_position(tokenizer, tmp_path, monkeypatch):
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer=tokenizer, val_fraction=0.25, bpe_vocab_size=300)
     first = prepare(config, block_size=T)
-    monkeypatch.setattr("jaxgpt.data.documents.write_tokens", None)  # would be called
+    monkeypatch.setattr("jaxgpt.data.dataset.write_tokens", None)  # would be called
     again = prepare(config, block_size=T)
     assert first.fingerprint == again.fingerprint and "template_sha256" in first.fingerprint
     assert first.notes == again.notes

@@ -14,16 +14,18 @@ The assistant writes its content and the end of its turn, but not the header of 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.data.chat.jinja import CLOSE, OPEN, renderer
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
@@ -32,10 +34,14 @@ Message = dict[str, str]  # "role", one of ROLES, and "content"
 Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant")
-HOLE = "\ufdd2"  # around the number of a content, in its placeholder
-MARKS = (OPEN, CLOSE, HOLE)  # noncharacters, which contents must not contain
+# Around the output of {% generation %}, and around the number of a content in its placeholder.
+OPEN, CLOSE, HOLE = MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters, which contents must not contain
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
+LONGEST_TEXT = 2**24  # characters that a template in Jinja may write
+SECONDS = 10.0  # that it may take for one conversation
+# A fixed date for templates: with the current one, the same conversations would give other tokens tomorrow.
+TODAY = datetime.date(2025, 1, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,89 @@ PLAIN = Turns(before="{Role}:\n", end=ETX, special=False)
 CHATML = Turns(before="<|im_start|>{role}\n", end="<|im_end|>", special=True)
 
 
+@functools.lru_cache(maxsize=8)
+def compile_template(source: str) -> Callable[..., str]:
+    """Return a function from keyword variables to text, with OPEN and CLOSE around {% generation %} blocks.
+
+    Templates are untrusted programs. They run in Jinja's sandbox, as in transformers, and can read only their
+    variables: no attribute that begins with `_`, no file, no import. The time and the length of the text are limited,
+    the memory is not. Whitespace, filters and functions are those of transformers' `apply_chat_template`, except that
+    `strftime_now` formats TODAY. Raises `UserError` if the source is not a template; the function raises it if the
+    template fails.
+    """
+    try:
+        import jinja2
+        from jinja2 import ext, nodes
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UserError("this tokenizer's chat template needs jinja2: python -m pip install 'jaxgpt[chat]'") from None
+
+    class Generation(ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return OPEN + caller() + CLOSE
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    extensions = [Generation, ext.LoopControlExtension]
+    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = tojson
+    environment.globals = {
+        "dict": lambda **items: items,
+        "namespace": environment.globals["namespace"],
+        "raise_exception": raise_exception,
+        "range": environment.globals["range"],
+        "strftime_now": TODAY.strftime,
+    }
+    try:
+        template = environment.from_string(source)
+    except Exception as e:  # from Jinja, or from Python for the code that Jinja generates
+        line = getattr(e, "lineno", None)
+        raise UserError(
+            f"the chat template is not a Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
+        ) from None
+
+    def render(**variables: Any) -> str:
+        pieces, length = [], 0
+        # Raised in this thread from another, to end a loop that writes nothing, too.
+        thread, late = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
+        timer = threading.Timer(SECONDS, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, late))
+        timer.daemon = True
+        timer.start()
+        try:
+            for piece in template.generate(**variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > LONGEST_TEXT:
+                    break
+        except TimeoutError:
+            raise UserError(
+                f"the chat template takes more than {SECONDS:g} s for one conversation: it cannot be used"
+            ) from None
+        except Exception as e:  # an untrusted program may raise anything
+            why = str(e)[:300].rstrip(".") or type(e).__name__
+            raise UserError(
+                f"the chat template rejects the conversation: {why}. Repair it, or give another tokenizer"
+            ) from None
+        finally:
+            timer.cancel()
+        if length > LONGEST_TEXT:
+            raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
+        return "".join(pieces)
+
+    return render
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jinja:
     """A tokenizer's own template."""
@@ -108,7 +197,7 @@ class Jinja:
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return (rendered text, spans of its {% generation %} blocks)."""
         given = {"messages": [dict(m) for m in messages], "add_generation_prompt": prompt}
-        rendered = renderer(self.source)(**given, tools=None, documents=None, **self.tokens)
+        rendered = compile_template(self.source)(**given, tools=None, documents=None, **self.tokens)
         text, spans = "", []
         for part in re.split(f"([{OPEN}{CLOSE}])", rendered):
             if part == OPEN:
@@ -206,7 +295,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: 
             if name.endswith("_token") and not name.startswith("add_")
         }
         tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
-        renderer(source)  # raises `UserError` for what is not a template
+        compile_template(source)  # raises `UserError` for what is not a template
         return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
     ours = CHATML
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():

@@ -1,4 +1,4 @@
-"""Conversations: read and validated line by line, encoded, and selected to fit into rows."""
+"""Conversations: read and validated line by line, encoded, and packed into rows of one length without a cut."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config.validate import short
-from jaxgpt.data.chat.packing import Packing
-from jaxgpt.data.chat.template import MARKS, ROLES, ChatTemplate, Message, Written, index_specials
-from jaxgpt.data.pipeline import RowReader
+from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
+from jaxgpt.data.template import MARKS, ROLES, ChatTemplate, Message, Written, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, read_lines
@@ -74,11 +73,6 @@ def encode_all(
         yield ids[:end], answers[:end]
 
 
-def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, message: str) -> list[int]:
-    """Return the ids of a user's message and of the header of the assistant's turn."""
-    return encode_messages(template, tokenizer, [{"role": "user", "content": message}])
-
-
 def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """Return the ids of a conversation and of the header of the assistant's turn."""
     return tokenise(template.write(messages, prompt=True), tokenizer)[0].tolist()
@@ -133,7 +127,32 @@ def _encode_between(text: str, ids: np.ndarray, at: np.ndarray, tokenizer: Token
     return np.concatenate(all_ids), np.concatenate(all_at)
 
 
-class Conversations:
+def pack_best_fit(sizes_N: np.ndarray, room: int) -> np.ndarray:
+    """Return row_N, int64: the row of each size, if each goes, largest first, to the fullest row that it fits.
+
+    Sizes are from 1 to `room`. At most 11/9 of the minimum number of rows plus 4 are used (Johnson et al. 1974, SIAM J.
+    Comput. 3(4)).
+    """
+    row_N = np.empty(len(sizes_N), np.int64)
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # rows by the room left in them
+    open_bits = rows = 0  # bit r: a row has room r. The lowest bit from the size on is the fullest row that fits
+    for item in np.argsort(-sizes_N, kind="stable").tolist():
+        size = int(sizes_N[item])
+        fitting = open_bits >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                open_bits ^= 1 << left
+        else:
+            left, row, rows = room, rows, rows + 1
+        row_N[item] = row
+        rows_with[left - size].append(row)
+        open_bits |= 1 << left - size
+    return row_N
+
+
+class Conversations(Split):
     """Conversations as token ids, memory-mapped or in memory, each at most a row of `block_size` inputs.
 
     A longer one is cut after the last answer that fits, or left out if none does.
@@ -162,25 +181,56 @@ class Conversations:
             lengths[n] = last[-1] + 1 if len(last) else 0
         return lengths, lengths - 1
 
+    # Best fit depends only on lengths, so it runs once: each epoch shuffles conversations of equal length among the
+    # rows, and the order of the rows. Every epoch thus has the same number of rows, and the n-th row of a run follows
+    # by arithmetic.
     @functools.cached_property
-    def packing(self) -> Packing:
-        """Return which conversations share a row. It is computed once, for all epochs and validations."""
-        return Packing(self.sizes, self.block_size)
+    def _packing(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (conversations, longest first; ranks in it, sorted by row; end of each row in these)."""
+        longest_first = np.argsort(-self.sizes, kind="stable")
+        row_N = pack_best_fit(self.sizes[longest_first], self.block_size)
+        return longest_first, np.argsort(row_N, kind="stable"), np.cumsum(np.bincount(row_N))
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of an epoch."""
+        return len(self._packing[2])
+
+    @property
+    def filled(self) -> float:
+        """Return the fraction of the rows that is not padding."""
+        return float(self.sizes.sum()) / (self.rows * self.block_size)
+
+    def _members(self, longest_first: np.ndarray, row: int) -> np.ndarray:
+        _, by_row, ends = self._packing
+        return longest_first[by_row[ends[row - 1] if row else 0 : ends[row]]]
 
     def training_rows(self, *, block_size: int, seed: int) -> RowReader:
         """Return the reader of packed rows, each conversation once per epoch: see `pipeline.Split`."""
         assert block_size == self.block_size, (block_size, self.block_size)
-        members = self.packing.training_members(seed)
-        return lambda n: self.row(members(n))
+
+        @functools.lru_cache(maxsize=2)  # epochs: a batch may have rows of one and of the next
+        def shuffle(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+            rng = np.random.default_rng([seed, epoch])
+            shuffled = rng.permutation(len(self.sizes))
+            return shuffled[np.argsort(-self.sizes[shuffled], kind="stable")], rng.permutation(self.rows)
+
+        def row(n: int) -> tuple[np.ndarray, ...]:
+            longest_first, order = shuffle(n // self.rows)
+            return self.row(self._members(longest_first, order[n % self.rows]))
+
+        return row
 
     def validation_rows(
         self, *, block_size: int, stride: int, max_tokens: int | None, prefix_length: int
     ) -> tuple[int, RowReader]:
         """Return (number of packed rows, reader of a row): see `pipeline.Split`. The stride must be block_size."""
         assert block_size == stride == self.block_size and not prefix_length, (block_size, stride, prefix_length)
-        members = self.packing.validation_members(max_tokens)
+        rows: Sequence[int] = range(self.rows)
+        if max_tokens is not None and max_tokens < self.rows * self.block_size:
+            rows = pick_evenly(rows, max_tokens // self.block_size)
         empty = np.zeros(0, np.int64)
-        return len(members), lambda n: self.row(members[n] if n < len(members) else empty)
+        return len(rows), lambda n: self.row(self._members(self._packing[0], rows[n]) if n < len(rows) else empty)
 
     def __len__(self) -> int:
         """Return the number of tokens in all conversations."""
