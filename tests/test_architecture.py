@@ -61,7 +61,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.bpe"],
     "jinja2": ["data.chat.jinja"],
-    "matplotlib": ["interventions.plots", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
+    "matplotlib": ["interventions.analyses", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
     "filelock": ["runs.lock"],
     "safetensors": ["hf.safetensors_files"],
     "gguf": ["gguf.file"],

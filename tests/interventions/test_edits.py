@@ -9,8 +9,8 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
-from jaxgpt.interventions.edits import EMBEDDING, PLACES, place_name
-from jaxgpt.interventions.forward import token_losses
+from jaxgpt.interventions.edits import place_names
+from jaxgpt.interventions.model import token_losses
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
@@ -44,14 +44,6 @@ def model_params():
     return make(CONFIGS["gpt2"])
 
 
-def names(config):
-    return [
-        place_name(config, place, layer)
-        for place in PLACES
-        for layer in ([None] if place == EMBEDDING else range(config.n_layer))
-    ]
-
-
 def all_logits(logits_BTV):
     return logits_BTV
 
@@ -63,23 +55,17 @@ def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
     logits_BTV = model.apply({"params": params}, TOKENS)
-    plain = run(model, params, TOKENS, read=names(model.config))
+    names = place_names(model.config)
+    plain = run(model, params, TOKENS, read=names)
     chex.assert_trees_all_close(plain.logits_BTV, logits_BTV, rtol=1e-4, atol=1e-4)
-    assert plain.activations.keys() == set(names(model.config))
-    places = [
-        (place, int(layer[2:]) if layer else None)
-        for layer, _, place in (name.rpartition("/") for name in names(model.config))
-    ]
-    same = [
-        [replace(place, layer, by=plain.activations[place_name(model.config, place, layer)][0])]
-        for place, layer in places
-    ]
-    gone = [[zero(place, layer)] for place, layer in places]
+    assert plain.activations.keys() == set(names)
+    places = [(place, int(layer[2:]) if layer else None) for layer, _, place in (n.rpartition("/") for n in names)]
+    same = [[replace(*place, by=plain.activations[n][0])] for n, place in zip(names, places, strict=True)]
+    gone = [[zero(*place)] for place in places]
     found = run_each(model, params, TOKENS[:1], same + gone, all_logits)
-    for name, each in zip(names(model.config), found, strict=False):
-        chex.assert_trees_all_close(each, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
-    for name, each in zip(names(model.config), found[len(places) :], strict=True):
-        assert np.abs(each - logits_BTV[:1]).max() > 1e-2, name
+    for name, kept, lost in zip(names, found[: len(names)], found[len(names) :], strict=True):
+        chex.assert_trees_all_close(kept, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
+        assert np.abs(lost - logits_BTV[:1]).max() > 1e-2, name
 
 
 def test_a_head_off_is_its_rows_of_the_projection_off(model_params):

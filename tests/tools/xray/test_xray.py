@@ -18,8 +18,7 @@ from jaxgpt.sample.filters import Sampling
 from jaxgpt.session import fit
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.page import attention_shares, project_to_plane, read_embedding, render_page
-from jaxgpt.tools.xray.xray import xray
+from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, render_page, xray
 from tests.browser import unreadable
 from tests.helpers import TINY, make_model, tiny_experiment
 
