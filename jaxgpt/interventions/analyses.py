@@ -129,7 +129,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
         entered_1TD, source_TX = read[streams[layer]][:1], read[name][1]
         for first in range(0, len(patches), size):
             batch = patches[np.minimum(np.arange(first, first + size), len(patches) - 1)]
-            x_RTD = _run_patched_block(model, layer, name, params, entered_1TD, source_TX, batch)
+            x_RTD = _run_patched_block(model, layer, name, params, entered_1TD, source_TX, jnp.asarray(batch))
             for later in range(layer + 1, L):
                 x_RTD = _run_block(model, later, params, x_RTD)
             found.append(_measure(model, params, x_RTD[:, -1:], metric)[: len(patches) - first])
@@ -145,7 +145,7 @@ def _run_patched_block(
     params: Params,
     entered_1TD: jax.Array,
     source_TX: jax.Array,
-    patches: np.ndarray,
+    patches: jax.Array,
 ) -> jax.Array:
     """Return the stream after the block, x_RTD. source_TX: the activations of the other text at the place `name`."""
 

@@ -151,22 +151,23 @@ def test_each_of_many_sets_is_as_if_alone(model_params):
 
 
 @pytest.mark.parametrize(
-    "make_edit, words",
+    "edits, words",
     [
-        (lambda: zero("head", 0), "place='head': needs one of embedding, queries"),
-        (lambda: zero("heads", 2), r"heads, layer=2: needs a layer from 0 to 1"),
-        (lambda: zero("heads"), r"heads, layer=None: needs a layer from 0 to 1"),
-        (lambda: zero("embedding", 0), "layer=0: the embedding has no layer"),
-        (lambda: zero("heads", 0, index=4), "h_0/heads, index=4: needs integers from 0 to 3"),
-        (lambda: zero("units", 0, index=[1.5]), r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
-        (lambda: zero("mlp", 0, positions=[16]), r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
-        (lambda: add("mlp", 0, vector=np.ones(15)), r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
-        (lambda: scale("mlp", 0, by=float("nan")), "h_0/mlp: needs finite numbers"),
+        ([zero("head", 0)], "place='head': needs one of embedding, queries"),
+        ([zero("heads", 2)], r"heads, layer=2: needs a layer from 0 to 1"),
+        ([zero("heads")], r"heads, layer=None: needs a layer from 0 to 1"),
+        ([zero("embedding", 0)], "layer=0: the embedding has no layer"),
+        ([zero("heads", 0, index=4)], "h_0/heads, index=4: needs integers from 0 to 3"),
+        ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
+        ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
+        ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
+        ([scale("mlp", 0, by=float("nan"))], "h_0/mlp: needs finite numbers"),
+        ([], "needs at least one set of edits that is not empty"),
     ],
 )
-def test_a_wrong_edit_is_one_clear_line(model_params, make_edit, words):
+def test_a_wrong_edit_is_one_clear_line(model_params, edits, words):
     with pytest.raises(UserError, match=words) as e:
-        run(*model_params, TOKENS, [make_edit()])
+        run_each(*model_params, TOKENS, [edits], all_logits)
     assert "\n" not in str(e.value)
 
 
@@ -176,8 +177,6 @@ def test_what_cannot_be_edited_is_one_clear_line(model_params):
         run(model, params, TOKENS, read=["h_x/mlp"])
     with pytest.raises(UserError, match=r"tokens from 0 to 23: needs 0 to 22"):
         run(model, params, [[0, 23]])
-    with pytest.raises(UserError, match=r"edits=\[\]: needs at least one set of edits"):
-        run_each(model, params, TOKENS, [], jnp.mean)
     edited, edited_params = edit(model, params, [zero("pattern", 1)])
     with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
         generate_greedily(edited, edited_params, [1, 2])

@@ -129,8 +129,8 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
     """Return the positions of `windows_NT` (token ids) at which each hidden unit of the MLPs is most active."""
     model, params = _unroll(model, params)
     count, T = windows_NT.shape
-    shape = (model.config.explicit().mlp_dim, EXAMPLES)
-    best = [(np.full(shape, -np.inf, np.float32), np.full(shape, -1)) for _ in range(model.config.n_layer)]
+    shape: Any = (model.config.explicit().mlp_dim, EXAMPLES)
+    best: Any = [(np.full(shape, -np.inf, np.float32), np.full(shape, -1)) for _ in range(model.config.n_layer)]
     for first in range(0, count, WINDOWS_AT_ONCE):
         numbers_B = np.arange(first, min(first + WINDOWS_AT_ONCE, count))
         windows_BT = windows_NT[np.resize(numbers_B, WINDOWS_AT_ONCE)]  # one shape, hence one compilation

@@ -86,7 +86,47 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
         )
     windows_NT, why = _windows(run, data, corpus_tokens)
     examples = None if windows_NT is None else top_activating_examples(run.model, run.params, windows_NT)
-    return render_page(run, texts, activations, examples, why_no_corpus=why)
+    arrays = TokenArrays()
+
+    def put_guess(guess: Guess) -> dict[str, Any]:
+        return {
+            "ids": arrays.put_tokens(guess.tokens_TK),
+            "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
+            "actual": round_numbers(np.exp(guess.logprob_T)),
+        }
+
+    order_V = np.argsort(-activations.logits_V, kind="stable")  # sampling options do not change it
+    content: dict[str, Any] = {
+        "title": f"X-ray of {run.experiment.name}",
+        "facts": describe_run(run),
+        "texts": {name: arrays.put_tokens(ids) for name, ids in texts.items()},
+        "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "guess": put_guess(activations.guess),
+        "lens": [put_guess(guess) for guess in activations.lens],
+        "attention": _attention_maps(activations, arrays),
+        "start": round_numbers(activations.start_T),
+        "branches": [
+            {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
+            for b in activations.branches
+        ],
+        "norms": [_norm(norm, config) for norm in activations.norms],
+        "mlp": [
+            _units(i, hidden_TF, config.activation, examples, arrays)
+            for i, hidden_TF in enumerate(activations.hidden_LTF)
+        ],
+        "corpus": None
+        if examples is None
+        else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
+        "why_no_corpus": why,
+        "embedding": map_embedding(run, texts, examples, arrays),
+        "sampling": {
+            "ids": arrays.put_tokens(order_V[:NAMED]),
+            "logits": arrays.put(activations.logits_V[order_V].astype(np.float32)),
+            "temperature": run.experiment.train.sample_temperature,
+        },
+    }
+    content["words"] = [spell(run.tokenizer, token) for token in arrays.words]
+    return render_html(PROGRAMS, content["title"], content, arrays)
 
 
 def _generate_target(run: Run, source: list[int]) -> list[int]:
@@ -124,66 +164,6 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
     count = min(max(tokens // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
     return np.stack([text.read(int(start), T) for start in starts]), ""
-
-
-def render_page(
-    run: Run,
-    texts: dict[str, list[int]],
-    activations: Activations,
-    examples: TopExamples | None,
-    *,
-    why_no_corpus: str,
-) -> str:
-    """Return one self-contained HTML file.
-
-    Args:
-        run: the run.
-        texts: token ids by name: "text", which the model continues, and "source", the encoder's input, if there is one.
-        activations: those of `texts`.
-        examples: the top activating examples of a corpus. None means that no corpus was searched.
-        why_no_corpus: the reason if `examples` is None.
-    """
-    arrays, config = TokenArrays(), run.model.config
-
-    def put_guess(guess: Guess) -> dict[str, Any]:
-        return {
-            "ids": arrays.put_tokens(guess.tokens_TK),
-            "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
-            "actual": round_numbers(np.exp(guess.logprob_T)),
-        }
-
-    order_V = np.argsort(-activations.logits_V, kind="stable")  # sampling options do not change it
-    data: dict[str, Any] = {
-        "title": f"X-ray of {run.experiment.name}",
-        "facts": describe_run(run),
-        "texts": {name: arrays.put_tokens(ids) for name, ids in texts.items()},
-        "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
-        "guess": put_guess(activations.guess),
-        "lens": [put_guess(guess) for guess in activations.lens],
-        "attention": _attention_maps(activations, arrays),
-        "start": round_numbers(activations.start_T),
-        "branches": [
-            {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
-            for b in activations.branches
-        ],
-        "norms": [_norm(norm, config) for norm in activations.norms],
-        "mlp": [
-            _units(i, hidden_TF, config.activation, examples, arrays)
-            for i, hidden_TF in enumerate(activations.hidden_LTF)
-        ],
-        "corpus": None
-        if examples is None
-        else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
-        "why_no_corpus": why_no_corpus,
-        "embedding": map_embedding(run, texts, examples, arrays),
-        "sampling": {
-            "ids": arrays.put_tokens(order_V[:NAMED]),
-            "logits": arrays.put(activations.logits_V[order_V].astype(np.float32)),
-            "temperature": run.experiment.train.sample_temperature,
-        },
-    }
-    data["words"] = [spell(run.tokenizer, token) for token in arrays.words]
-    return render_html(PROGRAMS, data["title"], data, arrays)
 
 
 def describe_run(run: Run) -> list[tuple[str, str]]:
