@@ -30,6 +30,7 @@ PLACES = (
     "mlp",  # the output of the MLP, before a norm of the output, [D]
     "stream",  # the stream that leaves the block, [D]
 )
+Indices = int | Sequence[int] | None  # None means all
 EditArrays = dict[str, dict[str, np.ndarray]]  # {"h_0/heads": {"keep": [P + 1, N, H], "add": [P + 1, N, H]}}
 
 
@@ -39,30 +40,19 @@ class Edit:
 
     place: str  # one of PLACES
     layer: int | None = None  # from 0; None for the embedding
-    index: int | Sequence[int] | None = None  # heads, units or elements of the vector, from 0. None means all
-    positions: int | Sequence[int] | None = None  # None means all, in generated text too
+    index: Indices = None  # heads, units or elements of the vector, from 0
+    positions: Indices = None  # of tokens, in generated text too
     keep: float = 1.0
     add: ArrayLike = 0.0  # broadcast to [positions, selected, ...]
 
 
-def zero(
-    place: str,
-    layer: int | None = None,
-    *,
-    index: int | Sequence[int] | None = None,
-    positions: int | Sequence[int] | None = None,
-) -> Edit:
+def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
     """Set activations to zero."""
     return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0)
 
 
 def replace(
-    place: str,
-    layer: int | None = None,
-    *,
-    by: ArrayLike,
-    index: int | Sequence[int] | None = None,
-    positions: int | Sequence[int] | None = None,
+    place: str, layer: int | None = None, *, by: ArrayLike, index: Indices = None, positions: Indices = None
 ) -> Edit:
     """Replace activations: by their mean over a corpus, or by those of another text (activation patching).
 
@@ -72,25 +62,13 @@ def replace(
     return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0, add=by)
 
 
-def scale(
-    place: str,
-    layer: int | None = None,
-    *,
-    by: float,
-    index: int | Sequence[int] | None = None,
-    positions: int | Sequence[int] | None = None,
-) -> Edit:
+def scale(place: str, layer: int | None = None, *, by: float, index: Indices = None, positions: Indices = None) -> Edit:
     """Multiply activations."""
     return Edit(place=place, layer=layer, index=index, positions=positions, keep=by)
 
 
 def add(
-    place: str,
-    layer: int | None = None,
-    *,
-    vector: ArrayLike,
-    index: int | Sequence[int] | None = None,
-    positions: int | Sequence[int] | None = None,
+    place: str, layer: int | None = None, *, vector: ArrayLike, index: Indices = None, positions: Indices = None
 ) -> Edit:
     """Add a direction to activations (steering: Turner et al. 2023, arXiv:2308.10248). vector: as `by` of `replace`."""
     return Edit(place=place, layer=layer, index=index, positions=positions, add=vector)
@@ -109,81 +87,66 @@ def place_name(config: GPTConfig, place: str, layer: int | None = None) -> str:
     return f"h_{layer}/{place}"
 
 
+def place_names(config: GPTConfig) -> list[str]:
+    """Return the names of all places, in the order of `PLACES`."""
+    return [EMBEDDING, *(f"h_{layer}/{place}" for place in PLACES[1:] for layer in range(config.n_layer))]
+
+
 def place_shape(config: GPTConfig, place: str) -> tuple[int, ...]:
     """Return the shape of the activations at a place, for one token; of a pattern [N, 1], for any number of keys."""
     c = config.explicit()
     assert c.n_kv_head and c.head_dim and c.mlp_dim
-    shapes = {
-        "queries": (c.n_head, c.head_dim),
-        "keys": (c.n_kv_head, c.head_dim),
-        "values": (c.n_kv_head, c.head_dim),
-        "heads": (c.n_head, c.head_dim),
-        "pattern": (c.n_head, 1),
-        "units": (c.mlp_dim,),
-    }
-    return shapes.get(place, (c.n_embd,))
+    if place in ("keys", "values"):
+        return (c.n_kv_head, c.head_dim)
+    if place in ("queries", "heads"):
+        return (c.n_head, c.head_dim)
+    return {"pattern": (c.n_head, 1), "units": (c.mlp_dim,)}.get(place, (c.n_embd,))
 
 
-def edit_arrays(config: GPTConfig, edits: Sequence[Edit]) -> EditArrays:
-    """Return the factors and terms of edits, which are applied in their order.
+def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
+    """Return the factors and terms of sets of edits, stacked. Those of a set are applied in their order.
 
-    Their first axis is the position; the last of its P + 1 rows is for position P and all later ones.
+    The axis after that of the sets is the position; the last of its P + 1 rows is for position P and all later ones.
 
     Raises:
         UserError: for a place, layer, index, position or shape that the model does not have.
     """
-    found: EditArrays = {}
-    for edit in edits:
-        name, new = place_name(config, edit.place, edit.layer), _arrays(config, edit)
-        if (old := found.get(name)) is not None:
-            old, new = same_shape([old, new])
-            new = {"keep": new["keep"] * old["keep"], "add": new["keep"] * old["add"] + new["add"]}
-        found[name] = new
+    checked = [(number, edit, *_check(config, edit)) for number, edits in enumerate(sets) for edit in edits]
+    shapes: dict[str, Any] = {}
+    for _, _, name, _, positions, _, shape in checked:
+        rows = 1 if positions is None else positions.max() + 2
+        shapes[name] = np.maximum(shapes.get(name, 0), (rows, *shape))
+    found: EditArrays = {
+        name: {"keep": np.ones((len(sets), *shape), np.float32), "add": np.zeros((len(sets), *shape), np.float32)}
+        for name, shape in shapes.items()
+    }
+    for number, edit, name, term, positions, index, _ in checked:
+        keep, added = found[name]["keep"], found[name]["add"]
+        at = np.ix_([number], np.arange(keep.shape[1]) if positions is None else positions, index)
+        _, *selected = added[at].shape
+        if isinstance(edit.index, int | np.integer) and term.ndim == len(selected) - 1 and positions is not None:
+            term = term[:, None]  # [positions, H] of one head
+        try:
+            added[at] = edit.keep * added[at] + np.broadcast_to(term, selected)
+        except ValueError:
+            raise UserError(f"{name}: got an array of shape {list(term.shape)}, needs {selected}") from None
+        keep[at] *= edit.keep
     return found
 
 
-def stack_edits(edits: Sequence[EditArrays]) -> EditArrays:
-    """Stack edits for `jax.vmap`: all names of any of them, each array with a first axis for the edits."""
-    stacked: EditArrays = {}
-    for name in dict.fromkeys(name for each in edits for name in each):
-        (some,) = {each[name]["keep"].ndim for each in edits if name in each}
-        nothing = {"keep": np.ones((1,) * some, np.float32), "add": np.zeros((1,) * some, np.float32)}
-        rows = same_shape([each.get(name, nothing) for each in edits])
-        stacked[name] = {part: np.stack([row[part] for row in rows]) for part in ("keep", "add")}
-    return stacked
-
-
-def same_shape(edits: Sequence[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-    """Return edits of one place with a common shape: repeat the last position's row, which is for all later ones."""
-    rows = max(len(each["keep"]) for each in edits)
-    long = [{k: np.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1), "edge") for k, x in e.items()} for e in edits]
-    shape = np.broadcast_shapes(*(each["keep"].shape for each in long))
-    return [{k: np.broadcast_to(x, shape) for k, x in each.items()} for each in long]
-
-
-def _arrays(config: GPTConfig, edit: Edit) -> dict[str, np.ndarray]:
-    where = place_name(config, edit.place, edit.layer)
-    shape, term = place_shape(config, edit.place), np.asarray(edit.add, np.float32)
+def _check(config: GPTConfig, edit: Edit) -> tuple[str, np.ndarray, np.ndarray | None, np.ndarray, tuple[int, ...]]:
+    """Return the name of the place, the term, the positions (None means all), the index, and the shape of a token."""
+    name, term = place_name(config, edit.place, edit.layer), np.asarray(edit.add, np.float32)
+    shape = place_shape(config, edit.place)
     if not np.isfinite(edit.keep) or not np.isfinite(term).all():
-        raise UserError(f"{where}: needs finite numbers")
+        raise UserError(f"{name}: needs finite numbers")
     if edit.place == "pattern" and term.ndim > 1:
         shape = (shape[0], term.shape[-1])
-    index = _integers(edit.index, shape[0], f"{where}, index")
-    positions = _integers(edit.positions, config.block_size, f"{where}, positions")
+    index = _integers(edit.index, shape[0], f"{name}, index")
+    positions = _integers(edit.positions, config.block_size, f"{name}, positions")
     if positions is None and term.ndim > len(shape):
         positions = np.arange(len(term))
-    rows = 1 if positions is None else int(positions.max()) + 2
-    at = np.ix_(np.zeros(1, int) if positions is None else positions, np.arange(shape[0]) if index is None else index)
-    keep, added = np.ones((rows, *shape), np.float32), np.zeros((rows, *shape), np.float32)
-    selected = keep[at].shape
-    if isinstance(edit.index, int | np.integer) and term.ndim == len(selected) - 1 and positions is not None:
-        term = term[:, None]  # [positions, H] of one head
-    try:
-        added[at] = np.broadcast_to(term, selected)
-    except ValueError:
-        raise UserError(f"{where}: got an array of shape {list(term.shape)}, needs {list(selected)}") from None
-    keep[at] = edit.keep
-    return {"keep": keep, "add": added}
+    return name, term, positions, np.arange(shape[0]) if index is None else index, shape
 
 
 def _integers(values: Any, below: int, what: str) -> np.ndarray | None:

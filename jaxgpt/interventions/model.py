@@ -1,17 +1,20 @@
-"""A GPT whose activations are edited: the edits are arrays among its parameters."""
+"""A GPT whose activations are edited, and its runs: the edits are arrays among its parameters."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
+from jax.tree_util import Partial
 
 from jaxgpt.errors import UserError
-from jaxgpt.interventions.edits import EMBEDDING, Edit, EditArrays, edit_arrays
+from jaxgpt.interventions.edits import EMBEDDING, PLACES, Edit, EditArrays, edit_arrays, place_names
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.linear import Dense
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 EDITS = "edits"  # in the parameters: `EditArrays`
 ACTIVATIONS = "activations"  # the collection of activations that are read
+AT_ONCE = 16  # sets of edits in one batch
 
 # (module, method) -> the place of its result, or of the argument with this number.
 RESULTS: dict[tuple[type[nn.Module], str], str] = {
@@ -55,7 +59,7 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
         UserError: for a place, layer, index, position or shape that the model does not have, or a model with an encoder.
     """
     model, params = unroll(model, params)
-    return model, params | {EDITS: jax.tree.map(jnp.asarray, edit_arrays(model.config, edits))}
+    return model, params | {EDITS: jax.tree.map(lambda x: jnp.asarray(x[0]), edit_arrays(model.config, edits))}
 
 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
@@ -85,6 +89,11 @@ class EditedGPT(GPT):
             raise UserError(f"{patterns[0]}: a pattern cannot be edited while text is generated; edit heads or values")
         with nn.intercept_methods(self.editor(positions_BT)):
             return super().decode(tokens_BT, cache, positions_BT)
+
+    def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
+        """Return the stream after a block, under the edits of that block."""
+        with nn.intercept_methods(self.editor(jnp.arange(x_BTD.shape[1])[None])):
+            return self.h[layer](x_BTD)
 
     def edit_arrays(self) -> EditArrays:
         """Return the edits among the parameters."""
@@ -140,3 +149,87 @@ def _kernel_with_pattern(plain: Callable, touch: Callable[[jax.Array], jax.Array
         return jnp.einsum("btns,bsnh->btnh", weights_BTNS.astype(v_BSNH.dtype), v_BSNH)
 
     return kernel
+
+
+class Forward(NamedTuple):
+    """The result of one forward pass."""
+
+    logits_BTV: jax.Array  # float32
+    activations: dict[str, jax.Array]  # by name, such as "h_0/heads": [B, T, ...]
+
+
+def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), *, read: Sequence[str] = ()) -> Forward:
+    """Return logits and activations of a model under edits.
+
+    Args:
+        model: decoder-only.
+        params: its parameters.
+        tokens_BT: token ids, at most block_size per row.
+        edits: applied in their order.
+        read: names of the activations to return, after the edits: "embedding", "h_0/heads" ... (see `PLACES`).
+
+    Raises:
+        UserError: for a place, layer, index, position or shape that the model does not have.
+    """
+    model, params = unroll(model, params)
+    for name in set(read) - set(place_names(model.config)):
+        last = model.config.n_layer - 1
+        raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(PLACES)}")
+    tokens_BT = check_tokens(model, tokens_BT)
+    arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
+    return _run(model.clone(read=tuple(read)), params, tokens_BT, arrays)
+
+
+def run_each(
+    model: GPT,
+    params: Params,
+    tokens_BT: Any,
+    edits: Sequence[Sequence[Edit]],
+    summarize: Callable[[jax.Array], Any],
+    *,
+    at_once: int = AT_ONCE,
+) -> Any:
+    """Return `summarize(logits_BTV)` for each set of edits, stacked: one program, `at_once` sets in a batch.
+
+    Activations that come before all edits are computed once. Give the same function `summarize` again to use the
+    compiled program again; a `jax.tree_util.Partial` may have other arrays.
+    """
+    if not any(edits):
+        raise UserError(f"edits={list(edits)}: needs at least one set of edits that is not empty")
+    model, params = unroll(model, params)
+    tokens_BT, stacked = check_tokens(model, tokens_BT), edit_arrays(model.config, *edits)
+    summary = summarize if isinstance(summarize, Partial) else Partial(summarize)
+    return _run_each(model, params, tokens_BT, stacked, summary, min(at_once, len(edits)))
+
+
+def token_losses(logits_BTV: jax.Array, tokens_BT: Any) -> jax.Array:
+    """Return the loss of each next token, [B, T - 1] in nats."""
+    logprobs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+    return -jnp.take_along_axis(logprobs_BTV, jnp.asarray(tokens_BT)[:, 1:, None], axis=-1)[..., 0]
+
+
+def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
+    """Return token ids as int32. Raises `UserError` for what the model cannot read."""
+    tokens_BT = np.asarray(tokens_BT)
+    if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.dtype.kind not in "iu":
+        raise UserError(f"tokens of shape {list(tokens_BT.shape)}, {tokens_BT.dtype}: needs integers, [B, T]")
+    if model.config.vocab_size is not None and not 0 <= tokens_BT.min() <= tokens_BT.max() < model.config.vocab_size:
+        raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: needs 0 to {model.config.vocab_size - 1}")
+    model.check_length(tokens := jnp.asarray(tokens_BT, jnp.int32))
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(model: EditedGPT, params: Params, tokens_BT: jax.Array, arrays: EditArrays) -> Forward:
+    result: Any = model.apply({"params": params | {EDITS: arrays}}, tokens_BT, mutable=[ACTIVATIONS])
+    return Forward(result[0], dict(result[1].get(ACTIVATIONS, {})))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _run_each(
+    model: EditedGPT, params: Params, tokens_BT: jax.Array, stacked: EditArrays, summarize: Partial, at_once: int
+) -> Any:
+    def one(arrays: EditArrays) -> Any:
+        return summarize(model.apply({"params": params | {EDITS: arrays}}, tokens_BT))
+
+    return jax.lax.map(one, stacked, batch_size=at_once)

@@ -48,7 +48,7 @@ def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
     only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
     """
-    style, program = read_asset("page.css"), read_program(names)
+    style, program = read_asset("page.css"), "".join(read_asset(f"{name}.js") for name in ("page", "data", *names))
     policy = f"default-src 'none'; img-src data:; style-src '{hash_source(style)}'; script-src '{hash_source(program)}'"
     return f"""<!doctype html>
 <html lang="en">
@@ -84,11 +84,6 @@ def round_numbers(values: Any, digits: int = 4) -> Any:
     if isinstance(values, list | tuple):
         return [round_numbers(v, digits) for v in values]
     return None if values is None or not np.isfinite(values) else float(f"{values:.{digits}g}")
-
-
-def read_program(names: Sequence[str]) -> str:
-    """Return the program of a page that carries its data."""
-    return "".join(read_asset(f"{name}.js") for name in ("page", "data", *names))
 
 
 def read_asset(name: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
-from jaxgpt.interventions.edits import EMBEDDING, PLACES, place_name
-from jaxgpt.interventions.forward import token_losses
+from jaxgpt.interventions.edits import place_names
+from jaxgpt.interventions.model import token_losses
 from jaxgpt.model import GPT
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import generate
@@ -44,14 +44,6 @@ def model_params():
     return make(CONFIGS["gpt2"])
 
 
-def names(config):
-    return [
-        place_name(config, place, layer)
-        for place in PLACES
-        for layer in ([None] if place == EMBEDDING else range(config.n_layer))
-    ]
-
-
 def all_logits(logits_BTV):
     return logits_BTV
 
@@ -63,23 +55,17 @@ def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
     logits_BTV = model.apply({"params": params}, TOKENS)
-    plain = run(model, params, TOKENS, read=names(model.config))
+    names = place_names(model.config)
+    plain = run(model, params, TOKENS, read=names)
     chex.assert_trees_all_close(plain.logits_BTV, logits_BTV, rtol=1e-4, atol=1e-4)
-    assert plain.activations.keys() == set(names(model.config))
-    places = [
-        (place, int(layer[2:]) if layer else None)
-        for layer, _, place in (name.rpartition("/") for name in names(model.config))
-    ]
-    same = [
-        [replace(place, layer, by=plain.activations[place_name(model.config, place, layer)][0])]
-        for place, layer in places
-    ]
-    gone = [[zero(place, layer)] for place, layer in places]
+    assert plain.activations.keys() == set(names)
+    places = [(place, int(layer[2:]) if layer else None) for layer, _, place in (n.rpartition("/") for n in names)]
+    same = [[replace(*place, by=plain.activations[n][0])] for n, place in zip(names, places, strict=True)]
+    gone = [[zero(*place)] for place in places]
     found = run_each(model, params, TOKENS[:1], same + gone, all_logits)
-    for name, each in zip(names(model.config), found, strict=False):
-        chex.assert_trees_all_close(each, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
-    for name, each in zip(names(model.config), found[len(places) :], strict=True):
-        assert np.abs(each - logits_BTV[:1]).max() > 1e-2, name
+    for name, kept, lost in zip(names, found[: len(names)], found[len(names) :], strict=True):
+        chex.assert_trees_all_close(kept, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
+        assert np.abs(lost - logits_BTV[:1]).max() > 1e-2, name
 
 
 def test_a_head_off_is_its_rows_of_the_projection_off(model_params):
@@ -165,22 +151,23 @@ def test_each_of_many_sets_is_as_if_alone(model_params):
 
 
 @pytest.mark.parametrize(
-    "make_edit, words",
+    "edits, words",
     [
-        (lambda: zero("head", 0), "place='head': needs one of embedding, queries"),
-        (lambda: zero("heads", 2), r"heads, layer=2: needs a layer from 0 to 1"),
-        (lambda: zero("heads"), r"heads, layer=None: needs a layer from 0 to 1"),
-        (lambda: zero("embedding", 0), "layer=0: the embedding has no layer"),
-        (lambda: zero("heads", 0, index=4), "h_0/heads, index=4: needs integers from 0 to 3"),
-        (lambda: zero("units", 0, index=[1.5]), r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
-        (lambda: zero("mlp", 0, positions=[16]), r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
-        (lambda: add("mlp", 0, vector=np.ones(15)), r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
-        (lambda: scale("mlp", 0, by=float("nan")), "h_0/mlp: needs finite numbers"),
+        ([zero("head", 0)], "place='head': needs one of embedding, queries"),
+        ([zero("heads", 2)], r"heads, layer=2: needs a layer from 0 to 1"),
+        ([zero("heads")], r"heads, layer=None: needs a layer from 0 to 1"),
+        ([zero("embedding", 0)], "layer=0: the embedding has no layer"),
+        ([zero("heads", 0, index=4)], "h_0/heads, index=4: needs integers from 0 to 3"),
+        ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
+        ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),
+        ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
+        ([scale("mlp", 0, by=float("nan"))], "h_0/mlp: needs finite numbers"),
+        ([], "needs at least one set of edits that is not empty"),
     ],
 )
-def test_a_wrong_edit_is_one_clear_line(model_params, make_edit, words):
+def test_a_wrong_edit_is_one_clear_line(model_params, edits, words):
     with pytest.raises(UserError, match=words) as e:
-        run(*model_params, TOKENS, [make_edit()])
+        run_each(*model_params, TOKENS, [edits], all_logits)
     assert "\n" not in str(e.value)
 
 
@@ -190,8 +177,6 @@ def test_what_cannot_be_edited_is_one_clear_line(model_params):
         run(model, params, TOKENS, read=["h_x/mlp"])
     with pytest.raises(UserError, match=r"tokens from 0 to 23: needs 0 to 22"):
         run(model, params, [[0, 23]])
-    with pytest.raises(UserError, match=r"edits=\[\]: needs at least one set of edits"):
-        run_each(model, params, TOKENS, [], jnp.mean)
     edited, edited_params = edit(model, params, [zero("pattern", 1)])
     with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
         generate_greedily(edited, edited_params, [1, 2])

@@ -117,25 +117,24 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
         if run.metadata.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
         remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
-        data = run.experiment.data
-        dataset = reopen_dataset(run.metadata, data, remedy=remedy)
-        return HeldOut(dataset.val, data.is_pairs, dataset.val_characters, dataset.val_bytes)
-    data, config, tokenizer = DataConfig(path=path), run.model.config, run.tokenizer
+        dataset = reopen_dataset(run.metadata, run.experiment.data, remedy=remedy)
+        return HeldOut(dataset.val, run.experiment.data.is_pairs, dataset.val_characters, dataset.val_bytes)
+    data, block_size, tokenizer = DataConfig(path=path), run.model.config.block_size, run.tokenizer
     if data.is_packed:
-        chat, what = data.is_chat, "conversation" if data.is_chat else "pair"
-        documents = list(
-            encode_all(path, tokenizer, run.prompt_format.template) if chat else encode_pairs(path, tokenizer)
-        )
+        what = "conversation" if data.is_chat else "pair"
+        if data.is_chat:
+            documents = list(encode_all(path, tokenizer, run.prompt_format.template))
+        else:
+            documents = list(encode_pairs(path, tokenizer))
         if not documents:
             raise UserError(f"{path} is empty: needs a {what} on each line")
-        split = collect_documents(documents, config.block_size, encoder=config.n_encoder_layer > 0)
+        split = collect_documents(documents, block_size, encoder=run.model.config.n_encoder_layer > 0)
         if not len(split):
-            answer = " with an answer" if chat else ""
-            raise UserError(f"{path} has no {what}{answer} that ends within {config.block_size} tokens")
+            answer = " with an answer" if data.is_chat else ""
+            raise UserError(f"{path} has no {what}{answer} that ends within {block_size} tokens")
         return HeldOut(split, data.is_pairs)
     (ids, text), prefix = encode_whole(find_user_files(path), tokenizer), tokenizer.prefix
-    needed = 1 if prefix else 2
-    if len(ids) < needed:
+    if len(ids) < (needed := 1 if prefix else 2):
         raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
     split = Tokens([np.array(prefix, np.int32), ids])
     return HeldOut(split, False, len(text), len(text.encode()), len(prefix))
@@ -180,12 +179,8 @@ def count_exact_matches(run: Run, pairs: Conversations, *, beams: int | None = N
                 source, *others = (tokenizer.decode(ids) for ids in (source, target[:-1], completion))
                 missed.append([source.removeprefix(tokenizer.decode(tokenizer.prefix)), *others])
     share = right / len(order)
-    return {
-        "exact": share,
-        "exact_error": (share * (1 - share) / len(order)) ** 0.5,
-        "pairs": len(order),
-        "missed": missed,
-    }
+    error = (share * (1 - share) / len(order)) ** 0.5
+    return {"exact": share, "exact_error": error, "pairs": len(order), "missed": missed}
 
 
 def _split_pair(pairs: Conversations, number: int) -> tuple[list[int], list[int], list[int]]:

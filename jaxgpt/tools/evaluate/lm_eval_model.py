@@ -14,6 +14,7 @@ No other module imports lm_eval, and none imports this one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import Run, load
+from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import pair_ids
 
 try:
@@ -40,7 +42,7 @@ except ImportError as e:
 MAX_NEW_TOKENS = 256  # the harness's own default
 # The names in tasks for the maximum number of tokens to generate; the harness reads the first that is given.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")
 
 
 @register_model("jaxgpt")
@@ -107,8 +109,8 @@ class JaxGPT(LM):
         texts = [""] * len(requests)
         for options, numbers in groups.items():
             sampling = sampling_options(json.loads(options))
-            for at in range(0, len(numbers), self.batch_size):
-                batch = numbers[at : at + self.batch_size]
+            for first in range(0, len(numbers), self.batch_size):
+                batch = numbers[first : first + self.batch_size]
                 generated = self.run.sample([requests[number].args[0] for number in batch], **sampling)
                 for number, text in zip(batch, generated, strict=True):
                     texts[number] = text

@@ -81,35 +81,39 @@ def capture_activations(
     seen = _forward(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
     guess, logits_V, lens, inner, weights = jax.device_get(seen)
     c = model.config
-    blocks = [inner[f"h_{i}"] for i in range(c.n_layer)]
+    blocks = {f"h_{i}/": inner[f"h_{i}"] for i in range(c.n_layer)}
     start_TD = inner["drop"]["__call__"][-1][0].astype(np.float32)
-    branches, stream_TD = [], start_TD
-    for i, block in enumerate(blocks):
+    branches, norms, stream_TD = [], [], start_TD
+    for path, block in blocks.items():
         for branch, norm in (("attn", "ln_1"), ("cross", "ln_cross"), ("mlp", "ln_2")):
             if branch in block:
                 added = {"output": norm, "sandwich": f"{norm}_out"}.get(c.norm_position, branch)
                 added_TD = _output(block[added])
                 stream_TD = _output(block[norm]) if c.norm_position == "post" else stream_TD + added_TD
-                branches.append(Branch(f"h_{i}/{branch}", _length(added_TD), _length(stream_TD)))
+                lengths = (np.linalg.norm(x_TD, axis=-1) for x_TD in (added_TD, stream_TD))
+                branches.append(Branch(path + branch, *lengths))
+    for path, modules in {**blocks, "": inner}.items():
+        for name in (name for name in modules if name.startswith("ln_")):
+            learned = (params[path[:-1]] if path else params)[name]
+            before_TD = modules[name]["input"][0][0].astype(np.float32)
+            scale_D = np.asarray(learned["scale"], np.float32) + (1.0 if c.norm_offset else 0.0)
+            bias_D = np.asarray(learned["bias"], np.float32) if "bias" in learned else None
+            norms.append(Norm(path + name, before_TD, _output(modules[name]), scale_D, bias_D))
+
+    def attended(block: str, module: str, layers: int) -> list[np.ndarray]:
+        return [weights[f"{block}_{i}"][module]["weights_BTNS"][0][0].swapaxes(0, 1) for i in range(layers)]
+
     return Activations(
         guess=guess,
         logits_V=logits_V,
         lens=[Guess(*(x[layer] for x in lens)) for layer in range(c.n_layer + 1)],
-        weights_LNTS=[_weights(weights[f"h_{i}"]["attn"]) for i in range(c.n_layer)],
-        cross_LNTS=[_weights(weights[f"h_{i}"]["cross"]) for i in range(c.n_layer) if c.n_encoder_layer],
-        encoder_LNSS=[_weights(weights[f"encoder_{i}"]["attn"]) for i in range(c.n_encoder_layer)],
-        hidden_LTF=[block["mlp"]["hidden_BTF"][0][0].astype(np.float32) for block in blocks],
-        start_T=_length(start_TD),
+        weights_LNTS=attended("h", "attn", c.n_layer),
+        cross_LNTS=attended("h", "cross", c.n_layer) if c.n_encoder_layer else [],
+        encoder_LNSS=attended("encoder", "attn", c.n_encoder_layer),
+        hidden_LTF=[block["mlp"]["hidden_BTF"][0][0].astype(np.float32) for block in blocks.values()],
+        start_T=np.linalg.norm(start_TD, axis=-1),
         branches=branches,
-        norms=[
-            _norm(model, f"{path}{name}", values, block_params[name])
-            for path, block, block_params in [
-                *((f"h_{i}/", block, params[f"h_{i}"]) for i, block in enumerate(blocks)),
-                ("", inner, params),
-            ]
-            for name, values in block.items()
-            if name.startswith("ln_")
-        ],
+        norms=norms,
     )
 
 
@@ -124,37 +128,31 @@ class TopExamples(NamedTuple):
 def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> TopExamples:
     """Return the positions of `windows_NT` (token ids) at which each hidden unit of the MLPs is most active."""
     model, params = _unroll(model, params)
-    T = windows_NT.shape[1]
-    shape = (model.config.explicit().mlp_dim, EXAMPLES)
-    best: Any = [(jnp.full(shape, -jnp.inf), jnp.full(shape, -1)) for _ in range(model.config.n_layer)]
-    for first in range(0, len(windows_NT), WINDOWS_AT_ONCE):
-        count = min(WINDOWS_AT_ONCE, len(windows_NT) - first)
-        windows_BT = np.zeros((WINDOWS_AT_ONCE, T), np.int32)  # one shape, hence one compilation
-        windows_BT[:count] = windows_NT[first : first + count]
-        best = _update_best(model, params, best, jnp.asarray(windows_BT), first, count)
-    best = jax.device_get(best)
+    count, T = windows_NT.shape
+    shape: Any = (model.config.explicit().mlp_dim, EXAMPLES)
+    best: Any = [(np.full(shape, -np.inf, np.float32), np.full(shape, -1)) for _ in range(model.config.n_layer)]
+    for first in range(0, count, WINDOWS_AT_ONCE):
+        numbers_B = np.arange(first, min(first + WINDOWS_AT_ONCE, count))
+        windows_BT = windows_NT[np.resize(numbers_B, WINDOWS_AT_ONCE)]  # one shape, hence one compilation
+        peaks = jax.device_get(_find_peaks(model, params, windows_BT.astype(np.int32)))
+        for layer, (values_BF, where_BF) in enumerate(peaks):
+            found = values_BF, where_BF + (T * numbers_B[0] + T * np.arange(WINDOWS_AT_ONCE))[:, None]
+            both = [
+                np.concatenate([old, new[: len(numbers_B)].T], axis=1)
+                for old, new in zip(best[layer], found, strict=True)
+            ]
+            order_FK = np.argsort(-both[0], axis=1, kind="stable")[:, :EXAMPLES]
+            best[layer] = tuple(np.take_along_axis(x, order_FK, axis=1) for x in both)
     return TopExamples(windows_NT, [values for values, _ in best], [positions for _, positions in best])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _update_best(model: GPT, params: Params, best: Any, windows_BT: jax.Array, first: Any, count: Any) -> Any:
-    """Merge the first `count` windows into the best (values, positions); `first` is the index of the first one."""
+def _find_peaks(model: GPT, params: Params, windows_BT: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the largest activation of each unit in each window, and its position there, for each layer."""
     _, kept = model.apply({"params": params}, windows_BT, mutable=["intermediates"])
     inner: Any = kept["intermediates"]
-    B, T = windows_BT.shape
-    is_window_B1 = (jnp.arange(B) < count)[:, None]
-    start_B1 = ((first + jnp.arange(B)) * T)[:, None]
-    merged = []
-    for layer, (values_FK, positions_FK) in enumerate(best):
-        hidden_BTF = inner[f"h_{layer}"]["mlp"]["hidden_BTF"][0].astype(jnp.float32)
-        top_BF = jnp.where(is_window_B1, hidden_BTF.max(axis=1), -jnp.inf)
-        where_BF = jnp.argmax(hidden_BTF, axis=1) + start_B1
-        values_FM = jnp.concatenate([values_FK, top_BF.T], axis=1)
-        positions_FM = jnp.concatenate([positions_FK, where_BF.T.astype(positions_FK.dtype)], axis=1)
-        values_FK, order_FK = jax.lax.top_k(values_FM, values_FK.shape[1])
-        positions_FK = jnp.take_along_axis(positions_FM, order_FK, axis=1)
-        merged.append((values_FK, jnp.where(jnp.isfinite(values_FK), positions_FK, -1)))
-    return merged
+    hidden = [inner[f"h_{i}"]["mlp"]["hidden_BTF"][0].astype(jnp.float32) for i in range(model.config.n_layer)]
+    return [(hidden_BTF.max(axis=1), jnp.argmax(hidden_BTF, axis=1)) for hidden_BTF in hidden]
 
 
 def _unroll(model: GPT, params: Params) -> tuple[GPT, Params]:
@@ -194,39 +192,20 @@ def _forward(
     def unembed(module: GPT, x_BTD: jax.Array) -> jax.Array:
         return module.unembed(x_BTD if model.config.norm_position == "post" else module.ln_f(x_BTD))
 
-    streams = [inner["drop"]["__call__"][-1], *(inner[f"h_{i}"]["__call__"][0] for i in range(model.config.n_layer))]
+    streams = [inner["drop"]["__call__"][-1], *(_first(inner[f"h_{i}"]) for i in range(model.config.n_layer))]
     lens = jax.lax.map(  # sequential, so that the logits of only one layer are in memory
         lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=unembed), LENS_PREDICTIONS),
-        jnp.stack([_first(stream) for stream in streams]),
+        jnp.stack(streams),
     )
     return guess(logits_BTV, PREDICTIONS), logits_BTV[0, -1, :vocab_size], lens, inner, kept[WEIGHTS]
 
 
-def _weights(attention: Any) -> Any:
-    """Return the sown attention weights of the single sequence, [N, T, S]."""
-    return attention["weights_BTNS"][0][0].swapaxes(0, 1)
-
-
-def _norm(model: GPT, name: str, values: Any, params: Params) -> Norm:
-    offset = 1.0 if model.config.norm_offset else 0.0
-    return Norm(
-        name=name,
-        before_TD=values["input"][0][0].astype(np.float32),
-        after_TD=_output(values),
-        scale_D=np.asarray(params["scale"], np.float32) + offset,
-        bias_D=np.asarray(params["bias"], np.float32) if "bias" in params else None,
-    )
-
-
-def _first(out: Any) -> Any:
-    """Return x_BTD of a module's output, x_BTD or (x_BTD, cache)."""
-    return out[0] if isinstance(out, tuple) else out
-
-
 def _output(values: Any) -> Any:
-    """Return the output of a captured module, x_TD."""
-    return _first(values["__call__"][0])[0].astype(np.float32)
+    """Return the output of a captured module, x_TD, in float32."""
+    return _first(values)[0].astype(np.float32)
 
 
-def _length(x_TD: Any) -> Any:
-    return np.linalg.norm(x_TD, axis=-1)
+def _first(values: Any) -> Any:
+    """Return x_BTD of a module's captured output, x_BTD or (x_BTD, cache)."""
+    out = values["__call__"][0]
+    return out[0] if isinstance(out, tuple) else out

@@ -88,20 +88,18 @@ def test_what_is_not_finite_is_null_and_is_said(run, scale, perplexity, said):
             xray(blown, "lance", corpus_tokens=0)
 
 
-@pytest.mark.parametrize("stride", [0, -1, C + 1])
-def test_a_stride_that_would_leave_tokens_out_is_refused(run, stride):
-    with pytest.raises(UserError, match=f"stride={stride}: needs at least 1 and at most block_size={C}"):
-        evaluate_run(run, stride=stride)
-
-
-def test_counts_that_no_evaluation_takes(run):
-    for how, said in (
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        *(({"stride": n}, f"stride={n}: needs at least 1 and at most block_size={C}") for n in (0, -1, C + 1)),
         ({"stride": 2.5}, "stride=2.5: needs a whole number"),
         ({"batch_size": 0}, "batch_size=0: needs at least 1"),
         ({"batch_size": True}, "batch_size=True: needs a whole number"),
-    ):
-        with pytest.raises(UserError, match=said):
-            evaluate_run(run, **how)
+    ],
+)
+def test_counts_that_no_evaluation_takes(run, how, said):
+    with pytest.raises(UserError, match=said):
+        evaluate_run(run, **how)
 
 
 @pytest.mark.parametrize("prefix", [(3,), (7, 3)])

@@ -81,83 +81,55 @@ main()
 pytestmark = pytest.mark.slow  # half a minute to import, a minute in all
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("harness")
-    (directory / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    for name, rest in TASKS.items():
-        (directory / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(directory))}{rest}")
-    return directory
-
-
-@pytest.fixture(scope="module")
-def told(run, place):
-    """The harness's figures and what the model answered to it, in a line; then what its command line shows."""
+@pytest.mark.filterwarnings("ignore:prompt 0 has")  # more tokens than fit
+def test_the_harness_gets_what_the_run_says_of_the_same_texts(run, tmp_path):
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("lm-evaluation-harness is not installed: jaxgpt[eval]")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "hf")}
-    done = run_command("-c", SCRIPT, str(run.directory), str(place), *TASKS, cwd=place, **offline)
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    for name, rest in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(tmp_path))}{rest}")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = run_command("-c", SCRIPT, str(run.directory), str(tmp_path), *TASKS, cwd=tmp_path, **offline)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert "\njaxgpt (" in done.stdout and "|acc_norm|" in done.stdout  # what its command line shows
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"results"')))
+    results = found["results"]
+    # For each question a list of requests, each with one answer, in words.
+    answers = {task: [a for requests in each for (a,) in requests] for task, each in found["resps"].items()}
 
+    def continuations(endings):
+        pairs = [(line["ctx"], f" {ending}") for line in LINES for ending in endings(line)]
+        return run.loglikelihood([pair_ids(run.tokenizer, *pair) for pair in pairs])
 
-@pytest.fixture(scope="module")
-def theirs(told):
-    return json.loads(next(line for line in told.splitlines() if line.startswith('{"results"')))
-
-
-def answers(theirs, task):
-    """As log_samples has them: for each question a list of requests, each with one answer, in words."""
-    return [answer for requests in theirs["resps"][task] for (answer,) in requests]
-
-
-def continuations(run, ending=None):
-    """Likelihoods of the endings of each line, or of its right one alone."""
-    pairs = [(line["ctx"], end) for line in LINES for end in (line["endings"] if ending is None else [ending(line)])]
-    return run.loglikelihood([pair_ids(run.tokenizer, context, f" {end}") for context, end in pairs])
-
-
-def test_endings_have_the_likelihoods_of_the_run_and_acc_norm_is_by_characters(run, theirs):
-    ours = continuations(run)
-    assert [float(logprob) for logprob, _ in answers(theirs, "choice")] == pytest.approx(
-        [o.logprob for o in ours], abs=SAME
-    )
-    assert [str(greedy) for _, greedy in answers(theirs, "choice")] == [str(o.is_greedy) for o in ours]
+    # Endings, whose length for acc_norm is in characters.
+    ours = continuations(lambda line: line["endings"])
+    expected = pytest.approx([o.logprob for o in ours], abs=SAME)
+    assert [float(logprob) for logprob, _ in answers["choice"]] == expected
+    assert [str(greedy) for _, greedy in answers["choice"]] == [str(o.is_greedy) for o in ours]
     logprobs_NK = np.array([o.logprob for o in ours]).reshape(len(LINES), 3)
     characters_NK = np.array([[len(ending) for ending in line["endings"]] for line in LINES])
-    right_N, results = [line["label"] for line in LINES], theirs["results"]["choice"]
+    right_N = [line["label"] for line in LINES]
     acc, acc_norm = (np.mean(x.argmax(1) == right_N) for x in (logprobs_NK, logprobs_NK / characters_NK))
-    assert results["acc,none"] == acc and results["acc_norm,none"] == acc_norm
+    assert results["choice"]["acc,none"] == acc and results["choice"]["acc_norm,none"] == acc_norm
     assert acc != acc_norm  # so that one cannot pass for the other
 
+    # Last words are guessed by what greedy decoding writes.
+    ours = continuations(lambda line: [line["endings"][line["label"]]])
+    assert 0 < results["word"]["acc,none"] == np.mean([o.is_greedy for o in ours]) < 1
+    perplexity = math.exp(-np.mean([o.logprob for o in ours]))
+    assert results["word"]["perplexity,none"] == pytest.approx(perplexity, rel=SAME)
 
-def test_last_words_are_guessed_by_what_greedy_decoding_writes(run, theirs):
-    ours, results = continuations(run, lambda line: line["endings"][line["label"]]), theirs["results"]["word"]
-    assert 0 < results["acc,none"] == np.mean([o.is_greedy for o in ours]) < 1
-    assert results["perplexity,none"] == pytest.approx(math.exp(-np.mean([o.logprob for o in ours])), rel=SAME)
+    written = [run.sample(line["ctx"], max_new_tokens=9, stop=["l"], greedy=True) for line in LINES]
+    assert answers["written"] == written and any(len(text) < 9 for text in written)
 
-
-@pytest.mark.filterwarnings("ignore:prompt 0 has")  # more tokens than fit
-def test_texts_are_written_alike(run, theirs):
-    ours = [run.sample(line["ctx"], max_new_tokens=9, stop=["l"], greedy=True) for line in LINES]
-    assert answers(theirs, "written") == ours
-    assert any(len(text) < 9 for text in ours)
-
-
-def test_whole_texts_have_the_sum_of_windows_that_touch(run, theirs):
-    """The last window reaches back as far as it can."""
+    # Whole texts have the sum of windows that touch; the last one reaches back as far as it can.
     C = run.model.config.block_size
-    for line, (total,) in zip(LINES, theirs["resps"]["whole"], strict=True):
+    for line, (total,) in zip(LINES, found["resps"]["whole"], strict=True):
         ids = run.tokenizer.encode(f"{line['ctx']} {line['endings'][line['label']]} and some more").tolist()
         at = range(0, len(ids), C)
         pairs = [(ids[i - 1 : i] or [ord("\n")], ids[i : i + C]) for i in at]
         pairs[-1] = ids[len(ids) - C - 1 : at[-1]], ids[at[-1] :]
-        ours = sum(found.logprob for found in run.loglikelihood(pairs))
-        assert float(*total) == pytest.approx(ours, abs=SAME)
-
-
-def test_its_command_line_knows_the_model(told):
-    assert "\njaxgpt (" in told and "|acc_norm|" in told
+        assert float(*total) == pytest.approx(sum(x.logprob for x in run.loglikelihood(pairs)), abs=SAME)
 
 
 def test_without_the_harness_it_is_said_how_to_get_it(tmp_path):

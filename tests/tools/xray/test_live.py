@@ -14,7 +14,6 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 from playwright.sync_api import expect
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
@@ -103,42 +102,28 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-def check_greedy(page, run, weights, prompts):
-    """The page's tokens after each prompt are those that Python's model finds most probable."""
-    model, params = of_page(run, weights)
-    T, V = run.model.config.block_size, run.tokenizer.vocab_size
-    tokens_BT = np.array(page.evaluate(GREEDY, [prompts.tolist(), T]))
-    best_BT = np.argmax(apply(model, params, jnp.asarray(tokens_BT))[..., :V], axis=-1)
-    first = prompts.shape[1]
-    np.testing.assert_array_equal(tokens_BT[:, :first], prompts)
-    np.testing.assert_array_equal(tokens_BT[:, first:], best_BT[:, first - 1 : -1])
-    return tokens_BT
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     weights = "float32" if name == "gpt2" else "int8"
     page = visit(run, weights=weights)
     prompts = np.random.default_rng(0).integers(0, run.tokenizer.vocab_size, (8, 4))
-    tokens_BT = check_greedy(page, run, weights, prompts)
+    tokens_BT = np.array(page.evaluate(GREEDY, [prompts.tolist(), run.model.config.block_size]))
+    model, params = of_page(run, weights)
+    best_BT = np.argmax(apply(model, params, jnp.asarray(tokens_BT))[..., : run.tokenizer.vocab_size], axis=-1)
+    np.testing.assert_array_equal(tokens_BT[:, :4], prompts)
+    np.testing.assert_array_equal(tokens_BT[:, 4:], best_BT[:, 3:-1])
     assert len({tuple(row) for row in tokens_BT[:, 4:]}) > 1  # the prompt matters
 
     text = np.random.default_rng(1).integers(0, run.tokenizer.vocab_size, 20).tolist()
     page.evaluate(READ, text)
     plain = "JSON.parse(JSON.stringify(engine.activations(), (_, x) => (ArrayBuffer.isView(x) ? [...x] : x)))"
     seen = page.evaluate(plain)
-    model, params = of_page(run, weights)
     found = capture_activations(model, params, text, run.tokenizer.vocab_size)
-    check_activations(seen, found)
 
+    def unpack(reference):
+        return np.array(reference["values"]).reshape(reference["shape"])
 
-def unpack(reference):
-    return np.array(reference["values"]).reshape(reference["shape"])
-
-
-def check_activations(seen, found):
-    """Compare the engine's activations with those that the X-ray captures in Python."""
     near = dict(rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(np.array(seen["bits"][1:]) * -np.log(2), found.guess.logprob_T[:-1], **near)
     for guess, expected in zip([seen["guess"], *seen["lens"]], [found.guess, *found.lens], strict=True):
@@ -259,19 +244,6 @@ def test_what_it_refuses(base, monkeypatch):
         make_page(run)
 
 
-@pytest.mark.slow
-def test_a_thousand_prompts(base, visit):
-    """The model has the architecture and the size of the quickstart's."""
-    run = with_model(
-        base, dataclasses.replace(quickstart().model, vocab_size=96), CharTokenizer(map(chr, range(32, 128)))
-    )
-    prompts = np.random.default_rng(0).integers(0, 96, (1000, 16))
-    page = visit(run)
-    page.set_default_timeout(120_000)
-    check_greedy(page, run, "int8", prompts)
-    assert len(make_page(run).encode()) < 1e6
-
-
 # The page -------------------------------------------------------------------------------------------------------------
 
 SCRIPT = "<script>pwned=1</script>"
@@ -321,10 +293,7 @@ def test_sections_follow_the_text_and_the_switches(typed):
     np.testing.assert_allclose(bits_said(page), bits_of(run, "abc"), **ROUNDED)
     page.fill("#text", "")  # the token that stands for an empty text
     expect(page.locator("#surprise .tok")).to_have_count(1)
-
-
-def test_no_text_is_parsed_as_html(typed):
-    run, page = typed
+    # No text is parsed as HTML.
     assert page.evaluate("typeof pwned") == "undefined" and page.locator("body script").count() == 3
     html = make_page(run, SCRIPT)
     assert SCRIPT not in html and "unsafe" not in html and "default-src 'none'" in html

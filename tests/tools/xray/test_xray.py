@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.page import attention_shares, project_to_plane, read_embedding, render_page
-from jaxgpt.tools.xray.xray import xray
+from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, xray
 from tests.browser import unreadable
-from tests.helpers import TINY, make_model, tiny_experiment
+from tests.helpers import make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
 PROMPT = "la Mancha " + SCRIPT + "\n"
@@ -65,6 +63,12 @@ def cells(page, selector):
     return page.eval_on_selector_all(
         f"{selector} tbody tr", "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
     )
+
+
+def shades(page, selector):
+    """How much of its colour each token has, in percent."""
+    much = "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))"
+    return page.eval_on_selector_all(selector, much)
 
 
 def number(text):
@@ -113,46 +117,14 @@ def test_shares_of_a_head():
     assert attention_shares(weights_NTS[:, :2, :2]) is None
 
 
-def test_the_plane_is_that_of_the_singular_values():
+@pytest.mark.parametrize("size", [1, 1e30])  # squares of the latter are above the largest float32
+def test_the_plane_is_that_of_the_singular_values(size):
     vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
-    xy_N2, share = project_to_plane(vectors_ND)
+    xy_N2, share = project_to_plane((vectors_ND * size).astype(np.float32))
     u, s, _ = np.linalg.svd(vectors_ND - vectors_ND.mean(axis=0), full_matrices=False)
     expected_N2 = u[:, :2] * s[:2]
-    np.testing.assert_allclose(np.abs(xy_N2) * np.abs(expected_N2).max(), np.abs(expected_N2), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(share, s[:2] ** 2 / (s**2).sum())
-
-
-def test_the_plane_of_large_vectors_is_that_of_small_ones():
-    vectors_ND = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
-    (xy_N2, share), (xy_large_N2, share_large) = (
-        project_to_plane(vectors_ND),
-        project_to_plane(vectors_ND * np.float32(1e30)),
-    )
-    np.testing.assert_allclose(np.abs(xy_N2), np.abs(xy_large_N2), atol=1e-4)
-    np.testing.assert_allclose(share, share_large, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_size_of_six_layers_and_256_tokens(run):
-    """Attention that nothing compresses well, units that all differ: below 5 MB all the same."""
-    rng = np.random.default_rng(0)
-    T, N, F, D, V = 256, 6, 1536, 384, 96
-    model, params = make_model(
-        dataclasses.replace(TINY, vocab_size=V, block_size=T, n_layer=1, n_head=N, n_embd=D, activation="gelu")
-    )
-    ids = rng.integers(0, V, T).tolist()
-    found = capture_activations(model, params, ids)
-    assert found.hidden_LTF[0].shape == (T, F)
-    scores = [np.where(np.tri(T, dtype=bool), rng.normal(size=(N, T, T)), -np.inf) for _ in range(6)]
-    found = found._replace(
-        lens=found.lens[:1] + found.lens[1:] * 6,
-        hidden_LTF=[rng.permuted(found.hidden_LTF[0], axis=0) for _ in range(6)],
-        branches=found.branches * 6,
-        norms=found.norms[:2] * 6,
-        weights_LNTS=[np.exp(s) / np.exp(s).sum(-1, keepdims=True) for s in scores],
-    )
-    large = dataclasses.replace(run, model=model, params=params, tokenizer=ByteTokenizer())
-    assert 1e6 < len(render_page(large, {"text": ids}, found, None, why_no_corpus="")) < 5e6
+    np.testing.assert_allclose(np.abs(xy_N2) * np.abs(expected_N2).max(), np.abs(expected_N2), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(share, s[:2] ** 2 / (s**2).sum(), rtol=1e-4)
 
 
 # In the browser -------------------------------------------------------------------------------------------------------
@@ -176,14 +148,8 @@ def test_surprise_and_its_alternatives(page, run, found):
     tokens.nth(t).click()
     page.mouse.move(5, 5)
     assert f"position {t + 1} of" in page.text_content("#position")
-
-
-def test_shades_go_with_surprise(page, found):
-    much = page.eval_on_selector_all(
-        "#surprise .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))"
-    )
     bits = np.append(0, -found.guess.logprob_T[:-1])
-    np.testing.assert_allclose(much, 100 * bits / bits.max(), atol=1)
+    np.testing.assert_allclose(shades(page, "#surprise .tok"), 100 * bits / bits.max(), atol=1)
 
 
 def test_keys_move_through_the_text(page):
@@ -213,10 +179,7 @@ def test_a_head_enlarged(page, found):
     rows = cells(page, "#attended")
     assert int(rows[0][1]) == np.argmax(row) + 1
     assert [number(r[2]) for r in rows] == pytest.approx(np.sort(row)[::-1][: len(rows)].tolist(), **NEAR)
-    much = page.eval_on_selector_all(
-        "dialog .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))"
-    )
-    np.testing.assert_allclose(much, 100 * row / row.max(), atol=2)
+    np.testing.assert_allclose(shades(page, "dialog .tok"), 100 * row / row.max(), atol=2)
     # On the map itself, by the pointer: the row under it.
     box = page.locator("#map").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + (20.5 / len(PROMPT)) * box["height"])
@@ -273,15 +236,18 @@ def test_units_and_what_excites_them(page, run, found):
     page.click("#units button >> nth=2")
     unit = int(page.input_value("#unit"))
     assert unit == int(rows[2][0])
-    much = page.eval_on_selector_all("#mlp .tok", "all => all.map(e => parseFloat(e.style.getPropertyValue('--much')))")
     of_unit_T = found.hidden_LTF[1][:, unit]
-    np.testing.assert_allclose(much, 100 * of_unit_T / of_unit_T.max(), atol=4)  # sixteen levels
+    np.testing.assert_allclose(shades(page, "#mlp .tok"), 100 * of_unit_T / of_unit_T.max(), atol=4)  # sixteen levels
     examples = cells(page, "#examples")
     assert len(examples) == 4 and page.locator("#examples mark").count() == 4
     texts = [row[1].replace("↵", "\n") for row in examples]
     assert all(text.strip("\n") in TEXT.replace(" ", " ") or "␣" in text or "\n" in text for text in texts)
     values = [number(row[0]) for row in examples]
     assert values == sorted(values, reverse=True) and values[0] >= 0.9 * of_unit_T.max()
+    for unit in range(6):  # no text of the user runs
+        page.fill("#unit", str(unit))
+        page.keyboard.press("Enter")
+    assert page.evaluate("typeof pwned") == "undefined" and page.locator("img").count() == 0
     page.fill("#unit", "99999")
     page.keyboard.press("Enter")
     assert page.input_value("#unit") == str(len(hidden_F) - 1)
@@ -328,15 +294,6 @@ def test_sliders_draw_what_sampling_draws(page, found, how):
     assert page.text_content("#drawn") != before
 
 
-def test_no_text_of_the_user_runs(page):
-    assert page.evaluate("typeof pwned") == "undefined"
-    assert page.locator("img").count() == 0
-    for unit in range(6):
-        page.fill("#unit", str(unit))
-        page.keyboard.press("Enter")
-    assert page.evaluate("typeof pwned") == "undefined"
-
-
 def test_everything_has_a_name_and_a_place_in_order(page):
     """What a screen reader says of each control, and what the keyboard reaches."""
     unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input")].filter((e) =>
@@ -381,14 +338,14 @@ def data_of(html):
 
 def test_a_packed_run_is_seen_as_it_reads(run):
     """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
-    packed, whole = run.for_decoding("int8"), data_of(xray(run, "la", corpus_tokens=0))
+    html = xray(run, "la", corpus_tokens=0)
+    assert xray(run, run.tokenizer.encode("la").tolist(), corpus_tokens=0) == html
+    packed, whole = run.for_decoding("int8"), data_of(html)
     found = data_of(xray(packed, "la", corpus_tokens=0))
     assert found["facts"] == whole["facts"]
     rows_VD, exact_VD = read_embedding(packed.params), read_embedding(run.params)
     assert (np.abs(rows_VD - exact_VD).max(axis=1) <= 0.51 / 127 * np.abs(exact_VD).max(axis=1)).all()
     assert np.abs(rows_VD - exact_VD).max() > 0
-    with pytest.raises(UserError, match="corpus_tokens=-1: needs at least 0"):
-        xray(run, "la", corpus_tokens=-1)
 
 
 def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
@@ -404,22 +361,22 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
     assert data_of(xray(gone, "la", data=str(other)))["corpus"]["window"] == 48
 
 
-def test_ids_are_the_text_that_they_spell(run):
-    assert xray(run, run.tokenizer.encode("la").tolist(), corpus_tokens=0) == xray(run, "la", corpus_tokens=0)
-
-
-def test_what_it_refuses(run, tmp_path):
-    for empty in ("", []):
-        with pytest.raises(UserError, match="the prompt is empty"):
-            xray(run, empty)
-    with pytest.raises(UserError, match="prompt has ids from 0 to 9999"):
-        xray(run, [0, 9999])
-    with pytest.raises(UserError, match="has 60 tokens, and the context of .* is 48"):
-        xray(run, "la Mancha " * 6)
-    short = tmp_path / "short.txt"
-    short.write_text("lugar")
-    with pytest.raises(UserError, match="has 5 tokens, needed 48"):
-        xray(run, "la", data=str(short))
+@pytest.mark.parametrize(
+    "prompt, how, words",
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([0, 9999], {}, "prompt has ids from 0 to 9999"),
+        ("la Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
+        ("la", {"data": "short.txt"}, "has 5 tokens, needed 48"),
+        ("la", {"corpus_tokens": -1}, "corpus_tokens=-1: needs at least 0"),
+    ],
+)
+def test_what_it_refuses(run, tmp_path, monkeypatch, prompt, how, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("lugar")
+    with pytest.raises(UserError, match=words):
+        xray(run, prompt, **how)
 
 
 @pytest.mark.parametrize("prompt", ["E", "En", "\n"])

@@ -1,0 +1,327 @@
+"""The standard analyses of the parts of a model: ablation, patching, attribution, and scores of attention heads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+from numpy.typing import ArrayLike
+
+from jaxgpt.errors import UserError
+from jaxgpt.interventions.edits import EMBEDDING, PLACES, Edit, replace, zero
+from jaxgpt.interventions.lens import stream_names
+from jaxgpt.interventions.model import EDITS, EditedGPT, run, run_each, token_losses, unroll
+from jaxgpt.model import GPT
+from jaxgpt.statistics import MeanInterval, mean_interval
+from jaxgpt.train import Params
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AT_ONCE = 4096  # tokens in one batch, but at least one set of edits
+BY_HEAD = ("queries", "keys", "values", "pattern", "heads")
+
+Metric = Callable[[jax.Array], Any]
+
+
+class Ablations(NamedTuple):
+    """The rise of the loss without each part."""
+
+    loss: float  # of the whole model, nats per token
+    heads: MeanInterval  # over rows, in nats per token; arrays [L, N]
+    mlps: MeanInterval  # arrays [L]
+
+
+def ablate_all(
+    model: GPT,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    by: Literal["zero", "mean"] = "mean",
+    mask_BT: ArrayLike | None = None,
+) -> Ablations:
+    """Return the rise of the loss when each head, and each MLP, is ablated alone.
+
+    Mean ablation keeps what a part adds to every token, on which later layers may rely (Wang et al. 2022,
+    arXiv:2211.00593); zero ablation removes that too.
+
+    Args:
+        model: decoder-only.
+        params: its parameters.
+        tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
+        by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
+        mask_BT: bool, targets that count (not padding), for tokens 1, 2 ... of each row, [B, T - 1]. None means all.
+    """
+    tokens_BT, L, N = np.asarray(tokens_BT), model.config.n_layer, model.config.n_head
+    if by not in ("zero", "mean"):
+        raise UserError(f"by={by!r}: needs zero or mean")
+    shape = (len(tokens_BT), tokens_BT.shape[-1] - 1)
+    mask = np.ones(shape, bool) if mask_BT is None else np.asarray(mask_BT, bool)
+    if len(tokens_BT) < 2:
+        raise UserError(f"{len(tokens_BT)} row: needs at least 2 for an interval")
+    if mask.shape != shape or not mask.any(axis=1).all():
+        raise UserError(f"mask of shape {list(mask.shape)}: needs {list(shape)}, with a target in each row")
+    means = {}
+    if by == "mean":
+        names = [f"h_{layer}/{place}" for layer in range(L) for place in ("heads", "mlp")]
+        read = run(model, params, tokens_BT, read=names).activations
+        means = {name: np.asarray(x, np.float32)[:, :-1][mask].mean(axis=0) for name, x in read.items()}
+
+    def ablate(place: str, layer: int, head: int | None = None) -> Edit:
+        if by == "zero":
+            return zero(place, layer, index=head)
+        mean = means[f"h_{layer}/{place}"]
+        return replace(place, layer, by=mean if head is None else mean[head], index=head)
+
+    edits = [[], *([ablate("heads", layer, head)] for layer in range(L) for head in range(N))]
+    edits += [[ablate("mlp", layer)] for layer in range(L)]
+    at_once = max(1, AT_ONCE // tokens_BT.size)
+    row_losses = Partial(_row_losses, tokens_BT, mask)
+    losses = np.asarray(run_each(model, params, tokens_BT, edits, row_losses, at_once=at_once))
+    rises = mean_interval(losses[1:] - losses[0])
+    heads = MeanInterval(*(x[: L * N].reshape(L, N) for x in rises))
+    return Ablations(float(losses[0].mean()), heads, mlps=MeanInterval(*(x[L * N :] for x in rises)))
+
+
+def _row_losses(tokens_BT: jax.Array, mask_BT: jax.Array, logits_BTV: jax.Array) -> jax.Array:
+    return token_losses(logits_BTV, tokens_BT).mean(axis=1, where=mask_BT)
+
+
+def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, metric: Metric) -> jax.Array:
+    """Return the metric of a text with one activation replaced by that of another: [L, T, N] by head, else [L, T].
+
+    Layers before the patch are computed once for all patches. Sources: Vig et al. 2020, arXiv:2004.12265; Meng et al.
+    2022, arXiv:2202.05262; by heads, Wang et al. 2022, arXiv:2211.00593.
+
+    Args:
+        model: decoder-only.
+        params: its parameters.
+        into_T: token ids of the text that is patched.
+        source_T: token ids of the text that the activations come from, as many.
+        place: where, in each layer (`edits.PLACES`): "heads", "queries" or "pattern" by head; "keys" or "values" by
+            key/value head; "attention", "middle", "units", "mlp" or "stream" of a token.
+        metric: of the next token's logits_V. Give the same function again to use the compiled programs again.
+
+    Example:
+        >>> difference_LTN = patch(model, params, corrupted_T, clean_T, "heads", lambda z_V: z_V[right] - z_V[wrong])
+
+    Raises:
+        UserError: for an unknown place, or tokens that the model does not have.
+    """
+    if place not in PLACES or place == EMBEDDING:
+        raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
+    if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
+        raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: needs [T] twice")
+    model, params = unroll(model, params)
+    L, streams = model.config.n_layer, stream_names(model)
+    names = [f"h_{layer}/{place}" for layer in range(L)]
+    read = run(model, params, np.stack([into_T, source_T]), read=[*streams, *names]).activations
+    shape = read[names[0]].shape[1:3] if place in BY_HEAD else read[names[0]].shape[1:2]
+    patches = np.stack([x.ravel() for x in np.indices(shape)], axis=1)  # (position,) or (position, head)
+    size = -(-len(patches) // -(-len(patches) * shape[0] // AT_ONCE))  # batches of equal shapes, hence one program
+    found = []
+    for layer, name in enumerate(names):
+        entered_1TD, source_TX = read[streams[layer]][:1], read[name][1]
+        for first in range(0, len(patches), size):
+            batch = patches[np.minimum(np.arange(first, first + size), len(patches) - 1)]
+            x_RTD = _run_patched_block(model, layer, name, params, entered_1TD, source_TX, jnp.asarray(batch))
+            for later in range(layer + 1, L):
+                x_RTD = _run_block(model, later, params, x_RTD)
+            found.append(_measure(model, params, x_RTD[:, -1:], metric)[: len(patches) - first])
+    result = jnp.concatenate(found)
+    return result.reshape(L, *shape, *result.shape[1:])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_patched_block(
+    model: EditedGPT,
+    layer: int,
+    name: str,
+    params: Params,
+    entered_1TD: jax.Array,
+    source_TX: jax.Array,
+    patches: jax.Array,
+) -> jax.Array:
+    """Return the stream after the block, x_RTD. source_TX: the activations of the other text at the place `name`."""
+
+    def run_one(patch: jax.Array) -> Any:
+        here = jnp.zeros(source_TX.shape[: len(patch)], bool).at[tuple(patch)].set(True)
+        here = here.reshape(*here.shape, *(1,) * (source_TX.ndim - here.ndim))
+        edit = {"keep": jnp.where(here, 0.0, 1.0), "add": jnp.where(here, source_TX.astype(jnp.float32), 0.0)}
+        return model.apply({"params": params | {EDITS: {name: edit}}}, layer, entered_1TD, method="run_block")
+
+    return jax.vmap(run_one)(patches)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_block(model: EditedGPT, layer: int, params: Params, x_RTD: jax.Array) -> Any:
+    return model.apply({"params": params}, layer, x_RTD, method="run_block")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _measure(model: EditedGPT, params: Params, x_R1D: jax.Array, metric: Metric) -> Any:
+    def predict(model: EditedGPT) -> jax.Array:
+        return model.unembed(model.norm_output(x_R1D))[:, 0]
+
+    logits_RV: Any = model.apply({"params": params}, method=predict)
+    return jax.vmap(metric)(logits_RV)
+
+
+class Attribution(NamedTuple):
+    """Contributions to the difference of two logits at the last position. Their sum is the difference."""
+
+    embedding: jax.Array  # []: of token and position
+    heads_LN: jax.Array
+    biases_L: jax.Array  # of c_proj of attention
+    mlps_L: jax.Array
+    norm: jax.Array  # []: the bias of the last norm
+
+    def total(self) -> jax.Array:
+        """Return the difference of the logits."""
+        return sum((x.sum() for x in self), jnp.zeros(()))
+
+
+def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, other: int) -> Attribution:
+    """Return what each part adds to logit(token) - logit(other) at the last position.
+
+    The stream is a sum of what the embedding, the heads and the MLPs write, and the last norm is linear in it once its
+    standard deviation is fixed at that of the text. Effects by way of later parts are not in it: see `patch`. Sources:
+    Elhage et al. 2021, transformer-circuits.pub/2021/framework; Wang et al. 2022, arXiv:2211.00593, section 3.1.
+
+    Args:
+        model: decoder-only, with norm_position="pre" and without logit_softcap.
+        params: its parameters.
+        tokens_T: token ids.
+        token: id of the token whose logit counts as positive.
+        other: id of the token whose logit counts as negative.
+
+    Raises:
+        UserError: for a model whose logits are not such a sum, or tokens that it does not have.
+    """
+    model, params = unroll(model, params)
+    c, layers = model.config, range(model.config.n_layer)
+    if c.norm_position != "pre" or c.logit_softcap is not None:
+        raise UserError(
+            f"norm_position={c.norm_position!r}, logit_softcap={c.logit_softcap}: the logits are not a sum of what each "
+            "part writes; needs 'pre' and None"
+        )
+    if not all(0 <= id < (c.vocab_size or 0) for id in (token, other)):
+        raise UserError(f"tokens {token} and {other}: needs 0 to {(c.vocab_size or 0) - 1}")
+    names = [EMBEDDING, *(f"h_{layer}/{place}" for layer in layers for place in ("heads", "mlp", "stream"))]
+    read = run(model, params, np.asarray(tokens_T)[None], read=names).activations
+    return _attribute(model, params, {name: x[:, -1:] for name, x in read.items()}, token, other)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attribute(
+    model: EditedGPT, params: Params, read: dict[str, jax.Array], token: jax.Array, other: jax.Array
+) -> Attribution:
+    """Return the contributions, from the activations of the last token, [1, 1, ...]."""
+    c, norm = model.config, params["ln_f"]
+
+    def centre(x_XD: jax.Array) -> jax.Array:
+        return x_XD - x_XD.mean(axis=-1, keepdims=True) if c.norm == "layernorm" else x_XD
+
+    def attribute(model: EditedGPT) -> jax.Array:
+        heads, biases = [], []
+        for layer, block in enumerate(model.h):
+            heads_11NH, eye_N1N1 = read[f"h_{layer}/heads"], jnp.eye(c.n_head)[:, None, :, None]
+            biases.append(block.attn.c_proj(jnp.zeros_like(heads_11NH).reshape(1, 1, -1))[0])
+            heads.append(block.attn.c_proj((eye_N1N1 * heads_11NH).reshape(c.n_head, 1, -1))[:, 0] - biases[-1])
+        mlps = [read[f"h_{layer}/mlp"][0] for layer in range(c.n_layer)]
+        parts_XD = jnp.concatenate([read[EMBEDDING][0], *heads, *biases, *mlps]).astype(jnp.float32)
+        stream_1D = read[f"h_{c.n_layer - 1}/stream"][0].astype(jnp.float32)
+        deviation = jnp.sqrt(jnp.square(centre(stream_1D)).mean() + c.norm_eps)
+        scale_D = norm["scale"] + 1.0 if c.norm_offset else norm["scale"]
+        normed_XD = centre(parts_XD) / deviation * scale_D[None]
+        bias_1D = norm["bias"][None] if "bias" in norm else jnp.zeros_like(stream_1D)
+        return model.unembed(jnp.concatenate([normed_XD, bias_1D])[None])[0]
+
+    logits_XV: Any = model.apply({"params": params}, method=attribute)
+    found_X = logits_XV[:, token] - logits_XV[:, other]
+    ends = np.cumsum([1, c.n_layer * c.n_head, c.n_layer, c.n_layer])
+    embedding, heads_X, biases_L, mlps_L, bias = jnp.split(found_X, ends)
+    return Attribution(embedding[0], heads_X.reshape(c.n_layer, -1), biases_L, mlps_L, bias[0])
+
+
+def induction_scores(model: GPT, params: Params, tokens_BT: Any, *, period: int) -> jax.Array:
+    """Return how much each head attends to the token after the last occurrence of the current one, [L, N].
+
+    Source: Olsson et al. 2022, arXiv:2209.11895, whose induction heads have high scores on repeated random tokens.
+
+    Args:
+        model: decoder-only.
+        params: its parameters.
+        tokens_BT: rows that repeat after `period` tokens, such as those of `repeat_random_tokens`.
+        period: length of the repeated segment, in tokens.
+
+    Returns:
+        The mean attention weight from position t to t - period + 1, over rows and t from `period` on. At most 1.
+    """
+    tokens_BT = np.asarray(tokens_BT)
+    if not 1 < period < tokens_BT.shape[-1]:
+        raise UserError(f"period={period}: needs 2 to {tokens_BT.shape[-1] - 1}, so that the segment begins again")
+    if (tokens_BT[:, period:] != tokens_BT[:, :-period]).any():
+        raise UserError(f"period={period}: the tokens do not repeat after {period}")
+    return _attention_back(model, params, tokens_BT, period - 1, start=period)
+
+
+def previous_token_scores(model: GPT, params: Params, tokens_BT: Any) -> jax.Array:
+    """Return the mean attention weight of each head from a token to the one before it, [L, N].
+
+    In the induction circuit such a head comes one layer earlier (Elhage et al. 2021,
+    https://transformer-circuits.pub/2021/framework). Arguments: see `run`.
+    """
+    if np.asarray(tokens_BT).shape[-1] == 1:
+        raise UserError("tokens of 1 per row: needs at least 2")
+    return _attention_back(model, params, tokens_BT, 1, start=1)
+
+
+def repeat_random_tokens(vocab_size: int, *, period: int, length: int, rows: int, seed: int = 0) -> np.ndarray:
+    """Return rows of random tokens that repeat after `period`, [rows, length]."""
+    segments = np.random.default_rng(seed).integers(0, vocab_size, (rows, period))
+    return np.tile(segments, -(-length // period))[:, :length]
+
+
+def _attention_back(model: GPT, params: Params, tokens_BT: Any, distance: int, *, start: int) -> jax.Array:
+    """Return the mean attention weight from t to t - distance, over rows and t from `start` on, [L, N]."""
+    names = [f"h_{layer}/pattern" for layer in range(model.config.n_layer)]
+    patterns = run(model, params, tokens_BT, read=names).activations
+    weights = [jnp.diagonal(patterns[name], -distance, axis1=1, axis2=3) for name in names]  # [B, N, T - distance]
+    return jnp.stack([x[..., start - distance :].mean((0, 2)) for x in weights])
+
+
+def plot_heatmap(
+    values_RC: ArrayLike,
+    *,
+    title: str,
+    unit: str,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> Figure:
+    """Return a figure of a matrix: white is 0, blue is positive, red is negative.
+
+    Args:
+        values_RC: for example [L, N], one value per head.
+        title: above the matrix.
+        unit: of the values, beside the scale.
+        rows: names of the rows. None means layer 0, layer 1 ...
+        columns: names of the columns. None means 0, 1 ...
+    """
+    from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
+
+    values_RC = np.asarray(values_RC, np.float32)
+    R, C = values_RC.shape
+    figure = Figure(figsize=(max(4.0, 0.35 * C + 2.5), max(2.0, 0.35 * R + 1.2)), layout="constrained")
+    axes = figure.add_subplot(title=title)
+    most = float(np.nanmax(np.abs(values_RC))) or 1.0
+    image = axes.imshow(values_RC, cmap="RdBu", vmin=-most, vmax=most, aspect="auto")
+    axes.set_yticks(range(R), [f"layer {i}" for i in range(R)] if rows is None else list(rows))
+    axes.set_xticks(range(C), list(map(str, range(C))) if columns is None else list(columns))
+    figure.colorbar(image, label=unit)
+    return figure
