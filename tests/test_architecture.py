@@ -58,7 +58,7 @@ HOMES = {
     "grain": ["data.pipeline"],
     "tokenizers": ["data.tokenizer"],
     "jinja2": ["data.template"],
-    "matplotlib": ["interventions.analyses", "runs.metrics", "tools.scale.plot", "tools.sweep.plot"],
+    "matplotlib": ["interventions.analyses", "runs.metrics", "tools.sweep"],
     "filelock": ["runs.directory"],
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
