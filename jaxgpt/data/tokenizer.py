@@ -38,9 +38,13 @@ WORDS = tuple(
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in ("{1,3}", "")
 )
-# A word with what precedes it. First the usual ends: a space follows, or a single newline and another word.
-_JOINED = r"(?:[^\S \n]\s*\S*|\n(?!\S)\s*\S*)*\n?"  # whitespace at which a word may go on
-_PIECE = re.compile(rf" ?\S+(?:(?= )|\n(?=\S)|{_JOINED})|\s+\S+{_JOINED}|\s+")
+# A word with what precedes it, which ends, in this order: before a space, or after a single newline between words;
+# before punctuation or whitespace after an ASCII letter or digit; where whitespace no longer joins it to the next word.
+_PIECE = re.compile(
+    r" ?\S+(?:(?= )|\n(?=\S))"
+    r"|\s*\S*[0-9A-Za-z](?=[\s!-/:-@\[-`{-~])"
+    r"|\s*\S+(?:[^\S \n]\s*\S*|\n(?!\S)\s*\S*)*\n?|\s+"
+)
 
 
 class Tokenizer(Protocol):
@@ -281,7 +285,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def split_words(text: str) -> list[str]:
-    r"""Cut a text into pieces to encode separately: before a space after a word, after a single newline between words.
+    r"""Cut a text into pieces to encode separately, at most of the ends of its words.
 
     There the patterns of GPT-2, GPT-4 and Llama 3 always end a word, and they never look behind, so the pieces contain
     the words of the text. Cuts elsewhere would be wrong: `" \n"` and `"\n\n"` are one word at the end of a text, but

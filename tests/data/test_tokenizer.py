@@ -181,7 +181,26 @@ def test_what_is_no_unicode_is_told(bpe):
 
 
 # One of each shape that matters to where words end: spaces and newlines alone and in runs, before and after anything.
-LINES = ["a", "it's", "1", "!", "ñ", "漢", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2028", "x" * 9]
+LINES = [
+    "a",
+    "it's",
+    "1",
+    "!",
+    "'",
+    "b_(",
+    "é.",
+    "ñ",
+    "漢",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "\u00a0",
+    "\u2028",
+    "x" * 9,
+]
 
 
 def split_by(bpe, words):
