@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
-    from jaxgpt.sample.decoding import Decoding as Decoding
+    from jaxgpt.sample.engine import Generated as Generated
+    from jaxgpt.sample.engine import generate as generate
+    from jaxgpt.sample.engine import stream as stream
+    from jaxgpt.sample.filters import Decoding as Decoding
     from jaxgpt.sample.filters import Sampling as Sampling
-    from jaxgpt.sample.generate import Generated as Generated
-    from jaxgpt.sample.generate import generate as generate
-    from jaxgpt.sample.generate import stream as stream
     from jaxgpt.sample.quantize import for_decoding as for_decoding
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
-    from jaxgpt.sample.speculative import speculate as speculate
+    from jaxgpt.sample.search import speculate as speculate
     from jaxgpt.session import fit as fit
     from jaxgpt.tools.xray.xray import xray as xray
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "DataConfig": "config",
-    "Decoding": "sample.decoding",
+    "Decoding": "sample.filters",
     "Experiment": "config",
     "GPT": "model",
     "GPTConfig": "config",
-    "Generated": "sample.generate",
+    "Generated": "sample.engine",
     "LoraConfig": "config",
     "OptimConfig": "config",
     "ParallelConfig": "config",
@@ -52,12 +52,12 @@ _HOME = {
     "configure_jax": "parallel.jax_setup",
     "fit": "session",
     "for_decoding": "sample.quantize",
-    "generate": "sample.generate",
+    "generate": "sample.engine",
     "load": "run",
     "run_experiment": "cli.train",
     "score": "sample.score",
-    "speculate": "sample.speculative",
-    "stream": "sample.generate",
+    "speculate": "sample.search",
+    "stream": "sample.engine",
     "xray": "tools.xray.xray",
 }
 

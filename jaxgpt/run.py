@@ -26,14 +26,11 @@ from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import RunMetadata, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
-from jaxgpt.sample.beam import beam_search
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.detokenize import iter_text, join_texts
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream
+from jaxgpt.sample.engine import iter_text, join_texts, stream
+from jaxgpt.sample.filters import Decoding, Sampling
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
-from jaxgpt.sample.speculative import speculate
+from jaxgpt.sample.search import beam_search, speculate
 from jaxgpt.train import Params
 
 Restored = tuple[Params, int, float | None]  # parameters, step, validation loss in nats per token if it is known

@@ -8,37 +8,43 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgpt.config import Precision
+from jaxgpt.config.validate import check_count
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling, SamplingRows
-from jaxgpt.sample.prefill import (
-    Chunk,
-    PrefixStore,
-    allocate_cache,
-    cache_columns,
-    chunk_size,
-    encode_source,
-    split_chunks,
-)
-from jaxgpt.sample.prompts import check_prompt, pad_source
+from jaxgpt.sample.filters import BUCKET, Decoding, Sampling, SamplingRows
+from jaxgpt.sample.score import score
 from jaxgpt.sample.state import (
     NO_STOP,
+    Chunk,
     DecodeState,
     Drawn,
+    PrefixStore,
     Rows,
+    allocate_cache,
     allocate_rows,
+    cache_columns,
+    check_ids,
+    check_prompt,
+    chunk_size,
     decode,
+    encode_source,
     has_unbounded_positions,
     insert,
+    next_bucket,
+    pad_source,
     prefill,
     release,
+    split_chunks,
 )
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
@@ -50,7 +56,7 @@ class Request:
     """One prompt to continue."""
 
     prompt: Sequence[int]  # ids, 1 to block_size
-    key: jax.Array  # of all draws: see `sample.prompts.prompt_keys`
+    key: jax.Array  # of all draws: see `prompt_keys`
     max_new_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
@@ -285,3 +291,300 @@ class Engine:
             "seen_BV": seen_V,
         }
         return Rows(**values)
+
+
+def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
+    window = model.config.block_size
+    if not len(prompts):
+        raise UserError("no prompts: give at least one list of token ids")
+    ids = [check_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+    for number, prompt in enumerate(ids):
+        if len(prompt) > window:
+            message = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
+            warnings.warn(message, stacklevel=5)
+        check_prompt(model, prompt[-window:], f"prompt {number}")
+    return [prompt[-window:].tolist() for prompt in ids]
+
+
+def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> None:
+    """Raise `UserError` unless there is a source for each of `size` prompts, or none for a model without an encoder."""
+    if model.config.n_encoder_layer and (sources is None or len(sources) != size):
+        raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
+    for number, source in enumerate(sources or [None]):
+        pad_source(model, source, model.config.block_size, f"source {number}")
+
+
+def prompt_keys(
+    key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
+) -> list[jax.Array]:
+    """Derive a key from each prompt, its source, and how many equal pairs come before it in the batch."""
+    earlier: collections.Counter = collections.Counter()
+    words = []
+    for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
+        both = tuple(map(int, source)), tuple(prompt)
+        words.append(_words(prompt, source, earlier[both]))
+        earlier[both] += 1
+    return list(_fold_in_all(key, np.array(words, np.uint32)))
+
+
+def prompt_key(
+    key: jax.Array, prompt: Sequence[int], source: Sequence[int] | None = None, *, earlier: int = 0
+) -> jax.Array:
+    """Derive one key of `prompt_keys`. earlier: equal pairs before it in the batch."""
+    return _fold_in(key, np.array(_words(prompt, source or (), earlier), np.uint32))
+
+
+def _words(prompt: Sequence[int], source: Sequence[int], earlier: int) -> tuple[int, int]:
+    # After a source, negative numbers mark where the prompt goes on: ([1, 2], [3]) and ([1], [2, 3]) have other keys.
+    # A prompt alone, and a source with one start token, keep the keys of earlier versions.
+    ids = [*source, *prompt[:1], *(-1 - int(i) for i in prompt[1:])] if len(source) else prompt
+    return zlib.crc32(np.asarray(ids, np.int32).tobytes()), earlier
+
+
+@jax.jit
+def _fold_in(key: jax.Array, words_2: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, words_2[0]), words_2[1])
+
+
+@jax.jit
+def _fold_in_all(key: jax.Array, words_B2: jax.Array) -> jax.Array:
+    return jax.vmap(_fold_in, in_axes=(None, 0))(key, words_B2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The completion of each prompt, without the prompt and without the stop token.
+
+    Log-probabilities are in nats, from the logits before temperature and filters; None unless they were requested.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None = None  # of each of `tokens`
+    prompt_logprobs: list[list[float]] | None = None  # of each token of the prompt; nan for the first
+
+
+def generate(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    logprobs: bool = False,
+    vocab_size: int | None = None,
+    cache_dtype: Precision | None = None,
+    bucket: int = BUCKET,
+    slots: int | None = None,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Generated:
+    """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
+
+    Past the context, positions "rope" and "none" let the window slide: each token attends to itself and the
+    block_size - 1 before it, and keys and values are computed once. "learned" and "sinusoidal" positions have a last
+    one: a full window is recomputed from its last block_size // 2 tokens at positions from 0.
+
+    Args:
+        model: a GPT or an encoder-decoder. `for_decoding` gives a faster form of it and `params`.
+        params: its parameters.
+        prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
+        key: of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
+        max_new_tokens: at least 1.
+        sampling: filters of the logits. None means the model's own distribution.
+        stop_tokens: a row ends before the first of these that it draws.
+        logprobs: also return log-probabilities of generated and prompt tokens.
+        vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
+        cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
+        bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
+        slots: prompts that are decoded together; None means all. Another number may round a logit differently.
+        sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
+    """
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        stop_tokens=stop_tokens,
+        logprobs=logprobs,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+        slots=slots,
+    )
+    rows: list[list[Piece]] = [[] for _ in prompts]
+    for pieces in _decode(model, params, prompts, decoding, key=key, every=None, sources=sources):
+        for row, piece in pieces:
+            rows[row].append(piece)
+    tokens = [[token for piece in row for token in piece.tokens] for row in rows]
+    if not logprobs:
+        return Generated(tokens=tokens)
+    read = [prompt[-model.config.block_size :] for prompt in prompts]
+    return Generated(
+        tokens=tokens,
+        logprobs=[[logprob for piece in row for logprob in piece.logprobs] for row in rows],
+        prompt_logprobs=[row.tolist() for row in score(model, params, read)],
+    )
+
+
+def stream(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    every: int | None = 8,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Iterator[list[list[int]]]:
+    """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
+
+    Each item is a list of new ids for each prompt; joined, they are what `generate` returns. `every` is the most tokens
+    of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
+    are checked at the first `next`.
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    for pieces in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
+        for row, piece in pieces:
+            new[row] += piece.tokens
+        if every is not None:
+            yield new
+            new = [[] for _ in prompts]
+    if every is None:
+        yield new
+
+
+def _decode(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    every: int | None,
+    sources: Sequence[Sequence[int]] | None,
+) -> Iterator[list[tuple[int, Piece]]]:
+    """Yield the new tokens of each burst, of at most `every` tokens, with the number of their prompt."""
+    every = BURST if every is None else check_count("every", every)
+    ids = truncate_prompts(model, prompts)
+    check_sources(model, sources, len(ids))
+    longest_source = max(map(len, sources)) if sources is not None else 1
+    engine = Engine(
+        model,
+        params,
+        slots=len(ids) if decoding.slots is None else decoding.slots,
+        vocab_size=decoding.vocab_size,
+        cache_dtype=decoding.cache_dtype,
+        columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
+        source_columns=min(next_bucket(16, longest_source), model.config.block_size),
+        max_stops=next_bucket(4, len(decoding.stop_tokens)),
+        slides=True,
+    )
+    keys, waiting, running = prompt_keys(key, ids, sources), list(range(len(ids)))[::-1], {}
+    burst = 1
+    while waiting or running:
+        while waiting and engine.num_free:
+            row = waiting.pop()
+            request = Request(
+                prompt=ids[row],
+                key=keys[row],
+                max_new_tokens=decoding.max_new_tokens,
+                sampling=decoding.sampling,
+                stop_tokens=decoding.stop_tokens,
+                top_logprobs=0 if decoding.logprobs else None,
+                source=None if sources is None else sources[row],
+            )
+            running[engine.submit(request)] = row
+        engine.finish_reading()
+        pieces = engine.decode(burst)
+        yield [(running[piece.slot], piece) for piece in pieces]
+        for piece in pieces:
+            if piece.finish is not None:
+                del running[piece.slot]
+        burst = every
+
+
+UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
+
+
+class Detokenizer:
+    """Decode one growing list of ids in pieces that never split a character and never contain a stop string.
+
+    Text that may be the start of a character or of a stop string is held back until more ids decide, or until `rest`.
+    Joined, the pieces are the text of all ids, up to the first stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        """Start with no ids. Raise `UserError` for an empty stop string."""
+        self._stop = [stop] if isinstance(stop, str) else list(stop)
+        if "" in self._stop:
+            raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
+        # not come first: decoders treat the first id of a list differently (a leading space).
+        self._context = self._shown = 0
+        self._held = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that new ids add."""
+        return "".join(self._push(i) for i in ids)
+
+    def rest(self) -> str:
+        """Return the text that was held back, after the last id."""
+        return "" if self.stopped else self._release(self._decode_new(), last=True)
+
+    def _push(self, i: int) -> str:
+        if self.stopped:
+            return ""
+        self._ids.append(int(i))
+        new = self._decode_new()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return self._release(new)
+
+    def _decode_new(self) -> str:
+        shown = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
+
+    def _release(self, new: str, *, last: bool = False) -> str:
+        """Return the part of the held and the new text that no further id can change; hold the rest back."""
+        text = self._held + new
+        starts = [text.find(stop) for stop in self._stop if stop in text]
+        if starts:
+            self.stopped, self._held = True, ""
+            return text[: min(starts)]
+        held = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the text of successive lists of ids in non-empty pieces; stop reading ids at a stop string."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    for new_ids in ids:
+        if piece := detokenizer.push(new_ids):
+            yield piece
+        if detokenizer.stopped:
+            return
+    if piece := detokenizer.rest():
+        yield piece
+
+
+def join_texts(
+    tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
+) -> list[str]:
+    """Return the texts of `size` rows from batches of their new ids; stop reading once all have met a stop string."""
+    detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
+    for batch in batches:
+        texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]
+        if all(d.stopped for d in detokenizers):
+            break
+    return [text + d.rest() for text, d in zip(texts, detokenizers, strict=True)]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

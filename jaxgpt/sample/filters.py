@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import flax.struct
 import jax
@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxgpt.config import Precision
 from jaxgpt.config.validate import LARGEST_SIZE, check_count, short, to_python
 from jaxgpt.errors import UserError
+from jaxgpt.model import GPT
 
 COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
 PENALTY = 1e6  # largest repetition penalty: logits stay finite even at COLDEST
@@ -234,3 +236,39 @@ def _bisect(is_enough: Callable[[jax.Array], jax.Array], B: int, low: int, high:
 
     edges = jnp.full((B, 1), low, jnp.int32), jnp.full((B, 1), high, jnp.int32)
     return jax.lax.fori_loop(0, 32, halve, edges)[0]
+
+
+BUCKET = 128  # tokens that the smallest cache has room for; larger ones have twice, four times ... as many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Options of decoding that depend on neither the model nor the prompts: see `generate`.
+
+    Raises `UserError` for values out of range.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    stop_tokens: Sequence[int] = ()
+    vocab_size: int | None = None
+    cache_dtype: Precision | None = None
+    bucket: int = BUCKET
+    logprobs: bool = False
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields; convert ids and counts to Python's."""
+        for name in ("max_new_tokens", "vocab_size", "bucket", "slots"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(name, value))
+        stop_tokens = tuple(check_count("stop_tokens", i, 0, LARGEST_SIZE) for i in self.stop_tokens)
+        object.__setattr__(self, "stop_tokens", stop_tokens)
+        if self.cache_dtype not in (None, *get_args(Precision)):
+            raise UserError(f"cache_dtype={self.cache_dtype!r}: needs one of {', '.join(get_args(Precision))}")
+
+    def known_ids(self, model: GPT) -> int:
+        """Return the number of ids that may be drawn: the smaller of `vocab_size` and the model's."""
+        known = model.config.vocab_size
+        assert known is not None, "a model with parameters has one"
+        return known if self.vocab_size is None else min(known, self.vocab_size)

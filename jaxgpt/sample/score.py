@@ -17,8 +17,7 @@ from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.data.tokens import find_window_starts
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import next_bucket
-from jaxgpt.sample.prompts import check_ids
+from jaxgpt.sample.state import check_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch
 LOGITS_AT_ONCE = 256  # positions whose logits are in memory at once: 50 MB for a vocabulary of 50,000

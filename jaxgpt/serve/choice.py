@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxgpt.data.tokenizer import Tokenizer
-from jaxgpt.sample.detokenize import Detokenizer
+from jaxgpt.sample.engine import Detokenizer
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.scheduler import Update
 

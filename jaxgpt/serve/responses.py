@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxgpt.files import render_json
-from jaxgpt.sample.detokenize import UNFINISHED
+from jaxgpt.sample.engine import UNFINISHED
 from jaxgpt.serve.choice import Delta, Token
 
 DONE = b"data: [DONE]\n\n"

@@ -19,9 +19,8 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.engine import Piece, Request
+from jaxgpt.sample.engine import Piece, Request, prompt_key
 from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.prompts import prompt_key
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.errors import RequestError
 

@@ -10,7 +10,7 @@ from jaxgpt.config.validate import short
 from jaxgpt.data.chat.template import Message
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
-from jaxgpt.sample.prompts import check_ids
+from jaxgpt.sample.state import check_ids
 from jaxgpt.serve.choice import token_texts
 from jaxgpt.serve.errors import RequestError
 from jaxgpt.serve.parameters import Limits, Prompt

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jaxgpt.data.bpe import train_bpe
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, IdTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample.detokenize import Detokenizer, iter_text
+from jaxgpt.sample.engine import Detokenizer, iter_text
 
 BYTES = ByteTokenizer()
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.decoding import Decoding, pad_stop_tokens
-from jaxgpt.sample.filters import Sampling, SamplingRows
-from jaxgpt.sample.generate import generate
-from jaxgpt.sample.speculative import _advance, init_sequence, speculate
+from jaxgpt.sample.engine import generate
+from jaxgpt.sample.filters import Decoding, Sampling, SamplingRows
+from jaxgpt.sample.search import _advance, init_sequence, speculate
+from jaxgpt.sample.state import pad_stop_tokens
 from tests.helpers import TINY, apply, make_model
 
 C = TINY.block_size
