@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
+    from jaxgpt.sample import Decoding as Decoding
+    from jaxgpt.sample import Sampling as Sampling
     from jaxgpt.sample.engine import Generated as Generated
     from jaxgpt.sample.engine import generate as generate
     from jaxgpt.sample.engine import stream as stream
-    from jaxgpt.sample.filters import Decoding as Decoding
-    from jaxgpt.sample.filters import Sampling as Sampling
     from jaxgpt.sample.quantize import for_decoding as for_decoding
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "DataConfig": "config",
-    "Decoding": "sample.filters",
+    "Decoding": "sample",
     "Experiment": "config",
     "GPT": "model",
     "GPTConfig": "config",
@@ -45,7 +45,7 @@ _HOME = {
     "OptimConfig": "config",
     "ParallelConfig": "config",
     "Run": "run",
-    "Sampling": "sample.filters",
+    "Sampling": "sample",
     "Score": "sample.score",
     "TrainConfig": "config",
     "UserError": "errors",

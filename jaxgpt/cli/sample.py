@@ -97,7 +97,7 @@ def _load(
         find_run(draft)
     configure_jax()
     from jaxgpt.run import load
-    from jaxgpt.sample.filters import Sampling
+    from jaxgpt.sample import Sampling
 
     Sampling(**{name: value for name, value in filters.items() if value is not None})  # before the weights are read
     return load(name, average=average).for_decoding(weights), load(draft).for_decoding(weights) if draft else None

@@ -1,4 +1,10 @@
-"""Beam search, and speculative decoding."""
+"""Beam search, and speculative decoding: each one jitted program on caches of its own.
+
+A beam search looks for the most probable completion. In speculative decoding a small draft model proposes tokens, and
+the model checks several of them in one pass (Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023,
+arXiv:2302.01318). A completion has exactly the model's own distribution, and a greedy one is the same token for token;
+a bad draft only costs time.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,9 @@ from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.engine import check_sources, prompt_keys, truncate_prompts
-from jaxgpt.sample.filters import Decoding, SamplingRows, draw
+from jaxgpt.sample import Decoding
+from jaxgpt.sample.engine import check_sources, prompt_keys, source_columns, truncate_prompts
+from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import (
     allocate_cache,
@@ -28,6 +35,7 @@ from jaxgpt.sample.state import (
     encode_source,
     has_unbounded_positions,
     insert_cache,
+    known_ids,
     next_bucket,
     pad_stop_tokens,
     read,
@@ -66,12 +74,11 @@ def beam_search(
     which compares log-probabilities only. Other arguments: see `generate`. Raises `UserError` for a prompt of more than
     block_size tokens.
     """
-    beams = check_count("beams", beams)
+    W, block_size = check_count("beams", beams), model.config.block_size
     if not decoding.stop_tokens:
         raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
     if not 0 <= length_penalty < math.inf:
         raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
-    block_size = model.config.block_size
     room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion is not read
     if min(room_B, default=1) < 1:
         raise UserError(
@@ -80,9 +87,33 @@ def beam_search(
     max_new_tokens = min(decoding.max_new_tokens, max(room_B, default=decoding.max_new_tokens))
     check_sources(model, sources, len(prompts))
     limit_B = np.minimum(room_B, max_new_tokens).astype(np.int32)
-    state = _read_prompts(model, params, truncate_prompts(model, prompts), sources, beams, decoding, max_new_tokens)
-    stops, V = pad_stop_tokens(decoding.stop_tokens), decoding.known_ids(model)
-    results = jax.device_get(_search(model, params, state, stops, limit_B, length_penalty, beams, V))
+    ids = truncate_prompts(model, prompts)
+    X = next_bucket(64, max_new_tokens)
+    columns = cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + max_new_tokens))
+    like = jax.tree.leaves(params)[0]
+    one, cache = (allocate_cache(like, model, rows, columns, decoding.cache_dtype) for rows in (1, len(ids) * W))
+    for number, prompt in enumerate(ids):  # read up to its last token, into the rows of its beams
+        if sources is not None:
+            columns = source_columns(model, sources)
+            one = encode_source(model, params, one, sources[number], columns)
+            cache = cache if number else encode_source(model, params, cache, sources[number], columns)
+        one = read_prompt(model, params, one, prompt[:-1])
+        for row in range(number * W, (number + 1) * W):
+            cache = insert_cache(cache, np.int32(row), one, np.int32(len(prompt)))
+    state = Beams(
+        tokens_RX=jnp.zeros((len(ids) * W, X), jnp.int32),
+        last_R=jnp.repeat(jnp.array([prompt[-1] for prompt in ids]), W),
+        position_R=jnp.repeat(jnp.array([len(prompt) - 1 for prompt in ids]), W),
+        count=jnp.int32(0),
+        cache=cache,
+        # At first all beams of a prompt are equal: only one of them counts.
+        logprob_BW=jnp.tile(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (len(ids), 1)),
+        finished_BWX=jnp.zeros((len(ids), W, X), jnp.int32),
+        length_BW=jnp.zeros((len(ids), W), jnp.int32),
+        score_BW=jnp.full((len(ids), W), NEVER),
+    )
+    stops, V = pad_stop_tokens(decoding.stop_tokens), known_ids(model, decoding.vocab_size)
+    results = jax.device_get(_search(model, params, state, stops, limit_B, length_penalty, V))
     result = BeamResult([], [])
     for tokens_WX, length_W, score_W in zip(*results, strict=True):
         real = [w for w in np.argsort(-score_W, kind="stable").tolist() if score_W[w] > NEVER / 2]
@@ -91,132 +122,78 @@ def beam_search(
     return result
 
 
-class BeamState(flax.struct.PyTreeNode):
-    """R = B W partial completions, W of each prompt."""
+class Beams(flax.struct.PyTreeNode):
+    """For each of B prompts, W unfinished completions, best first, in R = B W rows, and the best W finished ones."""
 
     tokens_RX: jax.Array  # int32: the completions
     last_R: jax.Array  # int32: last tokens, not in the cache yet
     position_R: jax.Array  # int32: their positions
     count: jax.Array  # int32: tokens in each completion
     cache: KVCache
-
-
-def _read_prompts(
-    model: GPT,
-    params: dict,
-    prompts: list[list[int]],
-    sources: Sequence[Sequence[int]] | None,
-    beams: int,
-    decoding: Decoding,
-    max_new_tokens: int,
-) -> BeamState:
-    """Return the state before the first token: each prompt, read up to its last token, in the rows of its beams."""
-    rows = len(prompts) * beams
-    columns = cache_columns(model, next_bucket(decoding.bucket, max(map(len, prompts)) + max_new_tokens))
-    like = jax.tree.leaves(params)[0]
-    one = allocate_cache(like, model, 1, columns, decoding.cache_dtype)
-    cache = allocate_cache(like, model, rows, columns, decoding.cache_dtype)
-    source_columns = min(next_bucket(16, max(map(len, sources or [()]))), model.config.block_size)
-    for number, prompt in enumerate(prompts):
-        if sources is not None:
-            one = encode_source(model, params, one, sources[number], source_columns)
-            cache = cache if number else encode_source(model, params, cache, sources[number], source_columns)
-        one = read_prompt(model, params, one, prompt[:-1])
-        for row in range(number * beams, (number + 1) * beams):
-            cache = insert_cache(cache, np.int32(row), one, np.int32(len(prompt)))
-    return BeamState(
-        tokens_RX=jnp.zeros((rows, next_bucket(64, max_new_tokens)), jnp.int32),
-        last_R=jnp.repeat(jnp.array([prompt[-1] for prompt in prompts]), beams),
-        position_R=jnp.repeat(jnp.array([len(prompt) - 1 for prompt in prompts]), beams),
-        count=jnp.int32(0),
-        cache=cache,
-    )
-
-
-class Beams(flax.struct.PyTreeNode):
-    """For each of B prompts, W unfinished completions, best first, and the best W finished ones."""
-
-    state: BeamState
     logprob_BW: jax.Array
     finished_BWX: jax.Array
-    finished_length_BW: jax.Array  # tokens generated
-    finished_score_BW: jax.Array
+    length_BW: jax.Array  # tokens of the finished ones
+    score_BW: jax.Array
 
-    def finish(self, tokens_BWX: jax.Array, length_BW: jax.Array, score_BW: jax.Array) -> Beams:
-        """Merge candidates into the finished completions and keep the best W."""
-        B, W = score_BW.shape
-        all_BRX = jnp.concatenate([self.finished_BWX, tokens_BWX], axis=1)
-        length_BR = jnp.concatenate([self.finished_length_BW, length_BW], axis=1)
-        top_BW, at_BW = jax.lax.top_k(jnp.concatenate([self.finished_score_BW, score_BW], axis=1), W)
+    def finish(self, length: jax.Array, score_BW: jax.Array) -> Beams:
+        """Merge the first `length` tokens of each row into the finished completions, and keep the best W."""
+        (B, W), X = score_BW.shape, self.tokens_RX.shape[-1]
+        all_BRX = jnp.concatenate([self.finished_BWX, self.tokens_RX.reshape(B, W, X)], axis=1)
+        length_BR = jnp.concatenate([self.length_BW, jnp.full((B, W), length)], axis=1)
+        top_BW, at_BW = jax.lax.top_k(jnp.concatenate([self.score_BW, score_BW], axis=1), W)
         b_B1 = jnp.arange(B)[:, None]
-        return self.replace(
-            finished_BWX=all_BRX[b_B1, at_BW], finished_length_BW=length_BR[b_B1, at_BW], finished_score_BW=top_BW
-        )
+        return self.replace(finished_BWX=all_BRX[b_B1, at_BW], length_BW=length_BR[b_B1, at_BW], score_BW=top_BW)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def _search(model, params, state: BeamState, stops, limit_B, alpha, W: int, V: int) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _search(model, params, state: Beams, stops, limit_B, alpha, V: int) -> Any:
     """Return (tokens_BWX, length_BW, score_BW) of the best finished completions. limit_B: tokens at which to stop."""
     model, params = unstack_layers(model, params)
-    R, X = state.tokens_RX.shape
-    B = R // W
+    B, W = state.logprob_BW.shape
+    is_stop_V = jnp.isin(jnp.arange(V), stops)[None, None]
 
     def is_unfinished(beams: Beams):
         # A log-probability can only fall, and the longest possible completion has the largest divisor.
         bound_B = over_length(beams.logprob_BW[:, 0], limit_B + 1, alpha)
-        return ((beams.state.count < limit_B) & (bound_B > beams.finished_score_BW[:, -1])).any()
+        return ((beams.count < limit_B) & (bound_B > beams.score_BW[:, -1])).any()
 
     def step(beams: Beams) -> Beams:
-        state = beams.state
-        x_R1D, cache = apply_decode(model, params, state.last_R[:, None], state.cache, state.position_R[:, None])
+        """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
+        x_R1D, cache = apply_decode(model, params, beams.last_R[:, None], beams.cache, beams.position_R[:, None])
         logits = apply_unembed(model, params, x_R1D)
         logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
-        return _extend(beams.replace(state=state.replace(cache=cache)), logprob_BWV, stops, limit_B, alpha)
+        logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
+        tokens = beams.count + 1  # including the new one
 
-    beams = Beams(
-        state=state,
-        # At first all beams of a prompt are equal: only one of them counts.
-        logprob_BW=jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, NEVER)[None], (B, W)),
-        finished_BWX=jnp.zeros((B, W, X), state.tokens_RX.dtype),
-        finished_length_BW=jnp.zeros((B, W), jnp.int32),
-        finished_score_BW=jnp.full((B, W), NEVER),
-    )
-    beams = jax.lax.while_loop(is_unfinished, step, beams)
-    return beams.finished_BWX, beams.finished_length_BW, beams.finished_score_BW
+        # A stop counts only among the W most probable continuations: with one beam, that is greedy decoding.
+        least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
+        stopping_BW = jnp.where(is_stop_V, logprob_BWV, NEVER).max(axis=-1)
+        stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
+        beams = beams.finish(beams.count, jnp.where(stops_BW, over_length(stopping_BW, tokens, alpha), NEVER))
 
+        going_BR = jnp.where(is_stop_V, NEVER, logprob_BWV).reshape(B, W * V)
+        logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
+        rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
+        # The encoder's keys and values are the same for all beams of a prompt: only `cache.layers` is reordered.
+        layers = jax.tree.map(lambda x: x[rows_R], cache.layers)
+        token_R = (at_BW % V).reshape(-1)
+        # At its limit a completion is taken as it is.
+        is_cut_B1 = (tokens >= limit_B)[:, None]
+        beams = beams.replace(
+            tokens_RX=jax.lax.dynamic_update_slice_in_dim(
+                beams.tokens_RX[rows_R], token_R[:, None], beams.count, axis=1
+            ),
+            last_R=token_R,
+            position_R=beams.position_R + 1,
+            count=tokens,
+            cache=cache.replace(layers=layers),
+            logprob_BW=jnp.where(is_cut_B1, NEVER, logprob_BW),
+        )
+        is_real_BW = is_cut_B1 & (logprob_BW > NEVER / 2)
+        return beams.finish(tokens, jnp.where(is_real_BW, over_length(logprob_BW, tokens, alpha), NEVER))
 
-def _extend(beams: Beams, logprob_BWV: jax.Array, stops, limit_B, alpha) -> Beams:
-    """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
-    state, (B, W, V), X = beams.state, logprob_BWV.shape, beams.finished_BWX.shape[-1]
-    logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
-    is_stop_V = jnp.isin(jnp.arange(V), stops)
-    tokens = state.count + 1  # including the new one
-
-    # A stop counts only among the W most probable continuations: with one beam, that is greedy decoding.
-    least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
-    stopping_BW = jnp.where(is_stop_V[None, None], logprob_BWV, NEVER).max(axis=-1)
-    stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
-    score_BW = jnp.where(stops_BW, over_length(stopping_BW, tokens, alpha), NEVER)
-    beams = beams.finish(state.tokens_RX.reshape(B, W, X), jnp.full((B, W), tokens - 1), score_BW)
-
-    going_BR = jnp.where(is_stop_V[None, None], NEVER, logprob_BWV).reshape(B, W * V)
-    logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
-    rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
-    # The encoder's keys and values are the same for all beams of a prompt: only `cache.layers` is reordered.
-    layers = jax.tree.map(lambda x: x[rows_R], state.cache.layers)
-    token_R = (at_BW % V).reshape(-1)
-    state = state.replace(
-        tokens_RX=jax.lax.dynamic_update_slice_in_dim(state.tokens_RX[rows_R], token_R[:, None], state.count, axis=1),
-        last_R=token_R,
-        position_R=state.position_R + 1,
-        count=tokens,
-        cache=state.cache.replace(layers=layers),
-    )
-    # At its limit a completion is taken as it is.
-    is_cut_B1 = (state.count >= limit_B)[:, None]
-    score_BW = jnp.where(is_cut_B1 & (logprob_BW > NEVER / 2), over_length(logprob_BW, tokens, alpha), NEVER)
-    beams = beams.finish(state.tokens_RX.reshape(B, W, X), jnp.full((B, W), tokens), score_BW)
-    return beams.replace(state=state, logprob_BW=jnp.where(is_cut_B1, NEVER, logprob_BW))
+    beams = jax.lax.while_loop(is_unfinished, step, state)
+    return beams.finished_BWX, beams.length_BW, beams.score_BW
 
 
 def over_length(logprob: jax.Array, tokens: jax.Array, alpha: jax.Array) -> jax.Array:
@@ -256,8 +233,8 @@ def speculate(
         UserError: as `generate`; also if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
     """
     every = decoding.max_new_tokens if every is None else check_count("every", every)
-    vocab_size = decoding.known_ids(model)
-    if decoding.known_ids(draft) < vocab_size:
+    vocab_size = known_ids(model, decoding.vocab_size)
+    if known_ids(draft, decoding.vocab_size) < vocab_size:
         raise UserError(
             f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
         )
@@ -294,11 +271,6 @@ class SequenceState(flax.struct.PyTreeNode):
     seen_1V: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
     cache: KVCache
 
-    def append(self, token: jax.Array) -> SequenceState:
-        """Add the next token."""
-        tokens_X = jax.lax.dynamic_update_slice(self.tokens_X, token[None], (self.length,))
-        return self.replace(tokens_X=tokens_X, length=self.length + 1)
-
 
 def init_sequence(
     model: GPT, params: dict, prompt: Sequence[int], new: int, decoding: Decoding, G: int
@@ -308,17 +280,16 @@ def init_sequence(
     room = next_bucket(decoding.bucket, len(prompt) + new)
     tokens_X = np.zeros(room + C, np.int32)  # slices of a chunk may begin at the last token
     tokens_X[: len(prompt)] = prompt
-    seen_1V = np.zeros((1, decoding.known_ids(model)), bool)
+    seen_1V = np.zeros((1, known_ids(model, decoding.vocab_size)), bool)
     seen_1V[0, [token for token in prompt if token < seen_1V.shape[1]]] = True
     # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
     columns = cache_columns(model, room) + cache_columns(model, G + 1)
-    zero = np.int32(0)
     return SequenceState(
         tokens_X=jnp.asarray(tokens_X),
         length=jnp.int32(len(prompt)),
-        start=jnp.asarray(zero),
-        unread=jnp.asarray(zero),
-        count=jnp.asarray(zero),
+        start=jnp.int32(0),
+        unread=jnp.int32(0),
+        count=jnp.int32(0),
         stopped=jnp.asarray(False),
         seen_1V=jnp.asarray(seen_1V),
         cache=allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
@@ -332,19 +303,18 @@ class _Model(NamedTuple):
     params: dict
     vocab_size: int
 
-    def is_full(self, state: SequenceState, ahead: int = 0) -> jax.Array:
-        """Return whether the last token, or the one `ahead` of it, is past the end of the position table, if any."""
-        if has_unbounded_positions(self.model):
-            return jnp.asarray(False)
-        return (state.length - 1 + ahead - state.start >= self.model.config.block_size) & ~state.stopped
-
     def catch_up(self, state: SequenceState, ahead: int) -> SequenceState:
-        """Read all tokens but the last, which is read with the next ones; a full window anew from its last half."""
-        is_full, half = self.is_full(state, ahead), max(self.model.config.block_size // 2, 1)
-        state = state.replace(
-            start=jnp.where(is_full, state.length - half, state.start),
-            unread=jnp.where(is_full, state.length - half, state.unread),
-        )
+        """Read all tokens but the last, which is read with the next ones.
+
+        If the last token, or the one `ahead` of it, is past the end of the position table, read a full window anew from
+        its last half.
+        """
+        block_size = self.model.config.block_size
+        if not has_unbounded_positions(self.model):
+            is_full = (state.length - 1 + ahead - state.start >= block_size) & ~state.stopped
+            half = state.length - max(block_size // 2, 1)
+            start, unread = jnp.where(is_full, half, state.start), jnp.where(is_full, half, state.unread)
+            state = state.replace(start=start, unread=unread)
         C = chunk_size(self.model)
         state = jax.lax.while_loop(lambda s: s.unread < s.length - 1, lambda s: self.read(s, C)[0], state)
         return state.replace(unread=state.length - 1)
@@ -368,65 +338,57 @@ def _advance(model, draft, params, draft_params, t, d, key, sampling, stops, lim
     """
     target = _Model(*unstack_layers(model, params), vocab_size)
     drafter = _Model(*unstack_layers(draft, draft_params), vocab_size)
-    prompt_length = t.length - t.count
+    prompt_length, each = t.length - t.count, jnp.arange(G)
+    is_bounded = not has_unbounded_positions(model)
 
-    def run_round(states):
+    def run_round(states: tuple[SequenceState, SequenceState]) -> tuple[SequenceState, SequenceState]:
         t, d = target.catch_up(states[0], 0), drafter.catch_up(states[1], G - 1)
-        round_key = jax.random.fold_in(key, t.count)
-        length = d.length
-        d, q_GV, tokens_G, seen_RV = _propose(drafter, d, sampling, round_key, t.seen_1V, G)
-        t, n, last = _verify(target, t, sampling, round_key, tokens_G, q_GV, seen_RV)
+        round_key, length = jax.random.fold_in(key, t.count), d.length
+
+        # Draw G tokens from the draft. It may not have read the token before the last, so it first reads two.
+        d, x_1TD = drafter.read(d.replace(unread=length - 2), 2)
+        q, tokens, seen = [], [], [t.seen_1V]
+        for i in range(G):
+            if i:
+                d, x_1TD = drafter.read(d, 1)
+            q.append(drafter.probabilities(x_1TD[:, -1:], sampling, seen[-1]))
+            (token,) = draw(q[-1], jax.random.fold_in(round_key, i)[None])
+            d = d.replace(tokens_X=jax.lax.dynamic_update_slice(d.tokens_X, token[None], (length + i,)))
+            tokens.append(token)
+            seen.append(seen[-1].at[0, token].set(True))
+        q_GV, tokens_G = jnp.concatenate(q), jnp.stack(tokens)
+
+        # Read the last token and the G proposed. Token i should have been drawn from p_RV[i].
+        t = t.replace(tokens_X=jax.lax.dynamic_update_slice(t.tokens_X, tokens_G, (t.length,)))
+        t, x_1TD = target.read(t, G + 1)
+        p_RV = target.probabilities(x_1TD, sampling, jnp.concatenate(seen))
+        # If all before it are kept, token i is kept with probability min(1, p/q): u q < p, since q may be tiny.
+        kept_key, last_key = jax.random.split(jax.random.fold_in(round_key, G))
+        u_G = jax.random.uniform(kept_key, (G,))
+        kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
+        room = model.config.block_size - (t.length - t.start)  # positions after which nothing can be checked
+        if is_bounded:
+            kept_G &= each < room
+        n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
+        # After a rejection, draw from the positive part of p - q, which corrects the distribution. At the end of the
+        # position table nothing was rejected: as after G kept tokens, the next one is drawn from p.
+        is_rejected = n < G
+        if is_bounded:
+            is_rejected &= n < room
+        rest_V = jnp.maximum(p_RV[n] - jnp.where(is_rejected, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
+        # If p and q are equal up to rounding, nothing may be left: then draw from p.
+        last = draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
+
+        # n tokens are kept, and the last follows them.
         order_R = jnp.arange(G + 1)
         new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
         is_end_R = jnp.isin(new_R, stops) & (order_R <= n)
         return _accept(t, t.length, new_R, n, is_end_R), _accept(d, length, new_R, n, is_end_R)
 
-    def is_unfinished(states):
+    def is_unfinished(states: tuple[SequenceState, SequenceState]) -> jax.Array:
         return (states[0].length - prompt_length < limit) & ~states[0].stopped
 
     return jax.lax.while_loop(is_unfinished, run_round, (t, d))
-
-
-def _propose(drafter: _Model, d: SequenceState, sampling: SamplingRows, key: jax.Array, seen_1V: jax.Array, G: int):
-    """Draw G tokens from the draft. Return (state, q_GV they were drawn from, tokens_G, tokens seen before each)."""
-    # The draft may not have read the token before the last, so it first reads two.
-    d, x_1TD = drafter.read(d.replace(unread=d.length - 2), 2)
-    q, tokens, seen = [], [], [seen_1V]
-    for i in range(G):
-        if i:
-            d, x_1TD = drafter.read(d, 1)
-        q.append(drafter.probabilities(x_1TD[:, -1:], sampling, seen[-1]))
-        (token,) = draw(q[-1], jax.random.fold_in(key, i)[None])
-        d = d.append(token)
-        tokens.append(token)
-        seen.append(seen[-1].at[0, token].set(True))
-    return d, jnp.concatenate(q), jnp.stack(tokens), jnp.concatenate(seen)
-
-
-def _verify(target: _Model, t: SequenceState, sampling: SamplingRows, key, tokens_G, q_GV, seen_RV):
-    """Read the last token and the G proposed. Return (state, n, token): n are kept, and the token follows them."""
-    G = len(tokens_G)
-    t, x_1TD = target.read(t.replace(tokens_X=jax.lax.dynamic_update_slice(t.tokens_X, tokens_G, (t.length,))), G + 1)
-    p_RV = target.probabilities(x_1TD, sampling, seen_RV)  # token i should have been drawn from p_RV[i]
-
-    # If all before it are kept, token i is kept with probability min(1, p/q): u q < p, since q may be tiny.
-    kept_key, last_key = jax.random.split(jax.random.fold_in(key, G))
-    each = jnp.arange(G)
-    u_G = jax.random.uniform(kept_key, (G,))
-    kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
-    is_bounded = not has_unbounded_positions(target.model)
-    room = target.model.config.block_size - (t.length - t.start)  # positions after which nothing can be checked
-    if is_bounded:
-        kept_G &= each < room
-    n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
-    # After a rejection, draw from the positive part of p - q, which corrects the distribution. At the end of the
-    # position table nothing was rejected: as after G kept tokens, the next one is drawn from p.
-    is_rejected = n < G
-    if is_bounded:
-        is_rejected &= n < room
-    rest_V = jnp.maximum(p_RV[n] - jnp.where(is_rejected, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
-    # If p and q are equal up to rounding, nothing may be left: then draw from p.
-    return t, n, draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
 
 
 def _accept(state: SequenceState, length: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array):

@@ -1,6 +1,7 @@
 """The state of batched decoding, and the three programs that change it: `prefill`, `insert` and `decode`.
 
-All shapes are fixed: a request is data, so that none compiles anything that another has not.
+All shapes are fixed: a request is data, so that none compiles anything that another has not. Prompts are read into a
+cache of one row, in chunks of one size, and chunks that later prompts may share are kept.
 """
 
 from __future__ import annotations
@@ -21,14 +22,26 @@ from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling, SamplingRows
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.quantize import unstack_layers
+
+MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
+NO_STOP = -1  # pads stop tokens; never drawn
+CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
+BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
+
+
+def known_ids(model: GPT, vocab_size: int | None = None) -> int:
+    """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
+    known = model.config.vocab_size
+    assert known is not None, "a model with parameters has one"
+    return known if vocab_size is None else min(known, vocab_size)
 
 
 def check_ids(model: GPT, ids: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
     """Return ids as int32. Raise `UserError` for ids that the model lacks: their embeddings would silently be nan."""
-    known = model.config.vocab_size
-    assert known is not None, "a model with parameters has one"
+    known = known_ids(model)
     try:
         array = np.asarray(ids)
     except (ValueError, OverflowError):  # lists of different lengths; integers of hundreds of digits
@@ -49,10 +62,147 @@ def check_prompt(model: GPT, prompt: Sequence[int] | np.ndarray, name: str = "th
         raise UserError(f"{name} has {len(ids)} tokens: needs at most block_size={most}")
 
 
-def pad_source(
-    model: GPT, source: Sequence[int] | None, columns: int, name: str = "the source"
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (source_1S, segments_1S) of `columns` tokens, or None for a model without an encoder.
+def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
+    """Pad ids with -1, which is never drawn, to one of few lengths, so that another stop token rarely recompiles."""
+    padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
+    return np.array([*stop_tokens, *[NO_STOP] * padding], np.int32)
+
+
+def next_bucket(least: int, wanted: int) -> int:
+    """Return the first of `least`, 2 `least`, 4 `least` ... that is at least `wanted`."""
+    while least < wanted:
+        least *= 2
+    return least
+
+
+def has_unbounded_positions(model: GPT) -> bool:
+    """Return whether the window can slide without end. If not, text past the last position is read anew."""
+    return model.config.position in ("rope", "none")
+
+
+def chunk_size(model: GPT) -> int:
+    """Return the number of tokens of a prompt that are read at a time."""
+    return min(CHUNK, model.config.block_size)
+
+
+def cache_columns(model: GPT, tokens: int | None = None) -> int:
+    """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
+    tokens = model.config.block_size if tokens is None else min(tokens, model.config.block_size)
+    return _round_up(tokens, _block(model))
+
+
+def _block(model: GPT) -> int:
+    return min(BLOCK, _round_up(model.config.block_size, chunk_size(model)))
+
+
+def _round_up(value: int, factor: int) -> int:
+    return -(-value // factor) * factor
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
+def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None) -> KVCache:
+    """Return an empty cache for `model.decode`. dtype: None means the model's.
+
+    like: any parameter, so that the cache is committed to a device if it is.
+    """
+    c = model.config.explicit()
+    assert c.n_kv_head and c.head_dim
+    # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
+    block = _block(model) if jax.default_backend() == "cpu" else None
+    return KVCache.empty(
+        batch=batch,
+        columns=columns,
+        n_layer=c.n_layer,
+        n_kv_head=c.n_kv_head,
+        head_dim=c.head_dim,
+        dtype=model.dtype if dtype is None else dtype,
+        block=block,
+    )
+
+
+class Chunk(NamedTuple):
+    """Some consecutive tokens of a prompt."""
+
+    start: int
+    tokens_1T: np.ndarray  # int32, padded with 0
+    is_full: bool  # without padding, so that another prompt may share it
+    digest: bytes  # of the source, if any, and all tokens up to its end
+
+
+def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
+    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one.
+
+    source: ids that the encoder reads, on which keys and values depend too.
+    """
+    tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
+    for start in range(0, len(tokens_T), size):
+        part_T = tokens_T[start : start + size]
+        digest = hashlib.sha256(digest + part_T.tobytes()).digest()
+        yield Chunk(start, np.pad(part_T, (0, size - len(part_T)))[None], len(part_T) == size, digest)
+
+
+class PrefixStore:
+    """Keys and values of the chunks that were read last, in host memory, bounded in bytes."""
+
+    def __init__(self, capacity: int):
+        """Start empty. capacity: bytes; 0 keeps nothing."""
+        self._capacity = capacity
+        self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+
+    def restore(self, cache: KVCache, chunk: Chunk) -> KVCache | None:
+        """Return the cache of one row with the keys and values of a chunk, or None if they are not here."""
+        layers = self._chunks.get(chunk.digest)
+        if layers is None:
+            return None
+        self._chunks.move_to_end(chunk.digest)
+        return put_columns(cache, layers, np.int32(chunk.start))
+
+    def keep(self, cache: KVCache, chunk: Chunk) -> None:
+        """Keep a full chunk that was read into the cache of one row, and drop the oldest to make room."""
+        if not self._capacity or not chunk.is_full or chunk.digest in self._chunks:
+            return
+        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
+        self._chunks[chunk.digest] = layers
+        size = sum(x.nbytes for x in jax.tree.leaves(layers))  # the same for all, since all are full
+        while len(self._chunks) * size > self._capacity:
+            self._chunks.popitem(last=False)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
+    """Return keys and values of `size` columns of all layers."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache.layers)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
+    """Return the cache with keys and values of all layers in the columns from `start` on."""
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
+    return cache.replace(layers=jax.tree.map(lambda buffer, new: put(buffer, jnp.asarray(new)), cache.layers, layers))
+
+
+def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int]) -> KVCache:
+    """Read all tokens into a cache of one row."""
+    for chunk in split_chunks(tokens, chunk_size(model)):
+        cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
+    return cache
+
+
+def encode_source(model: GPT, params: dict, cache: KVCache, source: Sequence[int] | None, columns: int) -> KVCache:
+    """Return a cache with the encoder's keys and values of a source, padded to `columns`, in each row.
+
+    Without an encoder that is the cache itself. Raises `UserError` for a source that the model cannot read.
+    """
+    ids = check_source(model, source, columns)
+    if ids is None:
+        return cache
+    batch, padding = cache.layers[0].k_BKSH.shape[0], (0, columns - len(ids))
+    rows = (np.repeat(np.pad(x, padding)[None], batch, axis=0) for x in (ids, np.ones_like(ids)))
+    return _encode(model, params, cache, *rows)
+
+
+def check_source(model: GPT, source: Sequence[int] | None, columns: int, name: str = "the source") -> np.ndarray | None:
+    """Return a source as int32, or None for a model without an encoder.
 
     Raises `UserError` for a source that the model cannot read.
     """
@@ -65,25 +215,12 @@ def pad_source(
     ids = check_ids(model, source, name)
     if not 1 <= len(ids) <= columns:
         raise UserError(f"{name} has {len(ids)} tokens: needs 1 to {columns}, the context of the model")
-    padding = (0, columns - len(ids))
-    return np.pad(ids, padding)[None], np.pad(np.ones_like(ids), padding)[None]
+    return ids
 
 
-def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
-    """Pad ids with -1, which is never drawn, to one of few lengths, so that another stop token rarely recompiles."""
-    padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
-    return np.array([*stop_tokens, *[-1] * padding], np.int32)
-
-
-def next_bucket(least: int, wanted: int) -> int:
-    """Return the first of `least`, 2 `least`, 4 `least` ... that is at least `wanted`."""
-    while least < wanted:
-        least *= 2
-    return least
-
-
-MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
-NO_STOP = -1  # pads stop tokens; never drawn
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
+    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
 
 
 class Rows(flax.struct.PyTreeNode):
@@ -113,13 +250,15 @@ class Drawn(flax.struct.PyTreeNode):
     tokens_BN: jax.Array
     count_B: jax.Array  # int32, without the stop token
     stopped_B: jax.Array  # bool: a stop token was drawn
-    logprobs_BN: jax.Array | None  # nats, from the logits before temperature and filters; 0 unless requested
-    top_ids_BNA: jax.Array | None  # the A = min(MAX_TOP, V) most probable, best first; 0 unless requested
-    top_logprobs_BNA: jax.Array | None
+    top: Top | None
 
-    def without_logprobs(self) -> Drawn:
-        """Return the tokens alone."""
-        return self.replace(**dict.fromkeys(_TOP_FIELDS))
+
+class Top(NamedTuple):
+    """Log-probabilities in nats, from the logits before temperature and filters; 0 unless requested."""
+
+    logprobs_BN: jax.Array
+    ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
+    logprobs_BNA: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
@@ -216,31 +355,19 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         rows, token_B, stopped_B = _draw(rows, logits_BV, active_B)
         kept_B = active_B & ~stopped_B
         top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)
-        drawn = drawn.replace(
-            count_B=drawn.count_B + kept_B,
-            stopped_B=drawn.stopped_B | (active_B & stopped_B),
-            **{
-                name: jax.lax.dynamic_update_slice_in_dim(getattr(drawn, name), new[:, None], number, axis=1)
-                for name, new in zip(("tokens_BN", *_TOP_FIELDS), (token_B, *top), strict=True)
-            },
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=1)
+        tokens_BN, top = jax.tree.map(
+            lambda buffer, new: put(buffer, new[:, None]), (drawn.tokens_BN, drawn.top), (token_B, top)
         )
+        drawn = Drawn(tokens_BN, drawn.count_B + kept_B, drawn.stopped_B | (active_B & stopped_B), top)
         return number + 1, DecodeState(cache, rows), drawn
 
     def is_unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         return (carry[0] < steps) & is_active(carry[1].rows).any()
 
-    drawn = Drawn(
-        tokens_BN=jnp.zeros((B, burst), jnp.int32),
-        count_B=jnp.zeros(B, jnp.int32),
-        stopped_B=jnp.zeros(B, bool),
-        logprobs_BN=jnp.zeros((B, burst)),
-        top_ids_BNA=jnp.zeros((B, burst, A), jnp.int32),
-        top_logprobs_BNA=jnp.zeros((B, burst, A)),
-    )
+    top = Top(jnp.zeros((B, burst)), jnp.zeros((B, burst, A), jnp.int32), jnp.zeros((B, burst, A)))
+    drawn = Drawn(jnp.zeros((B, burst), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
-
-
-_TOP_FIELDS = ("logprobs_BN", "top_ids_BNA", "top_logprobs_BNA")
 
 
 def _draw(rows: Rows, logits_BV: jax.Array, active_B: jax.Array) -> tuple[Rows, jax.Array, jax.Array]:
@@ -267,156 +394,15 @@ def _draw(rows: Rows, logits_BV: jax.Array, active_B: jax.Array) -> tuple[Rows, 
     return rows, token_B, stopped_B
 
 
-def _log_probabilities(
-    logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (logprob_B, top_ids_BA, top_logprobs_BA), computed only if a row requests them."""
+def _log_probabilities(logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int) -> Top:
+    """Return the log-probabilities for one token of each row, computed only if a row requests them."""
     B = len(token_B)
     no_top = jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A))
 
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def compute() -> Top:
         logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
         logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+        top = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)[::-1]), lambda: no_top)
+        return Top(logprob_B, *top)
 
-        def find_top() -> tuple[jax.Array, jax.Array]:
-            best_BA, ids_BA = jax.lax.top_k(logprob_BV, A)
-            return ids_BA, best_BA
-
-        ids_BA, best_BA = jax.lax.cond((top_B > 0).any(), find_top, lambda: no_top)
-        return logprob_B, ids_BA, best_BA
-
-    return jax.lax.cond((top_B >= 0).any(), compute, lambda: (jnp.zeros(B), *no_top))
-
-
-def has_unbounded_positions(model: GPT) -> bool:
-    """Return whether the window can slide without end. If not, text past the last position is read anew."""
-    return model.config.position in ("rope", "none")
-
-
-CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
-BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
-
-
-def chunk_size(model: GPT) -> int:
-    """Return the number of tokens of a prompt that are read at a time."""
-    return min(CHUNK, model.config.block_size)
-
-
-def cache_columns(model: GPT, tokens: int | None = None) -> int:
-    """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
-    tokens = model.config.block_size if tokens is None else min(tokens, model.config.block_size)
-    return _round_up(tokens, _block(model))
-
-
-def _block(model: GPT) -> int:
-    return min(BLOCK, _round_up(model.config.block_size, chunk_size(model)))
-
-
-def _round_up(value: int, factor: int) -> int:
-    return -(-value // factor) * factor
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
-def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None) -> KVCache:
-    """Return an empty cache for `model.decode`. dtype: None means the model's.
-
-    like: any parameter, so that the cache is committed to a device if it is.
-    """
-    c = model.config.explicit()
-    assert c.n_kv_head and c.head_dim
-    # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
-    block = _block(model) if jax.default_backend() == "cpu" else None
-    return KVCache.empty(
-        batch=batch,
-        columns=columns,
-        n_layer=c.n_layer,
-        n_kv_head=c.n_kv_head,
-        head_dim=c.head_dim,
-        dtype=model.dtype if dtype is None else dtype,
-        block=block,
-    )
-
-
-class Chunk(NamedTuple):
-    """Some consecutive tokens of a prompt."""
-
-    start: int
-    tokens_1T: np.ndarray  # int32, padded with 0
-    is_full: bool  # without padding, so that another prompt may share it
-    digest: bytes  # of the source, if any, and all tokens up to its end
-
-
-def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
-    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one.
-
-    source: ids that the encoder reads, on which keys and values depend too.
-    """
-    tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
-    for start in range(0, len(tokens_T), size):
-        part_T = tokens_T[start : start + size]
-        digest = hashlib.sha256(digest + part_T.tobytes()).digest()
-        yield Chunk(start, np.pad(part_T, (0, size - len(part_T)))[None], len(part_T) == size, digest)
-
-
-class PrefixStore:
-    """Keys and values of the chunks that were read last, in host memory, bounded in bytes."""
-
-    def __init__(self, capacity: int):
-        """Start empty. capacity: bytes; 0 keeps nothing."""
-        self._capacity, self._size = capacity, 0
-        self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
-
-    def restore(self, cache: KVCache, chunk: Chunk) -> KVCache | None:
-        """Return the cache of one row with the keys and values of a chunk, or None if they are not here."""
-        layers = self._chunks.get(chunk.digest)
-        if layers is None:
-            return None
-        self._chunks.move_to_end(chunk.digest)
-        return put_columns(cache, layers, np.int32(chunk.start))
-
-    def keep(self, cache: KVCache, chunk: Chunk) -> None:
-        """Keep a chunk that was read into the cache of one row, and drop the oldest to make room."""
-        if not self._capacity or not chunk.is_full or chunk.digest in self._chunks:
-            return
-        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
-        self._chunks[chunk.digest] = layers
-        self._size += _num_bytes(layers)
-        while self._size > self._capacity:
-            self._size -= _num_bytes(self._chunks.popitem(last=False)[1])
-
-
-def _num_bytes(layers: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(layers))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
-    """Return keys and values of `size` columns of all layers."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache.layers)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
-    """Return the cache with keys and values of all layers in the columns from `start` on."""
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
-    return cache.replace(layers=jax.tree.map(lambda buffer, new: put(buffer, jnp.asarray(new)), cache.layers, layers))
-
-
-def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int]) -> KVCache:
-    """Read all tokens into a cache of one row."""
-    for chunk in split_chunks(tokens, chunk_size(model)):
-        cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
-    return cache
-
-
-def encode_source(model: GPT, params: dict, cache: KVCache, source: Sequence[int] | None, columns: int) -> KVCache:
-    """Return a cache with the encoder's keys and values of a source, padded to `columns`, in each row."""
-    padded = pad_source(model, source, columns)
-    assert padded is not None, "a model with an encoder"
-    batch = cache.layers[0].k_BKSH.shape[0]
-    return _encode(model, params, cache, *(np.repeat(x_1S, batch, axis=0) for x_1S in padded))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
-    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
+    return jax.lax.cond((top_B >= 0).any(), compute, lambda: Top(jnp.zeros(B), *no_top))

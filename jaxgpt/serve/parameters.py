@@ -10,7 +10,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, short
 from jaxgpt.data.chat.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve.errors import RequestError
 

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxgpt.errors import UserError
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Piece, Request, prompt_key
-from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.errors import RequestError
 

@@ -20,8 +20,8 @@ from jaxgpt.cluster.signals import STOP_SIGNALS
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
-from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.serve.app import GRACE, Service, make_app
 from jaxgpt.serve.guard import Guard

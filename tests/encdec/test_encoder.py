@@ -22,8 +22,8 @@ from jaxgpt.loss import next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
-from jaxgpt.sample.filters import Decoding, Sampling
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.search import beam_search
 from jaxgpt.session import fit

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine, Request, generate, prompt_keys
-from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import score
 from tests.helpers import TINY, make_model
 

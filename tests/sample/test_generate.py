@@ -8,8 +8,8 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate, prompt_keys, stream
-from jaxgpt.sample.filters import Decoding, Sampling
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import decode

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import generate
-from jaxgpt.sample.filters import Decoding, Sampling, SamplingRows
+from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.search import _advance, init_sequence, speculate
 from jaxgpt.sample.state import pad_stop_tokens
 from tests.helpers import TINY, apply, make_model

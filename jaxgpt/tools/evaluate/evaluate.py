@@ -23,8 +23,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
-from jaxgpt.sample.filters import Decoding, Sampling
 from jaxgpt.sample.search import beam_search
 from jaxgpt.train import eval_step
 

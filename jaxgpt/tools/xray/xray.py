@@ -16,8 +16,8 @@ from jaxgpt.data.tokens import Tokens
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
-from jaxgpt.sample.filters import Decoding, Sampling
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
 from jaxgpt.tools.xray.page import render_page

@@ -14,7 +14,7 @@ import pytest
 
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample import Sampling
 from jaxgpt.session import fit
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
