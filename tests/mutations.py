@@ -709,7 +709,7 @@ MUTATIONS = (
         "sample/engine.py",
         "ids[ids < self.vocab_size]",
         "ids[:0]",
-        "sample/test_engine.py::test_the_penalty_knows_the_prompt",
+        "sample/test_generate.py::test_the_repetition_penalty_knows_prompt_and_text",
     ),
     Mutation(
         "filters-of-one-row-for-all",
@@ -791,15 +791,15 @@ MUTATIONS = (
     Mutation(
         "beam-caches-stay",
         "sample/search.py",
-        "lambda x: x[rows_R], state.cache.layers",
-        "lambda x: x, state.cache.layers",
+        "lambda x: x[rows_R], cache.layers",
+        "lambda x: x, cache.layers",
         "encdec/test_encoder.py::test_a_wide_search_finds_the_best_of_all_texts[False-0.6]",
     ),
     Mutation(
         "beam-ends-too-soon",
         "sample/search.py",
         "over_length(beams.logprob_BW[:, 0], limit_B + 1, alpha)",
-        "over_length(beams.logprob_BW[:, 0], beams.state.cursor - start, alpha)",
+        "over_length(beams.logprob_BW[:, 0], beams.count, alpha)",
         "encdec/test_encoder.py::test_a_search_waits_for_a_longer_text_that_may_yet_win",
     ),
     # Data
@@ -1031,11 +1031,11 @@ MUTATIONS = (
         "serve/test_parameters.py::test_bad_parameters_are_named[temprature-1]",
     ),
     Mutation(
-        "prompt-score-of-the-next-token",
+        "score-of-the-token-before",
         "sample/score.py",
-        "row[:-1], row[1:], 1",
-        "row[:-1], row[:-1], 1",
-        "serve/test_real.py::test_prompt_logprobs_are_those_of_score",
+        "tokens[:-1], tokens[1:]",
+        "tokens[:-1], tokens[:-1]",
+        "sample/test_score.py::test_each_token_given_those_before_it_and_at_least_half_a_window",
     ),
     # Several devices; each runs the strategies of eight, a minute or two
     Mutation(

@@ -48,6 +48,9 @@ class Sampling:
         check_fields(self)
 
 
+FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
     """Options of decoding that depend on neither the model nor the prompts: see `generate`.

@@ -339,12 +339,7 @@ def generate(
         bucket=bucket,
         slots=slots,
     )
-    tokens: list[list[int]] = [[] for _ in prompts]
-    drawn: list[list[float]] = [[] for _ in prompts]
-    for pieces in _decode(model, params, prompts, decoding, key=key, every=None, sources=sources):
-        for row, piece in pieces:
-            tokens[row] += piece.tokens
-            drawn[row] += piece.logprobs
+    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key=key, every=None, sources=sources)
     if not logprobs:
         return Generated(tokens=tokens)
     read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
@@ -367,15 +362,8 @@ def stream(
     of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
     are checked at the first `next`.
     """
-    new: list[list[int]] = [[] for _ in prompts]
-    for pieces in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
-        for row, piece in pieces:
-            new[row] += piece.tokens
-        if every is not None:
-            yield new
-            new = [[] for _ in prompts]
-    if every is None:
-        yield new
+    for tokens, _ in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
+        yield tokens
 
 
 def _decode(
@@ -387,11 +375,11 @@ def _decode(
     key: jax.Array,
     every: int | None,
     sources: Sequence[Sequence[int]] | None,
-) -> Iterator[list[tuple[int, Piece]]]:
-    """Yield the new tokens of each burst, of at most `every` tokens, with the number of their prompt."""
-    every = BURST if every is None else check_count("every", every)
+) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
+    """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
+    burst, most = 1, BURST if every is None else check_count("every", every)
     ids = truncate_prompts(model, prompts)
-    check_sources(model, sources, len(ids))
+    source_columns = check_sources(model, sources, len(ids))
     engine = Engine(
         model,
         params,
@@ -399,12 +387,12 @@ def _decode(
         vocab_size=decoding.vocab_size,
         cache_dtype=decoding.cache_dtype,
         columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
-        source_columns=source_columns(model, sources),
+        source_columns=source_columns,
         max_stops=next_bucket(4, len(decoding.stop_tokens)),
         slides=True,
     )
     keys, waiting, running = prompt_keys(key, ids, sources), list(range(len(ids)))[::-1], {}
-    burst = 1
+    tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
     while waiting or running:
         while waiting and engine.num_free:
             row = waiting.pop()
@@ -419,12 +407,16 @@ def _decode(
             )
             running[engine.submit(request)] = row
         engine.finish_reading()
-        pieces = engine.decode(burst)
-        yield [(running[piece.slot], piece) for piece in pieces]
-        for piece in pieces:
+        for piece in engine.decode(burst):
+            row = running[piece.slot]
+            tokens[row] += piece.tokens
+            logprobs[row] += piece.logprobs
             if piece.finish is not None:
                 del running[piece.slot]
-        burst = every
+        if every is not None or not (waiting or running):
+            yield tokens, logprobs
+            tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
+        burst = most
 
 
 def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -441,16 +433,15 @@ def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[
     return [prompt[-window:].tolist() for prompt in ids]
 
 
-def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> None:
-    """Raise `UserError` unless there is a source for each of `size` prompts, or none for a model without an encoder."""
+def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> int:
+    """Return the number of columns that hold each of the sources.
+
+    Raises `UserError` unless there is one for each of `size` prompts, or none for a model without an encoder.
+    """
     if model.config.n_encoder_layer and (sources is None or len(sources) != size):
         raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
     for number, source in enumerate(sources or [None]):
         check_source(model, source, model.config.block_size, f"source {number}")
-
-
-def source_columns(model: GPT, sources: Sequence[Sequence[int]] | None) -> int:
-    """Return the number of columns that hold each of the sources."""
     return min(next_bucket(16, max(map(len, sources or [()]))), model.config.block_size)
 
 

@@ -92,10 +92,8 @@ def score_prompt(
 
 def prompt_widths(model: GPT) -> list[int]:
     """Return the numbers of tokens that `score_prompt` pads a prompt to."""
-    block_size, widths = model.config.block_size, [64]
-    while widths[-1] < block_size:
-        widths.append(2 * widths[-1])
-    return [*widths[:-1], min(widths[-1], block_size)]
+    block_size = model.config.block_size
+    return sorted({min(next_bucket(64, width), block_size) for width in range(64, block_size + 64, 64)})
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:

@@ -23,7 +23,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
 from jaxgpt.sample import Decoding
-from jaxgpt.sample.engine import check_sources, prompt_keys, source_columns, truncate_prompts
+from jaxgpt.sample.engine import check_sources, prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.sample.state import (
@@ -34,7 +34,6 @@ from jaxgpt.sample.state import (
     chunk_size,
     encode_source,
     has_unbounded_positions,
-    insert_cache,
     known_ids,
     next_bucket,
     pad_stop_tokens,
@@ -85,7 +84,7 @@ def beam_search(
             f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
         )
     max_new_tokens = min(decoding.max_new_tokens, max(room_B, default=decoding.max_new_tokens))
-    check_sources(model, sources, len(prompts))
+    source_columns = check_sources(model, sources, len(prompts))
     limit_B = np.minimum(room_B, max_new_tokens).astype(np.int32)
     ids = truncate_prompts(model, prompts)
     X = next_bucket(64, max_new_tokens)
@@ -94,12 +93,11 @@ def beam_search(
     one, cache = (allocate_cache(like, model, rows, columns, decoding.cache_dtype) for rows in (1, len(ids) * W))
     for number, prompt in enumerate(ids):  # read up to its last token, into the rows of its beams
         if sources is not None:
-            columns = source_columns(model, sources)
-            one = encode_source(model, params, one, sources[number], columns)
-            cache = cache if number else encode_source(model, params, cache, sources[number], columns)
+            one = encode_source(model, params, one, sources[number], source_columns)
+            cache = cache if number else encode_source(model, params, cache, sources[number], source_columns)
         one = read_prompt(model, params, one, prompt[:-1])
         for row in range(number * W, (number + 1) * W):
-            cache = insert_cache(cache, np.int32(row), one, np.int32(len(prompt)))
+            cache = _insert(cache, one, np.int32(row), np.int32(len(prompt)))
     state = Beams(
         tokens_RX=jnp.zeros((len(ids) * W, X), jnp.int32),
         last_R=jnp.repeat(jnp.array([prompt[-1] for prompt in ids]), W),
@@ -120,6 +118,9 @@ def beam_search(
         result.tokens.append([tokens_WX[w, : length_W[w]].tolist() for w in real])
         result.scores.append([float(score_W[w]) for w in real])
     return result
+
+
+_insert = jax.jit(KVCache.insert, donate_argnums=0)
 
 
 class Beams(flax.struct.PyTreeNode):

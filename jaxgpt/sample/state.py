@@ -87,16 +87,10 @@ def chunk_size(model: GPT) -> int:
 
 def cache_columns(model: GPT, tokens: int | None = None) -> int:
     """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
-    tokens = model.config.block_size if tokens is None else min(tokens, model.config.block_size)
-    return _round_up(tokens, _block(model))
-
-
-def _block(model: GPT) -> int:
-    return min(BLOCK, _round_up(model.config.block_size, chunk_size(model)))
-
-
-def _round_up(value: int, factor: int) -> int:
-    return -(-value // factor) * factor
+    block_size, chunk = model.config.block_size, chunk_size(model)
+    tokens = block_size if tokens is None else min(tokens, block_size)
+    block = min(BLOCK, -(-block_size // chunk) * chunk)
+    return -(-tokens // block) * block
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
@@ -108,7 +102,7 @@ def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype:
     c = model.config.explicit()
     assert c.n_kv_head and c.head_dim
     # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
-    block = _block(model) if jax.default_backend() == "cpu" else None
+    block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
     return KVCache.empty(
         batch=batch,
         columns=columns,
@@ -125,8 +119,7 @@ class Chunk(NamedTuple):
 
     start: int
     tokens_1T: np.ndarray  # int32, padded with 0
-    is_full: bool  # without padding, so that another prompt may share it
-    digest: bytes  # of the source, if any, and all tokens up to its end
+    digest: bytes | None  # of the source, if any, and all tokens up to its end; None if padding makes it unlike others
 
 
 def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
@@ -137,8 +130,8 @@ def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None 
     tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
     for start in range(0, len(tokens_T), size):
         part_T = tokens_T[start : start + size]
-        digest = hashlib.sha256(digest + part_T.tobytes()).digest()
-        yield Chunk(start, np.pad(part_T, (0, size - len(part_T)))[None], len(part_T) == size, digest)
+        digest, padding = hashlib.sha256(digest + part_T.tobytes()).digest(), size - len(part_T)
+        yield Chunk(start, np.pad(part_T, (0, padding))[None], None if padding else digest)
 
 
 class PrefixStore:
@@ -147,19 +140,18 @@ class PrefixStore:
     def __init__(self, capacity: int):
         """Start empty. capacity: bytes; 0 keeps nothing."""
         self._capacity = capacity
-        self._chunks: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+        self._chunks: collections.OrderedDict[bytes | None, Any] = collections.OrderedDict()
 
     def restore(self, cache: KVCache, chunk: Chunk) -> KVCache | None:
         """Return the cache of one row with the keys and values of a chunk, or None if they are not here."""
-        layers = self._chunks.get(chunk.digest)
-        if layers is None:
+        if chunk.digest not in self._chunks:
             return None
         self._chunks.move_to_end(chunk.digest)
-        return put_columns(cache, layers, np.int32(chunk.start))
+        return put_columns(cache, self._chunks[chunk.digest], np.int32(chunk.start))
 
     def keep(self, cache: KVCache, chunk: Chunk) -> None:
         """Keep a full chunk that was read into the cache of one row, and drop the oldest to make room."""
-        if not self._capacity or not chunk.is_full or chunk.digest in self._chunks:
+        if not self._capacity or chunk.digest is None or chunk.digest in self._chunks:
             return
         layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
         self._chunks[chunk.digest] = layers
@@ -320,12 +312,6 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert_cache(cache: KVCache, number: jax.Array, row: KVCache, columns: jax.Array) -> KVCache:
-    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
-    return cache.insert(row, number, columns)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
 def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     """Free a slot."""
     return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
@@ -352,14 +338,30 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = apply_decode(model, params, rows.token_B[:, None], state.cache, positions_B[:, None])
         logits_BV = apply_unembed(model, params, x_B1D)[:, 0, :V]
-        rows, token_B, stopped_B = _draw(rows, logits_BV, active_B)
-        kept_B = active_B & ~stopped_B
+        keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
+        sampling = rows.sampling.where(active_B)
+        token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
+        stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
+        marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
+        seen_BV = jax.lax.cond(
+            sampling.has_penalty,
+            lambda seen_BV: seen_BV.at[jnp.arange(B), marked_B].set(True, mode="drop"),
+            lambda seen_BV: seen_BV,
+            rows.seen_BV,
+        )
         top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=1)
         tokens_BN, top = jax.tree.map(
             lambda buffer, new: put(buffer, new[:, None]), (drawn.tokens_BN, drawn.top), (token_B, top)
         )
-        drawn = Drawn(tokens_BN, drawn.count_B + kept_B, drawn.stopped_B | (active_B & stopped_B), top)
+        drawn = Drawn(tokens_BN, drawn.count_B + (active_B & ~stopped_B), drawn.stopped_B | stopped_B, top)
+        rows = rows.replace(
+            token_B=jnp.where(active_B, token_B, rows.token_B),
+            position_B=rows.position_B + active_B,
+            left_B=jnp.where(stopped_B, 0, rows.left_B - active_B),
+            drawn_B=rows.drawn_B + active_B,
+            seen_BV=seen_BV,
+        )
         return number + 1, DecodeState(cache, rows), drawn
 
     def is_unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
@@ -368,30 +370,6 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
     top = Top(jnp.zeros((B, burst)), jnp.zeros((B, burst, A), jnp.int32), jnp.zeros((B, burst, A)))
     drawn = Drawn(jnp.zeros((B, burst), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
-
-
-def _draw(rows: Rows, logits_BV: jax.Array, active_B: jax.Array) -> tuple[Rows, jax.Array, jax.Array]:
-    """Draw the next token of the active rows. Return (rows, token_B, stopped_B)."""
-    keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
-    sampling = rows.sampling.where(active_B)
-    token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
-    stopped_B = (token_B[:, None] == rows.stops_BE).any(axis=1)
-    V = rows.seen_BV.shape[1]
-    marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
-    seen_BV = jax.lax.cond(
-        sampling.has_penalty,
-        lambda seen_BV: seen_BV.at[jnp.arange(len(token_B)), marked_B].set(True, mode="drop"),
-        lambda seen_BV: seen_BV,
-        rows.seen_BV,
-    )
-    rows = rows.replace(
-        token_B=jnp.where(active_B, token_B, rows.token_B),
-        position_B=rows.position_B + active_B,
-        left_B=jnp.where(active_B, jnp.where(stopped_B, 0, rows.left_B - 1), rows.left_B),
-        drawn_B=rows.drawn_B + active_B,
-        seen_BV=seen_BV,
-    )
-    return rows, token_B, stopped_B
 
 
 def _log_probabilities(logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int) -> Top:

@@ -10,7 +10,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, Interval, check_value, short
 from jaxgpt.data.chat.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
-from jaxgpt.sample import Sampling
+from jaxgpt.sample import FILTERS, Sampling
 from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve.errors import RequestError
 
@@ -34,7 +34,6 @@ MAX_LOGPROBS = MAX_TOP
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
 MAX_STOP_TOKENS = 16
 MAX_MESSAGES = 2048  # that a conversation may have
-FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
 Fields = TypeVar("Fields")
