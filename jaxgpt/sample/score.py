@@ -85,7 +85,7 @@ def score_prompt(
     row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
     if len(row) > model.config.block_size + 1:
         raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
-    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row], [1], 1, min(top, known), known)
+    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
     pairs = [list(zip(i, p, strict=True)) for i, p in zip(best_TK.tolist(), top_TK.tolist(), strict=True)]
     return PromptScores(logprobs.tolist(), [[], *pairs[1:]][: len(row)])
 
