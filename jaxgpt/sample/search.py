@@ -120,7 +120,10 @@ def beam_search(
     return result
 
 
-_insert = jax.jit(KVCache.insert, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(cache: KVCache, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
+    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
+    return cache.insert(row, number, columns)
 
 
 class Beams(flax.struct.PyTreeNode):

@@ -135,16 +135,17 @@ def test_log_probabilities_are_the_models(position):
 
 def test_the_repetition_penalty_knows_prompt_and_text():
     model, params = lively("learned")
-    for prompt in PROMPTS[:2]:
-        new = C - len(prompt)
-        (tokens,) = run(model, params, [prompt], new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
+    prompts, new = [[token, 10 - token] for token in range(11)], C - 2
+    found = run(model, params, prompts, new=new, sampling=Sampling(greedy=True, repetition_penalty=3.0)).tokens
+    for prompt, tokens in zip(prompts, found, strict=True):
         text = list(prompt)
         for _ in range(new):
             logits_V = np.array(apply(model, params, jnp.array([text + [0] * (C - len(text))]))[0, len(text) - 1])
             for token in set(text):
                 logits_V[token] *= 3.0 if logits_V[token] < 0 else 1 / 3.0
             text.append(int(logits_V.argmax()))
-        assert text[len(prompt) :] == tokens != run(model, params, [prompt], new=new, sampling=GREEDY).tokens[0]
+        assert text[2:] == tokens
+    assert found != run(model, params, prompts, new=new, sampling=GREEDY).tokens
 
 
 def test_padded_vocabulary_is_never_drawn():
