@@ -21,43 +21,43 @@ if TYPE_CHECKING:
     from jaxgpt.parallel.jax_setup import configure_jax as configure_jax
     from jaxgpt.run import Run as Run
     from jaxgpt.run import load as load
-    from jaxgpt.sample.decoding import Decoding as Decoding
-    from jaxgpt.sample.filters import Sampling as Sampling
-    from jaxgpt.sample.generate import Generated as Generated
-    from jaxgpt.sample.generate import generate as generate
-    from jaxgpt.sample.generate import stream as stream
+    from jaxgpt.sample import Decoding as Decoding
+    from jaxgpt.sample import Sampling as Sampling
+    from jaxgpt.sample.engine import Generated as Generated
+    from jaxgpt.sample.engine import generate as generate
+    from jaxgpt.sample.engine import stream as stream
     from jaxgpt.sample.quantize import for_decoding as for_decoding
     from jaxgpt.sample.score import Score as Score
     from jaxgpt.sample.score import score as score
-    from jaxgpt.sample.speculative import speculate as speculate
+    from jaxgpt.sample.search import speculate as speculate
     from jaxgpt.tools.xray.xray import xray as xray
 
     __version__: str
 
 _HOME = {
     "DataConfig": "config",
-    "Decoding": "sample.decoding",
+    "Decoding": "sample",
     "Experiment": "config",
     "GPT": "model",
     "GPTConfig": "config",
-    "Generated": "sample.generate",
+    "Generated": "sample.engine",
     "LoraConfig": "config",
     "OptimConfig": "config",
     "ParallelConfig": "config",
     "Run": "run",
-    "Sampling": "sample.filters",
+    "Sampling": "sample",
     "Score": "sample.score",
     "TrainConfig": "config",
     "UserError": "errors",
     "configure_jax": "parallel.jax_setup",
     "fit": "fitting",
     "for_decoding": "sample.quantize",
-    "generate": "sample.generate",
+    "generate": "sample.engine",
     "load": "run",
     "run_experiment": "cli.train",
     "score": "sample.score",
-    "speculate": "sample.speculative",
-    "stream": "sample.generate",
+    "speculate": "sample.search",
+    "stream": "sample.engine",
     "xray": "tools.xray.xray",
 }
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -24,14 +23,11 @@ from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoi
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
-from jaxgpt.sample.beam import beam_search
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.detokenize import iter_text, join_texts
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream
+from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
-from jaxgpt.sample.speculative import speculate
+from jaxgpt.sample.search import beam_search, speculate
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
@@ -85,13 +81,19 @@ class Run:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
             raise UserError("no prompts: give a text, or a list of at least one")
-        filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
-        sampling_only = filters | {"stop": stop, "cache_dtype": cache_dtype, "draft": draft}
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            greedy=greedy,
+        )
+        sampling_only = {**vars(sampling), "stop": stop, "cache_dtype": cache_dtype, "draft": draft}
         if beams is not None and (given := [name for name, value in sampling_only.items() if value]):
             raise UserError(f"beams={beams} searches and does not sample: leave out {', '.join(given)}")
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, slots)
+        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
         ids, sources = self.prompt_format.encode(prompts, chat)
         if beams is not None:
             found = beam_search(*self.decode_params, ids, decoding, beams=beams, sources=sources)
@@ -132,10 +134,16 @@ class Run:
         every: tokens in each piece but the first, which has one. None means one piece, at the end. The other options
         are those of `sample`.
         """
-        filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        filters |= {"repetition_penalty": repetition_penalty, "greedy": greedy}
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            greedy=greedy,
+        )
         key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
-        decoding = self._decoding(max_new_tokens, filters, chat, cache_dtype, slots)
+        decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
         ids, sources = self.prompt_format.encode([prompt], chat)
         if draft is None:
             batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
@@ -179,22 +187,17 @@ class Run:
         return PromptFormat(self.metadata, self.tokenizer)
 
     def _decoding(
-        self,
-        max_new_tokens: int,
-        filters: dict[str, Any],
-        chat: bool,
-        cache_dtype: Precision | None,
-        slots: int | None,
+        self, max_new_tokens: int, sampling: Sampling, chat: bool, cache_dtype: Precision | None, slots: int | None
     ) -> Decoding:
-        """Return the options of decoding. filters: the fields of `Sampling`."""
-        if filters["temperature"] is None:
-            filters = filters | {"temperature": self.experiment.train.sample_temperature}
+        """Return the options of decoding, with the experiment's temperature where none is given."""
+        if sampling.temperature is None:
+            sampling = dataclasses.replace(sampling, temperature=self.experiment.train.sample_temperature)
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
         if self.model.config.n_encoder_layer:
             max_new_tokens = min(max_new_tokens, self.model.config.block_size)
         return Decoding(
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(**filters),
+            sampling=sampling,
             stop_tokens=self.prompt_format.stop_tokens(chat),
             vocab_size=self.tokenizer.vocab_size,
             cache_dtype=cache_dtype,

@@ -2,47 +2,57 @@
 
 Of a request everything is data, the programs are those of `sample.state`, and no row of a batch depends on another:
 a request gives the same bits whatever else runs. The engine has no threads of its own; one thread calls it.
+`generate` and `stream` continue a batch of prompts with an engine of their own.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxgpt.config import Precision
+from jaxgpt.config.validate import check_count
+from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling, SamplingRows
-from jaxgpt.sample.prefill import (
-    Chunk,
-    PrefixStore,
-    allocate_cache,
-    cache_columns,
-    chunk_size,
-    encode_source,
-    split_chunks,
-)
-from jaxgpt.sample.prompts import check_prompt, pad_source
+from jaxgpt.sample import BUCKET, Decoding, Sampling
+from jaxgpt.sample.filters import SamplingRows
+from jaxgpt.sample.score import score
 from jaxgpt.sample.state import (
     NO_STOP,
+    Chunk,
     DecodeState,
     Drawn,
+    PrefixStore,
     Rows,
+    allocate_cache,
     allocate_rows,
+    cache_columns,
+    check_ids,
+    check_prompt,
+    check_source,
+    chunk_size,
     decode,
+    encode_source,
     has_unbounded_positions,
     insert,
+    known_ids,
+    next_bucket,
     prefill,
     release,
+    split_chunks,
 )
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
 MAX_STOPS = 8  # stop tokens of a request
+UNFINISHED = "\ufffd"  # how decoded text ends if the last bytes are an incomplete character
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +60,7 @@ class Request:
     """One prompt to continue."""
 
     prompt: Sequence[int]  # ids, 1 to block_size
-    key: jax.Array  # of all draws: see `sample.prompts.prompt_keys`
+    key: jax.Array  # of all draws: see `prompt_keys`
     max_new_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
@@ -76,10 +86,6 @@ class _Slot:
     tokens: list[int]  # prompt and completion
     left: int  # tokens still to draw
     first: int = 0  # the token at position 0
-
-    @property
-    def drawn(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
 
 
 class Engine:
@@ -113,25 +119,24 @@ class Engine:
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
             slides: at the end of the context go on, with the window of `generate`, and not end the completion.
         """
-        self.model, self.params = model, params
-        self.slots = slots
-        self.max_stops, self.slides = max_stops, slides
-        known = model.config.vocab_size
-        assert known is not None, "a model with parameters has one"
-        self.vocab_size = known if vocab_size is None else min(vocab_size, known)
+        self.model, self.params, self.slots = model, params, slots
+        self.vocab_size, self.max_stops, self.slides = known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
         self._source_columns = model.config.block_size if source_columns is None else source_columns
+        self._no_source = [0] if model.config.n_encoder_layer else None
         like = jax.tree.leaves(params)[0]
-        self._scratch = allocate_cache(like, model, 1, columns, cache_dtype)  # of the prompt that is being read
-        self._state = DecodeState(
-            cache=allocate_cache(like, model, slots, columns, cache_dtype),
-            rows=allocate_rows(like, slots, max_stops, self.vocab_size),
-        )
-        if model.config.n_encoder_layer:
-            self._state = self._state.replace(
-                cache=encode_source(model, params, self._state.cache, [0], self._source_columns)
+        scratch, cache = (
+            encode_source(
+                model,
+                params,
+                allocate_cache(like, model, rows, columns, cache_dtype),
+                self._no_source,
+                self._source_columns,
             )
-            self._scratch = encode_source(model, params, self._scratch, [0], self._source_columns)
+            for rows in (1, slots)
+        )
+        self._scratch = scratch  # of the prompt that is being read
+        self._state = DecodeState(cache=cache, rows=allocate_rows(like, slots, max_stops, self.vocab_size))
         self._prefixes = PrefixStore(prefix_bytes)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
@@ -156,8 +161,7 @@ class Engine:
         """Compile all that a request can need."""
         assert self.is_idle, "requests are running"
         prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
-        source = [0] if self.model.config.n_encoder_layer else None
-        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1, source=source)
+        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1, source=self._no_source)
         for _ in range(2):  # the second restores the chunk of the first
             slot = self.submit(request)
             self.step()
@@ -172,8 +176,7 @@ class Engine:
         check_prompt(self.model, request.prompt)
         if len(request.stop_tokens) > self.max_stops:
             raise UserError(f"{len(request.stop_tokens)} stop tokens: needs at most {self.max_stops}")
-        if self.model.config.n_encoder_layer or request.source is not None:
-            pad_source(self.model, request.source, self._source_columns)
+        check_source(self.model, request.source, self._source_columns)
         left = request.max_new_tokens
         if not self.slides:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
@@ -210,49 +213,40 @@ class Engine:
             return []
         steps = min(burst, BURST, max(s.left for s in running.values()))
         self._state, drawn = decode(self.model, self.params, self._state, np.int32(steps), BURST)
-        wants = any(s.request.top_logprobs is not None for s in running.values())
-        drawn = jax.device_get(drawn if wants else drawn.without_logprobs())
+        if all(s.request.top_logprobs is None for s in running.values()):
+            drawn = drawn.replace(top=None)  # which stays on the device
+        drawn = jax.device_get(drawn)
         return [piece for slot, found in running.items() if (piece := self._collect(slot, found, drawn)) is not None]
 
     def _collect(self, slot: int, found: _Slot, drawn: Drawn) -> Piece | None:
         """Return what a burst drew in a slot; free the slot if that was all."""
-        count = int(drawn.count_B[slot])
+        count, block_size = int(drawn.count_B[slot]), self.model.config.block_size
         tokens = drawn.tokens_BN[slot, :count].tolist()
         found.tokens += tokens
         found.left -= count
         finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
         if finish:
             self._slots[slot] = None
-        elif self._is_full(found):
-            found.first = len(found.tokens) - max(self.model.config.block_size // 2, 1)
+        elif not has_unbounded_positions(self.model) and len(found.tokens) - 1 - found.first >= block_size:
+            # The last token is past the end of the position table.
+            found.first = len(found.tokens) - max(block_size // 2, 1)
             self._waiting.append((slot, found))
         logprobs, top = [], []
-        if (wanted := found.request.top_logprobs) is not None:
-            assert (
-                drawn.logprobs_BN is not None and drawn.top_ids_BNA is not None and drawn.top_logprobs_BNA is not None
-            )
-            logprobs = drawn.logprobs_BN[slot, :count].tolist()
-            ids, best = drawn.top_ids_BNA[slot, :count, :wanted], drawn.top_logprobs_BNA[slot, :count, :wanted]
+        if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
+            logprobs = drawn.top.logprobs_BN[slot, :count].tolist()
+            ids, best = drawn.top.ids_BNA[slot, :count, :wanted], drawn.top.logprobs_BNA[slot, :count, :wanted]
             top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
         return Piece(slot, tokens, logprobs, top, finish) if tokens or finish else None
-
-    def _is_full(self, found: _Slot) -> bool:
-        """Return whether the last token is past the end of the position table, if there is one."""
-        last = len(found.tokens) - 1 - found.first
-        return not has_unbounded_positions(self.model) and last >= self.model.config.block_size
 
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
         slot, found = self._waiting[0]
-        unread = found.tokens[found.first : -1]  # the last token is read with the first draw
+        unread, source = found.tokens[found.first : -1], found.request.source  # the last is read with the first draw
         if self._reading is None:
-            if self.model.config.n_encoder_layer:
-                self._scratch = encode_source(
-                    self.model, self.params, self._scratch, found.request.source, self._source_columns
-                )
-            self._reading = split_chunks(unread, chunk_size(self.model), found.request.source)
+            self._scratch = encode_source(self.model, self.params, self._scratch, source, self._source_columns)
+            self._reading = split_chunks(unread, chunk_size(self.model), source)
         for chunk in self._reading:
-            restored = self._prefixes.restore(self._scratch, chunk) if chunk.is_full else None
+            restored = self._prefixes.restore(self._scratch, chunk)
             if restored is None:
                 self._scratch = prefill(self.model, self.params, self._scratch, chunk.tokens_1T, np.int32(chunk.start))
                 self._prefixes.keep(self._scratch, chunk)
@@ -268,7 +262,6 @@ class Engine:
     def _row(self, found: _Slot) -> Rows:
         """Return the values of a slot, as NumPy's: they go to the device with the call of `insert`."""
         request, whole = found.request, np.int32
-        stops = [*request.stop_tokens, *[NO_STOP] * (self.max_stops - len(request.stop_tokens))]
         seen_V = np.zeros(self.vocab_size, bool)
         if request.sampling.repetition_penalty is not None:
             ids = np.asarray(found.tokens)
@@ -277,11 +270,283 @@ class Engine:
             "token_B": whole(found.tokens[-1]),
             "position_B": whole(len(found.tokens) - found.first - 1),
             "left_B": whole(found.left),
-            "drawn_B": whole(found.drawn),
+            "drawn_B": whole(len(found.tokens) - len(request.prompt)),
             "keys_B": request.key,
             "sampling": SamplingRows.stack([request.sampling]),
-            "stops_BE": np.array(stops, np.int32),
+            "stops_BE": np.array([*request.stop_tokens, *[NO_STOP] * self.max_stops][: self.max_stops], np.int32),
             "top_B": whole(-1 if request.top_logprobs is None else request.top_logprobs),
             "seen_BV": seen_V,
         }
         return Rows(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """The completion of each prompt, without the prompt and without the stop token.
+
+    Log-probabilities are in nats, from the logits before temperature and filters; None unless they were requested.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None = None  # of each of `tokens`
+    prompt_logprobs: list[list[float]] | None = None  # of each token of the prompt; nan for the first
+
+
+def generate(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    logprobs: bool = False,
+    vocab_size: int | None = None,
+    cache_dtype: Precision | None = None,
+    bucket: int = BUCKET,
+    slots: int | None = None,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Generated:
+    """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
+
+    Past the context, positions "rope" and "none" let the window slide: each token attends to itself and the
+    block_size - 1 before it, and keys and values are computed once. "learned" and "sinusoidal" positions have a last
+    one: a full window is recomputed from its last block_size // 2 tokens at positions from 0.
+
+    Args:
+        model: a GPT or an encoder-decoder. `for_decoding` gives a faster form of it and `params`.
+        params: its parameters.
+        prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
+        key: of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
+        max_new_tokens: at least 1.
+        sampling: filters of the logits. None means the model's own distribution.
+        stop_tokens: a row ends before the first of these that it draws.
+        logprobs: also return log-probabilities of generated and prompt tokens.
+        vocab_size: ids from it on are never drawn, for a vocabulary padded beyond the tokenizer's. None means all.
+        cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
+        bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
+        slots: prompts that are decoded together; None means all. Another number may round a logit differently.
+        sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
+    """
+    decoding = Decoding(
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        stop_tokens=stop_tokens,
+        logprobs=logprobs,
+        vocab_size=vocab_size,
+        cache_dtype=cache_dtype,
+        bucket=bucket,
+        slots=slots,
+    )
+    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key=key, every=None, sources=sources)
+    if not logprobs:
+        return Generated(tokens=tokens)
+    read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
+    return Generated(tokens=tokens, logprobs=drawn, prompt_logprobs=[row.tolist() for row in read])
+
+
+def stream(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    every: int | None = 8,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Iterator[list[list[int]]]:
+    """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
+
+    Each item is a list of new ids for each prompt; joined, they are what `generate` returns. `every` is the most tokens
+    of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
+    are checked at the first `next`.
+    """
+    for tokens, _ in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
+        yield tokens
+
+
+def _decode(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    every: int | None,
+    sources: Sequence[Sequence[int]] | None,
+) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
+    """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
+    burst, most = 1, BURST if every is None else check_count("every", every)
+    ids = truncate_prompts(model, prompts)
+    source_columns = check_sources(model, sources, len(ids))
+    engine = Engine(
+        model,
+        params,
+        slots=len(ids) if decoding.slots is None else decoding.slots,
+        vocab_size=decoding.vocab_size,
+        cache_dtype=decoding.cache_dtype,
+        columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
+        source_columns=source_columns,
+        max_stops=next_bucket(4, len(decoding.stop_tokens)),
+        slides=True,
+    )
+    keys, waiting, running = prompt_keys(key, ids, sources), list(range(len(ids)))[::-1], {}
+    tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
+    while waiting or running:
+        while waiting and engine.num_free:
+            row = waiting.pop()
+            request = Request(
+                prompt=ids[row],
+                key=keys[row],
+                max_new_tokens=decoding.max_new_tokens,
+                sampling=decoding.sampling,
+                stop_tokens=decoding.stop_tokens,
+                top_logprobs=0 if decoding.logprobs else None,
+                source=None if sources is None else sources[row],
+            )
+            running[engine.submit(request)] = row
+        engine.finish_reading()
+        for piece in engine.decode(burst):
+            row = running[piece.slot]
+            tokens[row] += piece.tokens
+            logprobs[row] += piece.logprobs
+            if piece.finish is not None:
+                del running[piece.slot]
+        if every is not None or not (waiting or running):
+            yield tokens, logprobs
+            tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
+        burst = most
+
+
+def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
+    window = model.config.block_size
+    if not len(prompts):
+        raise UserError("no prompts: give at least one list of token ids")
+    ids = [check_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+    for number, prompt in enumerate(ids):
+        if len(prompt) > window:
+            message = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
+            warnings.warn(message, stacklevel=5)
+        check_prompt(model, prompt[-window:], f"prompt {number}")
+    return [prompt[-window:].tolist() for prompt in ids]
+
+
+def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> int:
+    """Return the number of columns that hold each of the sources.
+
+    Raises `UserError` unless there is one for each of `size` prompts, or none for a model without an encoder.
+    """
+    if model.config.n_encoder_layer and (sources is None or len(sources) != size):
+        raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
+    for number, source in enumerate(sources or [None]):
+        check_source(model, source, model.config.block_size, f"source {number}")
+    return min(next_bucket(16, max(map(len, sources or [()]))), model.config.block_size)
+
+
+def prompt_keys(
+    key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
+) -> list[jax.Array]:
+    """Derive a key from each prompt, its source, and how many equal pairs come before it in the batch."""
+    earlier, keys = collections.Counter(), []
+    for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
+        both = tuple(map(int, source)), tuple(prompt)
+        keys.append(prompt_key(key, prompt, source, earlier=earlier[both]))
+        earlier[both] += 1
+    return keys
+
+
+def prompt_key(
+    key: jax.Array, prompt: Sequence[int], source: Sequence[int] | None = None, *, earlier: int = 0
+) -> jax.Array:
+    """Derive one key of `prompt_keys`. earlier: equal pairs before it in the batch."""
+    # After a source, negative numbers mark where the prompt goes on: ([1, 2], [3]) and ([1], [2, 3]) have other keys.
+    # A prompt alone, and a source with one start token, keep the keys of earlier versions.
+    is_alone = source is None or not len(source)
+    ids = prompt if is_alone else [*source, *prompt[:1], *(-1 - int(i) for i in prompt[1:])]
+    return _fold_in(key, np.array([zlib.crc32(np.asarray(ids, np.int32).tobytes()), earlier], np.uint32))
+
+
+@jax.jit
+def _fold_in(key: jax.Array, words_2: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, words_2[0]), words_2[1])
+
+
+class Detokenizer:
+    """Decode one growing list of ids in pieces that never split a character and never contain a stop string.
+
+    Text that may be the start of a character or of a stop string is held back until more ids decide, or until `rest`.
+    Joined, the pieces are the text of all ids, up to the first stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        """Start with no ids. Raise `UserError` for an empty stop string."""
+        self._stop = [stop] if isinstance(stop, str) else list(stop)
+        if "" in self._stop:
+            raise UserError("a stop string is empty: every text contains it; give at least one character, or none")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Each call decodes the ids from `context` on, of which those before `shown` have been returned. A new id must
+        # not come first: decoders treat the first id of a list differently (a leading space).
+        self._context = self._shown = 0
+        self._held = ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the text that new ids add."""
+        text = ""
+        for i in ids:
+            if self.stopped:
+                break
+            self._ids.append(int(i))
+            new = self._decode_new()
+            if new and not new.endswith(UNFINISHED):
+                self._context, self._shown = self._shown, len(self._ids)
+                text += self._release(new)
+        return text
+
+    def rest(self) -> str:
+        """Return the text that was held back, after the last id."""
+        return "" if self.stopped else self._release(self._decode_new(), last=True)
+
+    def _decode_new(self) -> str:
+        shown = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
+
+    def _release(self, new: str, *, last: bool = False) -> str:
+        """Return the part of the held and the new text that no further id can change; hold the rest back."""
+        text = self._held + new
+        starts = [text.find(stop) for stop in self._stop if stop in text]
+        if starts:
+            self.stopped, self._held = True, ""
+            return text[: min(starts)]
+        # All but the longest end of the text that begins a stop string.
+        lengths = [n for stop in self._stop for n in range(1, len(stop)) if not last and text.endswith(stop[:n])]
+        cut = len(text) - max(lengths, default=0)
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def iter_text(tokenizer: Tokenizer, ids: Iterable[Sequence[int]], stop: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the text of successive lists of ids in non-empty pieces; stop reading ids at a stop string."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    for new_ids in ids:
+        if piece := detokenizer.push(new_ids):
+            yield piece
+        if detokenizer.stopped:
+            return
+    if piece := detokenizer.rest():
+        yield piece
+
+
+def join_texts(
+    tokenizer: Tokenizer, batches: Iterable[Sequence[Sequence[int]]], size: int, stop: Sequence[str] = ()
+) -> list[str]:
+    """Return the texts of `size` rows from batches of their new ids; stop reading once all have met a stop string."""
+    detokenizers, texts = [Detokenizer(tokenizer, stop) for _ in range(size)], [""] * size
+    for batch in batches:
+        texts = [text + d.push(new_ids) for text, d, new_ids in zip(texts, detokenizers, batch, strict=True)]
+        if all(d.stopped for d in detokenizers):
+            break
+    return [text + d.rest() for text, d in zip(texts, detokenizers, strict=True)]

@@ -1,13 +1,10 @@
 """Filters of next-token logits, and sampling from them: pure functions on logits_BV.
 
-`Sampling` is how one completion is drawn; `SamplingRows` holds the same for each row of a batch, as arrays, so that
-other values never compile another program.
+`SamplingRows` holds the `Sampling` of each row of a batch as arrays, so that other values never compile another program.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,66 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxgpt.config.validate import LARGEST_SIZE, check_count, short, to_python
-from jaxgpt.errors import UserError
+from jaxgpt.config.validate import LARGEST_SIZE
+from jaxgpt.sample import Sampling
 
 COLDEST = 1e-6  # lowest temperature: below it, rounding errors in the logits decide, and logits overflow
-PENALTY = 1e6  # largest repetition penalty: logits stay finite even at COLDEST
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How to draw the next token.
-
-    Filters apply in transformers' order: repetition penalty, temperature, top_k, top_p, min_p. None leaves one out.
-    """
-
-    temperature: float = 1.0  # divides the logits; below 1e-6, 0 included, decoding is greedy
-    # keep the k most probable tokens (Fan et al. 2018, arXiv:1805.04833)
-    top_k: int | None = None
-    # keep the smallest set of tokens with at least this total probability (Holtzman et al. 2019, arXiv:1904.09751)
-    top_p: float | None = None
-    # keep tokens at least this probable relative to the most probable (Nguyen et al. 2024, arXiv:2407.01082)
-    min_p: float | None = None
-    # above 1, tokens of prompt and completion become less probable (Keskar et al. 2019, arXiv:1909.05858)
-    repetition_penalty: float | None = None
-    greedy: bool = False  # take the most probable token after the penalty; other filters are ignored
-
-    def __post_init__(self) -> None:
-        """Check each value, and convert it to Python's type."""
-        largest = float(jnp.finfo(jnp.float32).max)
-        self._check("temperature", lambda x: 0 <= x <= largest, f"0 (greedy) to {largest:.2g}")
-        self._check("top_p", lambda x: 0 < x <= 1, "more than 0 and at most 1")
-        self._check("min_p", lambda x: 0 <= x <= 1, "at least 0 and at most 1")
-        self._check(
-            "repetition_penalty",
-            lambda x: 1 / PENALTY <= x <= PENALTY,
-            f"{1 / PENALTY:g} to {PENALTY:g}; 1 changes nothing, 1.1 discourages",
-        )
-        if self.top_k is not None:
-            object.__setattr__(self, "top_k", check_count("top_k", self.top_k))
-        object.__setattr__(self, "greedy", to_python(self.greedy))
-        if not isinstance(self.greedy, bool):
-            raise UserError(f"greedy={short(self.greedy)}: needs True or False")
-        if self.temperature < COLDEST:
-            object.__setattr__(self, "greedy", True)
-
-    def _check(self, name: str, is_right: Callable[[float], bool], needed: str) -> None:
-        """Convert a number to Python's. Raise `UserError` unless it is right, or None where that is the default."""
-        value = to_python(getattr(self, name))
-        object.__setattr__(self, name, value)
-        if value is None and name != "temperature":
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_right(value):
-            raise UserError(f"{name}={short(value)}: needs {needed}")
-
-    def probabilities(self, logits_BV: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """Return the distribution that tokens are drawn from, [B, V]: see `SamplingRows.probabilities`."""
-        return SamplingRows.stack([self]).probabilities(logits_BV, seen_BV)
-
-    def draw(self, logits_BV: jax.Array, keys_B: jax.Array, seen_BV: jax.Array | None = None) -> jax.Array:
-        """Draw one token for each row with its own key: token_B, int32."""
-        return SamplingRows.stack([self]).draw(logits_BV, keys_B, seen_BV)
 
 
 class SamplingRows(flax.struct.PyTreeNode):
@@ -94,23 +35,16 @@ class SamplingRows(flax.struct.PyTreeNode):
 
     @staticmethod
     def stack(samplings: Sequence[Sampling]) -> SamplingRows:
-        """Return the rows of several `Sampling`."""
-
-        def column(values: list, dtype: type = np.float32) -> Any:  # NumPy's: they go to the device with a call
-            return np.array(values, dtype)
-
-        def given(value: float | None, default: float) -> float:
-            return default if value is None else value
-
-        tiny = float(np.finfo(np.float32).tiny)
-        return SamplingRows(
-            temperature_B=column([1.0 if s.greedy else s.temperature for s in samplings]),
-            top_k_B=column([min(given(s.top_k, LARGEST_SIZE), LARGEST_SIZE) for s in samplings], np.int32),
-            top_p_B=column([max(given(s.top_p, 1.0), tiny) for s in samplings]),
-            min_p_B=column([given(s.min_p, 0.0) for s in samplings]),
-            penalty_B=column([given(s.repetition_penalty, 1.0) for s in samplings]),
-            is_greedy_B=column([s.greedy for s in samplings], bool),
-        )
+        """Return the rows of several `Sampling`, as NumPy's arrays: they go to the device with a call."""
+        greedy = [s.greedy or (s.temperature is not None and s.temperature < COLDEST) for s in samplings]
+        values = [
+            (1.0 if is_greedy else s.temperature or 1.0, s.top_p or 1.0, s.min_p or 0.0, s.repetition_penalty or 1.0)
+            for s, is_greedy in zip(samplings, greedy, strict=True)
+        ]
+        temperature_B, top_p_B, min_p_B, penalty_B = np.array(values, np.float32).T
+        top_k_B = np.array([min(s.top_k or LARGEST_SIZE, LARGEST_SIZE) for s in samplings], np.int32)
+        columns: Any = (temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, np.array(greedy))
+        return SamplingRows(*columns)
 
     @property
     def has_penalty(self) -> jax.Array:
@@ -144,8 +78,9 @@ class SamplingRows(flax.struct.PyTreeNode):
         """Apply the repetition penalty."""
         if seen_BV is None:
             return logits_BV
-        penalize = functools.partial(penalize_repetition, logits_BV, seen_BV, self.penalty_B)
-        return jax.lax.cond(self.has_penalty, penalize, lambda: logits_BV)
+        return jax.lax.cond(
+            self.has_penalty, penalize_repetition, lambda logits_BV, *_: logits_BV, logits_BV, seen_BV, self.penalty_B
+        )
 
     def _softmax(self, logits_BV: jax.Array) -> jax.Array:
         """Return the distribution after temperature and the other filters."""

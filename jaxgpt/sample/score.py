@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
+from jaxgpt.config.validate import check_count, short
 from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.sample.decoding import next_bucket
-from jaxgpt.sample.prompts import check_ids
+from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch
 LOGITS_AT_ONCE = 256  # positions whose logits are in memory at once: 50 MB for a vocabulary of 50,000
@@ -65,7 +64,7 @@ def score(model: GPT, params: dict, texts: Sequence[Sequence[int]]) -> list[np.n
     every token after the first window has at least block_size // 2 tokens of context.
     Raises `UserError` for ids that the model does not have.
     """
-    return [logprobs for logprobs, _ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
+    return [logprobs for logprobs, *_ in _score_windows(model, params, texts, [1] * len(texts), WINDOWS_AT_ONCE)]
 
 
 def score_prompt(
@@ -83,29 +82,18 @@ def score_prompt(
         top: number of alternatives.
         vocab_size: alternatives are below it. None means all.
     """
-    row = check_ids(model, ids, "the prompt")
-    width = next((width for width in prompt_widths(model) if width >= len(row) - 1), None)
-    if width is None:
+    row, known = check_ids(model, ids, "the prompt"), known_ids(model, vocab_size)
+    if len(row) > model.config.block_size + 1:
         raise UserError(f"the prompt has {len(row)} tokens: needs at most {model.config.block_size + 1}")
-    inputs_BT, targets_BT, wanted_BT = np.zeros((3, 1, width), np.int32)
-    T = max(len(row) - 1, 0)
-    inputs_BT[0, :T], targets_BT[0, :T], wanted_BT[0, :T] = row[:-1], row[1:], 1
-    known = min(model.config.vocab_size or 0, vocab_size or LARGEST_SIZE)
-    scored = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), min(top, known), known)
-    logprobs_BT, _, ids_BTK, top_BTK = jax.device_get(scored)
-    pairs = [
-        list(zip(ids_K, top_K, strict=True))
-        for ids_K, top_K in zip(ids_BTK[0, :T].tolist(), top_BTK[0, :T].tolist(), strict=True)
-    ]
-    return PromptScores([math.nan, *logprobs_BT[0, :T].tolist()][: len(row)], [[], *pairs][: len(row)])
+    ((logprobs, _, best_TK, top_TK),) = _score_windows(model, params, [row.tolist()], [1], 1, min(top, known), known)
+    pairs = [list(zip(i, p, strict=True)) for i, p in zip(best_TK.tolist(), top_TK.tolist(), strict=True)]
+    return PromptScores(logprobs.tolist(), [[], *pairs[1:]][: len(row)])
 
 
 def prompt_widths(model: GPT) -> list[int]:
     """Return the numbers of tokens that `score_prompt` pads a prompt to."""
-    block_size, widths = model.config.block_size, [64]
-    while widths[-1] < block_size:
-        widths.append(2 * widths[-1])
-    return [*widths[:-1], min(widths[-1], block_size)]
+    block_size = model.config.block_size
+    return sorted({min(next_bucket(64, width), block_size) for width in range(64, block_size + 64, 64)})
 
 
 def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Score]:
@@ -145,7 +133,7 @@ def loglikelihood(
     results = _score_windows(model, params, texts, firsts, batch_size)
     return [
         LogLikelihood(float(np.sum(logprobs[first:], dtype=np.float64)), bool(is_greedy[first:].all()))
-        for (logprobs, is_greedy), first in zip(results, firsts, strict=True)
+        for (logprobs, is_greedy, *_), first in zip(results, firsts, strict=True)
     ]
 
 
@@ -165,42 +153,44 @@ def pair_ids(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[lis
     return [*tokenizer.prefix, *first] or [find_start_token(tokenizer)[0]], both[len(first) :]
 
 
-class _Window(NamedTuple):
-    length: int  # inputs
-    text: int  # number of the text
-    start: int  # first input
-    new: int  # first input whose target is scored
-
-
 def _score_windows(
-    model: GPT, params: dict, texts: Sequence[Sequence[int]], firsts: Sequence[int], batch_size: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (logprobs, is_greedy) of the tokens of each text from its `first` on; nan and False before."""
+    model: GPT,
+    params: dict,
+    texts: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    batch_size: int,
+    top: int = 0,
+    vocab_size: int | None = None,
+) -> list[list[np.ndarray]]:
+    """Return the results of `_logprobs` for the tokens of each text from its `first` on; nan, False and 0 before."""
     block_size = model.config.block_size
     stride = max(block_size // 2, 1)
     batch_size = check_count("batch_size", batch_size)
     ids = [check_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
-    results = [(np.full(len(text), np.nan, np.float32), np.zeros(len(text), bool)) for text in ids]
-    windows: list[_Window] = []
+    results = [
+        [np.full(T, np.nan, np.float32), np.zeros(T, bool), np.zeros((T, top), int), np.zeros((T, top), np.float32)]
+        for T in map(len, ids)
+    ]
+    windows: list[tuple[int, int, int, int]] = []  # (inputs, number of the text, first input, first that is scored)
     for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):
         targets = len(text) - 1
         for start in find_window_starts(targets, block_size=block_size, stride=stride):
             new = max(start + block_size - stride if start else 0, first - 1)
-            windows.append(_Window(min(block_size, targets - start), number, start, new))
-    windows.sort()  # by length: a batch is as wide as its longest window
+            windows.append((min(block_size, targets - start), number, start, new))
+    windows.sort()  # a batch is as wide as its longest window
 
     for at in range(0, len(windows), batch_size):
         batch = windows[at : at + batch_size]
-        T = min(block_size, next_bucket(64, batch[-1].length))  # few widths, few compilations
+        T = min(block_size, next_bucket(64, batch[-1][0]))  # few widths, few compilations
         inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
-        for row, w in enumerate(batch):
-            tokens = ids[w.text][w.start : w.start + w.length + 1]
-            inputs_BT[row, : w.length], targets_BT[row, : w.length] = tokens[:-1], tokens[1:]
-            wanted_BT[row, w.new - w.start : w.length] = 1
-        scores = jax.device_get(_logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool))[:2])
-        for row, w in enumerate(batch):
-            for result, score_BT in zip(results[w.text], scores, strict=True):
-                result[w.new + 1 : w.start + w.length + 1] = score_BT[row, w.new - w.start : w.length]
+        for row, (length, number, start, new) in enumerate(batch):
+            tokens = ids[number][start : start + length + 1]
+            inputs_BT[row, :length], targets_BT[row, :length] = tokens[:-1], tokens[1:]
+            wanted_BT[row, new - start : length] = 1
+        scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
+        for row, (length, number, start, new) in enumerate(batch):
+            for result, score_BT in zip(results[number], jax.device_get(scores), strict=False):
+                result[new + 1 : start + length + 1] = score_BT[row, new - start : length]
     return results
 
 

@@ -1,24 +1,218 @@
 """The state of batched decoding, and the three programs that change it: `prefill`, `insert` and `decode`.
 
-All shapes are fixed: a request is data, so that none compiles anything that another has not.
+All shapes are fixed: a request is data, so that none compiles anything that another has not. Prompts are read into a
+cache of one row, in chunks of one size, and chunks that later prompts may share are kept.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-from typing import Any
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxgpt.config import Precision
+from jaxgpt.config.validate import short
+from jaxgpt.errors import UserError
 from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling, SamplingRows
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.quantize import unstack_layers
 
 MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens; never drawn
+CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
+BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 cost a fifth of the speed at 8 rows
+
+
+def known_ids(model: GPT, vocab_size: int | None = None) -> int:
+    """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
+    known = model.config.vocab_size
+    assert known is not None, "a model with parameters has one"
+    return known if vocab_size is None else min(known, vocab_size)
+
+
+def check_ids(model: GPT, ids: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Return ids as int32. Raise `UserError` for ids that the model lacks: their embeddings would silently be nan."""
+    known = known_ids(model)
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError):  # lists of different lengths; integers of hundreds of digits
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise UserError(f"{name} is {short(ids)}: needs a list of token ids, whole numbers from 0 to {known - 1}")
+    if array.size and not (array.min() >= 0 and array.max() < known):
+        raise UserError(f"{name} has ids from {array.min()} to {array.max()}, the model knows 0 to {known - 1}")
+    return array.astype(np.int32)
+
+
+def check_prompt(model: GPT, prompt: Sequence[int] | np.ndarray, name: str = "the prompt") -> None:
+    """Raise `UserError` unless a prompt has 1 to block_size ids that the model knows."""
+    ids, most = check_ids(model, prompt, name), model.config.block_size
+    if not len(ids):
+        raise UserError(f"{name} is empty: start it from a token, such as the end-of-text or a newline")
+    if len(ids) > most:
+        raise UserError(f"{name} has {len(ids)} tokens: needs at most block_size={most}")
+
+
+def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
+    """Pad ids with -1, which is never drawn, to one of few lengths, so that another stop token rarely recompiles."""
+    padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
+    return np.array([*stop_tokens, *[NO_STOP] * padding], np.int32)
+
+
+def next_bucket(least: int, wanted: int) -> int:
+    """Return the first of `least`, 2 `least`, 4 `least` ... that is at least `wanted`."""
+    while least < wanted:
+        least *= 2
+    return least
+
+
+def has_unbounded_positions(model: GPT) -> bool:
+    """Return whether the window can slide without end. If not, text past the last position is read anew."""
+    return model.config.position in ("rope", "none")
+
+
+def chunk_size(model: GPT) -> int:
+    """Return the number of tokens of a prompt that are read at a time."""
+    return min(CHUNK, model.config.block_size)
+
+
+def cache_columns(model: GPT, tokens: int | None = None) -> int:
+    """Return the number of columns that hold `tokens` tokens, rounded up to whole blocks. None means the context."""
+    block_size, chunk = model.config.block_size, chunk_size(model)
+    tokens = block_size if tokens is None else min(tokens, block_size)
+    block = min(BLOCK, -(-block_size // chunk) * chunk)
+    return -(-tokens // block) * block
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
+def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None) -> KVCache:
+    """Return an empty cache for `model.decode`. dtype: None means the model's.
+
+    like: any parameter, so that the cache is committed to a device if it is.
+    """
+    c = model.config.explicit()
+    assert c.n_kv_head and c.head_dim
+    # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
+    block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
+    return KVCache.empty(
+        batch=batch,
+        columns=columns,
+        n_layer=c.n_layer,
+        n_kv_head=c.n_kv_head,
+        head_dim=c.head_dim,
+        dtype=model.dtype if dtype is None else dtype,
+        block=block,
+    )
+
+
+class Chunk(NamedTuple):
+    """Some consecutive tokens of a prompt."""
+
+    start: int
+    tokens_1T: np.ndarray  # int32, padded with 0
+    digest: bytes | None  # of the source, if any, and all tokens up to its end; None if padding makes it unlike others
+
+
+def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
+    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one.
+
+    source: ids that the encoder reads, on which keys and values depend too.
+    """
+    tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
+    for start in range(0, len(tokens_T), size):
+        part_T = tokens_T[start : start + size]
+        digest, padding = hashlib.sha256(digest + part_T.tobytes()).digest(), size - len(part_T)
+        yield Chunk(start, np.pad(part_T, (0, padding))[None], None if padding else digest)
+
+
+class PrefixStore:
+    """Keys and values of the chunks that were read last, in host memory, bounded in bytes."""
+
+    def __init__(self, capacity: int):
+        """Start empty. capacity: bytes; 0 keeps nothing."""
+        self._capacity = capacity
+        self._chunks: collections.OrderedDict[bytes | None, Any] = collections.OrderedDict()
+
+    def restore(self, cache: KVCache, chunk: Chunk) -> KVCache | None:
+        """Return the cache of one row with the keys and values of a chunk, or None if they are not here."""
+        if chunk.digest not in self._chunks:
+            return None
+        self._chunks.move_to_end(chunk.digest)
+        return put_columns(cache, self._chunks[chunk.digest], np.int32(chunk.start))
+
+    def keep(self, cache: KVCache, chunk: Chunk) -> None:
+        """Keep a full chunk that was read into the cache of one row, and drop the oldest to make room."""
+        if not self._capacity or chunk.digest is None or chunk.digest in self._chunks:
+            return
+        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
+        self._chunks[chunk.digest] = layers
+        size = sum(x.nbytes for x in jax.tree.leaves(layers))  # the same for all, since all are full
+        while len(self._chunks) * size > self._capacity:
+            self._chunks.popitem(last=False)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
+    """Return keys and values of `size` columns of all layers."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache.layers)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
+    """Return the cache with keys and values of all layers in the columns from `start` on."""
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
+    return cache.replace(layers=jax.tree.map(lambda buffer, new: put(buffer, jnp.asarray(new)), cache.layers, layers))
+
+
+def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int]) -> KVCache:
+    """Read all tokens into a cache of one row."""
+    for chunk in split_chunks(tokens, chunk_size(model)):
+        cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
+    return cache
+
+
+def encode_source(model: GPT, params: dict, cache: KVCache, source: Sequence[int] | None, columns: int) -> KVCache:
+    """Return a cache with the encoder's keys and values of a source, padded to `columns`, in each row.
+
+    Without an encoder that is the cache itself. Raises `UserError` for a source that the model cannot read.
+    """
+    ids = check_source(model, source, columns)
+    if ids is None:
+        return cache
+    batch, padding = cache.layers[0].k_BKSH.shape[0], (0, columns - len(ids))
+    rows = (np.repeat(np.pad(x, padding)[None], batch, axis=0) for x in (ids, np.ones_like(ids)))
+    return _encode(model, params, cache, *rows)
+
+
+def check_source(model: GPT, source: Sequence[int] | None, columns: int, name: str = "the source") -> np.ndarray | None:
+    """Return a source as int32, or None for a model without an encoder.
+
+    Raises `UserError` for a source that the model cannot read.
+    """
+    if not model.config.n_encoder_layer:
+        if source is not None:
+            raise UserError("sources are for a model with an encoder: leave them out, or give a text as its prompt")
+        return None
+    if source is None:
+        raise UserError("a model with an encoder needs a source")
+    ids = check_ids(model, source, name)
+    if not 1 <= len(ids) <= columns:
+        raise UserError(f"{name} has {len(ids)} tokens: needs 1 to {columns}, the context of the model")
+    return ids
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
+    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
 
 
 class Rows(flax.struct.PyTreeNode):
@@ -48,18 +242,20 @@ class Drawn(flax.struct.PyTreeNode):
     tokens_BN: jax.Array
     count_B: jax.Array  # int32, without the stop token
     stopped_B: jax.Array  # bool: a stop token was drawn
-    logprobs_BN: jax.Array | None  # nats, from the logits before temperature and filters; 0 unless requested
-    top_ids_BNA: jax.Array | None  # the A = min(MAX_TOP, V) most probable, best first; 0 unless requested
-    top_logprobs_BNA: jax.Array | None
+    top: Top | None
 
-    def without_logprobs(self) -> Drawn:
-        """Return the tokens alone."""
-        return self.replace(**dict.fromkeys(_TOP_FIELDS))
+
+class Top(NamedTuple):
+    """Log-probabilities in nats, from the logits before temperature and filters; 0 unless requested."""
+
+    logprobs_BN: jax.Array
+    ids_BNA: jax.Array  # the A = min(MAX_TOP, V) most probable, best first
+    logprobs_BNA: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
 def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> Rows:
-    """Return the rows of free slots. like: see `prefill.allocate_cache`.
+    """Return the rows of free slots. like: see `allocate_cache`.
 
     stops: most stop tokens of a request. vocab_size: ids that may be drawn.
     """
@@ -116,12 +312,6 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert_cache(cache: KVCache, number: jax.Array, row: KVCache, columns: jax.Array) -> KVCache:
-    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
-    return cache.insert(row, number, columns)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
 def release(state: DecodeState, slot: jax.Array) -> DecodeState:
     """Free a slot."""
     return state.replace(rows=state.rows.replace(left_B=state.rows.left_B.at[slot].set(0)))
@@ -148,81 +338,49 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         positions_B = jnp.where(active_B, rows.position_B, 0)
         x_B1D, cache = apply_decode(model, params, rows.token_B[:, None], state.cache, positions_B[:, None])
         logits_BV = apply_unembed(model, params, x_B1D)[:, 0, :V]
-        rows, token_B, stopped_B = _draw(rows, logits_BV, active_B)
-        kept_B = active_B & ~stopped_B
+        keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
+        sampling = rows.sampling.where(active_B)
+        token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
+        stopped_B = active_B & (token_B[:, None] == rows.stops_BE).any(axis=1)
+        marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
+        seen_BV = jax.lax.cond(
+            sampling.has_penalty,
+            lambda seen_BV: seen_BV.at[jnp.arange(B), marked_B].set(True, mode="drop"),
+            lambda seen_BV: seen_BV,
+            rows.seen_BV,
+        )
         top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)
-        drawn = drawn.replace(
-            count_B=drawn.count_B + kept_B,
-            stopped_B=drawn.stopped_B | (active_B & stopped_B),
-            **{
-                name: jax.lax.dynamic_update_slice_in_dim(getattr(drawn, name), new[:, None], number, axis=1)
-                for name, new in zip(("tokens_BN", *_TOP_FIELDS), (token_B, *top), strict=True)
-            },
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=1)
+        tokens_BN, top = jax.tree.map(
+            lambda buffer, new: put(buffer, new[:, None]), (drawn.tokens_BN, drawn.top), (token_B, top)
+        )
+        drawn = Drawn(tokens_BN, drawn.count_B + (active_B & ~stopped_B), drawn.stopped_B | stopped_B, top)
+        rows = rows.replace(
+            token_B=jnp.where(active_B, token_B, rows.token_B),
+            position_B=rows.position_B + active_B,
+            left_B=jnp.where(stopped_B, 0, rows.left_B - active_B),
+            drawn_B=rows.drawn_B + active_B,
+            seen_BV=seen_BV,
         )
         return number + 1, DecodeState(cache, rows), drawn
 
     def is_unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         return (carry[0] < steps) & is_active(carry[1].rows).any()
 
-    drawn = Drawn(
-        tokens_BN=jnp.zeros((B, burst), jnp.int32),
-        count_B=jnp.zeros(B, jnp.int32),
-        stopped_B=jnp.zeros(B, bool),
-        logprobs_BN=jnp.zeros((B, burst)),
-        top_ids_BNA=jnp.zeros((B, burst, A), jnp.int32),
-        top_logprobs_BNA=jnp.zeros((B, burst, A)),
-    )
+    top = Top(jnp.zeros((B, burst)), jnp.zeros((B, burst, A), jnp.int32), jnp.zeros((B, burst, A)))
+    drawn = Drawn(jnp.zeros((B, burst), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
 
 
-_TOP_FIELDS = ("logprobs_BN", "top_ids_BNA", "top_logprobs_BNA")
-
-
-def _draw(rows: Rows, logits_BV: jax.Array, active_B: jax.Array) -> tuple[Rows, jax.Array, jax.Array]:
-    """Draw the next token of the active rows. Return (rows, token_B, stopped_B)."""
-    keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
-    sampling = rows.sampling.where(active_B)
-    token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)
-    stopped_B = (token_B[:, None] == rows.stops_BE).any(axis=1)
-    V = rows.seen_BV.shape[1]
-    marked_B = jnp.where(active_B, token_B, V)  # out of range: dropped
-    seen_BV = jax.lax.cond(
-        sampling.has_penalty,
-        lambda seen_BV: seen_BV.at[jnp.arange(len(token_B)), marked_B].set(True, mode="drop"),
-        lambda seen_BV: seen_BV,
-        rows.seen_BV,
-    )
-    rows = rows.replace(
-        token_B=jnp.where(active_B, token_B, rows.token_B),
-        position_B=rows.position_B + active_B,
-        left_B=jnp.where(active_B, jnp.where(stopped_B, 0, rows.left_B - 1), rows.left_B),
-        drawn_B=rows.drawn_B + active_B,
-        seen_BV=seen_BV,
-    )
-    return rows, token_B, stopped_B
-
-
-def _log_probabilities(
-    logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (logprob_B, top_ids_BA, top_logprobs_BA), computed only if a row requests them."""
+def _log_probabilities(logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int) -> Top:
+    """Return the log-probabilities for one token of each row, computed only if a row requests them."""
     B = len(token_B)
     no_top = jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A))
 
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def compute() -> Top:
         logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
         logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+        top = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)[::-1]), lambda: no_top)
+        return Top(logprob_B, *top)
 
-        def find_top() -> tuple[jax.Array, jax.Array]:
-            best_BA, ids_BA = jax.lax.top_k(logprob_BV, A)
-            return ids_BA, best_BA
-
-        ids_BA, best_BA = jax.lax.cond((top_B > 0).any(), find_top, lambda: no_top)
-        return logprob_B, ids_BA, best_BA
-
-    return jax.lax.cond((top_B >= 0).any(), compute, lambda: (jnp.zeros(B), *no_top))
-
-
-def has_unbounded_positions(model: GPT) -> bool:
-    """Return whether the window can slide without end. If not, text past the last position is read anew."""
-    return model.config.position in ("rope", "none")
+    return jax.lax.cond((top_B >= 0).any(), compute, lambda: Top(jnp.zeros(B), *no_top))

@@ -15,9 +15,8 @@ from jaxgpt.data.template import MARKS, ROLES, Message
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.run import Run
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.prompts import check_ids
-from jaxgpt.sample.state import MAX_TOP
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.state import MAX_TOP, check_ids
 
 # They change nothing here, and clients send them unasked.
 IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxgpt.errors import UserError
 from jaxgpt.files import render_json
-from jaxgpt.sample.detokenize import UNFINISHED, Detokenizer
+from jaxgpt.sample.engine import UNFINISHED, Detokenizer
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import ChatParameters, CompletionParameters, RequestError, Row, Served
 from jaxgpt.serve.scheduler import Scheduler, Update

@@ -20,8 +20,7 @@ import jax
 import prometheus_client
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.engine import Engine, Piece, Request
-from jaxgpt.sample.prompts import prompt_key
+from jaxgpt.sample.engine import Engine, Piece, Request, prompt_key
 from jaxgpt.sample.score import PromptScores
 from jaxgpt.serve.requests import RequestError, Row
 

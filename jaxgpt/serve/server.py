@@ -24,8 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.run import Run
+from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import Engine
-from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.score import PromptScores, prompt_widths, score_prompt
 from jaxgpt.sample.state import MAX_TOP
 from jaxgpt.serve.app import GRACE, make_app

@@ -22,11 +22,10 @@ from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.sample.beam import beam_search
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import generate
+from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.engine import generate
 from jaxgpt.sample.quantize import for_decoding
+from jaxgpt.sample.search import beam_search
 from jaxgpt.tools.convert import export_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
 from jaxgpt.tools.report import make_report

@@ -12,8 +12,8 @@ from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
 from jaxgpt.interventions.edits import place_names
 from jaxgpt.interventions.model import token_losses
 from jaxgpt.model import GPT
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import generate
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.engine import generate
 from jaxgpt.sample.quantize import for_decoding
 
 SIZE = {"vocab_size": 23, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.prefill import allocate_cache, cache_columns
 from jaxgpt.sample.quantize import for_decoding, unstack_layers
-from jaxgpt.sample.state import apply_decode, apply_unembed
+from jaxgpt.sample.state import allocate_cache, apply_decode, apply_unembed, cache_columns
 from tests.helpers import TINY, apply, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.

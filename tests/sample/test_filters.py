@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 
@@ -8,24 +7,22 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.sample.filters import Sampling, SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
 
 
 def drawn(sampling, draws=1):
-    keys = jax.random.split(jax.random.key(0), (draws, len(LOGITS)))
-    return np.asarray(jax.jit(jax.vmap(lambda k: sampling.draw(LOGITS, k)))(keys))
+    keys, rows = jax.random.split(jax.random.key(0), (draws, len(LOGITS))), SamplingRows.stack([sampling])
+    return np.asarray(jax.jit(jax.vmap(lambda k: rows.draw(LOGITS, k)))(keys))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(greedy=True), Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(top_p=1e-300)],
-)
-def test_what_is_greedy(sampling):
+@pytest.mark.parametrize("how", [{"greedy": True}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_what_is_greedy(how):
     """Also top-k 1, and a nucleus of one."""
-    np.testing.assert_array_equal(drawn(sampling, 20), np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
+    np.testing.assert_array_equal(drawn(Sampling(**how), 20), np.broadcast_to(LOGITS.argmax(-1), (20, 5)))
 
 
 def test_top_k_keeps_k():
@@ -35,35 +32,24 @@ def test_top_k_keeps_k():
         assert (np.where(kept, LOGITS, np.inf).min(-1) >= np.where(kept, -np.inf, LOGITS).max(-1)).all()
 
 
-def test_top_p_1_is_the_identity():
-    np.testing.assert_array_equal(keep_top_p(LOGITS, 1.0), LOGITS)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9, 0.99])
 def test_the_nucleus_holds_p_and_is_minimal(p):
-    kept = np.isfinite(keep_top_p(LOGITS, p))
-    for row, probability in zip(kept, PROBABILITIES, strict=True):
-        assert probability[row].sum() >= p - 1e-6
-        assert probability[row].sum() - probability[row].min() < p  # without its least likely token it is too small
-        assert probability[row].min() >= probability[~row].max(initial=0.0)
-
-
-def test_equally_likely_tokens_at_the_edge_of_the_nucleus_stay():
-    logits = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2]]))
-    np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.4)), [[True, False, False, False]])
-    np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.5)), [[True] * 4])
+    for logits in (LOGITS, jax.random.normal(jax.random.key(3), (2, 5000)) * 3.0):
+        kept = np.isfinite(keep_top_p(logits, p))
+        for row, probability in zip(kept, np.asarray(jax.nn.softmax(logits, axis=-1), np.float64), strict=True):
+            assert probability[row].sum() >= p - 1e-6
+            # Without its least likely token it is too small. A float32 sum of 5,000 tokens may be off by 1e-4.
+            assert probability[row].sum() - probability[row].min() < 1.0001 * p
+            assert probability[row].min() >= probability[~row].max(initial=0.0)
+        np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
 
 
 def test_the_nucleus_of_nothing_is_the_likeliest():
+    """And equally likely tokens at its edge stay."""
     np.testing.assert_array_equal(np.isfinite(keep_top_p(LOGITS, 0.0)).sum(-1), [1] * 5)
-
-
-def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_sort():
-    logits = jax.random.normal(jax.random.key(3), (2, 5000)) * 3.0
-    for p in (0.05, 0.9):
-        ordered = np.sort(np.asarray(jax.nn.softmax(logits, -1), np.float64), axis=-1)[:, ::-1]
-        size = (np.cumsum(ordered, -1) < p).sum(-1) + 1
-        np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, p)).sum(-1), size)
+    logits = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2]]))
+    np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.4)), [[True, False, False, False]])
+    np.testing.assert_array_equal(np.isfinite(keep_top_p(logits, 0.5)), [[True] * 4])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
@@ -83,23 +69,20 @@ def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "how",
     [
-        Sampling(temperature=1.5),
-        Sampling(top_k=4),
-        Sampling(top_p=0.8),
-        Sampling(min_p=0.2),
-        Sampling(temperature=0.8, top_k=6, top_p=0.95, min_p=0.05),
+        *({"temperature": 1.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}),
+        {"temperature": 0.8, "top_k": 6, "top_p": 0.95, "min_p": 0.05},
     ],
     ids=str,
 )
-def test_frequencies_follow_the_distribution(sampling):
+def test_frequencies_follow_the_distribution(how):
     """Chi-squared of 100,000 draws over at most 11 tokens: 99.9% of seeds stay below 29.6. What is out stays out."""
     draws = 100_000
-    counts = np.bincount(drawn(sampling, draws)[:, 0], minlength=11)
-    logits = LOGITS[:1] / sampling.temperature
-    for keep, value in ((keep_top_k, sampling.top_k), (keep_top_p, sampling.top_p), (keep_min_p, sampling.min_p)):
-        logits = logits if value is None else keep(logits, value)
+    counts = np.bincount(drawn(Sampling(**how), draws)[:, 0], minlength=11)
+    logits = LOGITS[:1] / how.get("temperature", 1.0)
+    for keep, name in ((keep_top_k, "top_k"), (keep_top_p, "top_p"), (keep_min_p, "min_p")):
+        logits = keep(logits, how[name]) if name in how else logits
     expected = np.asarray(jax.nn.softmax(logits[0]), np.float64) * draws
     assert (counts[expected == 0] == 0).all()
     inside = expected > 0
@@ -112,38 +95,8 @@ def test_a_token_without_weight_is_never_drawn():
     assert set(np.asarray(tokens_B).tolist()) == {17, 4000}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "said"),
-    [
-        (dict(temperature=-1.0), "temperature=-1.0"),
-        (dict(temperature=float("nan")), "temperature=nan"),
-        (dict(top_k=0), "top_k=0"),
-        (dict(top_p=0.0), "top_p=0.0"),
-        (dict(top_p=1.5), "top_p=1.5"),
-        (dict(min_p=-0.1), "min_p=-0.1"),
-        (dict(min_p=1.1), "min_p=1.1"),
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0"),
-    ],
-)
-def test_what_is_out_of_range_is_told(kwargs, said):
-    with pytest.raises(UserError, match=said):
-        Sampling(**kwargs)
-
-
-NAMES = ("temperature", "top_p", "min_p", "repetition_penalty")
-SCALARS = [float, np.float64, np.float32, np.array, lambda x: np.array(x, np.float32), jnp.asarray, jnp.bfloat16]
-WHOLE = [int, np.int64, np.int32, np.uint8, np.array, jnp.asarray]
-VALUES = (
-    [
-        (cast, name, value)
-        for cast in SCALARS
-        for name in NAMES
-        for value in (-1.0, 0.0, 0.5, 1.0, 7.0, math.nan, math.inf)
-    ]
-    + [(cast, name, value) for cast in WHOLE for name in (*NAMES, "top_k") for value in (0, 1, 7)]
-    + [(cast, name, True) for cast in (np.bool_, np.array, jnp.asarray) for name in (*NAMES, "top_k", "greedy")]
-    + [(cast, "top_k", value) for cast in SCALARS for value in (2.0, 2.5)]
-)
+BOUNDS = {"temperature": (0.0, 1e18), "top_p": (1e-18, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
+CASTS = [float, np.float64, np.float32, np.array, jnp.asarray, jnp.bfloat16]
 
 
 def made(name, value):
@@ -155,13 +108,19 @@ def made(name, value):
         return None
 
 
-def test_a_value_is_taken_or_refused_alike_whatever_holds_it():
-    for cast, name, value in VALUES:
-        plain, other = made(name, value), made(name, cast(value))
-        assert plain == other, (cast, name, value)
-        if other is not None:  # as Python's numbers, for JSON and hashing
-            assert json.dumps(dataclasses.asdict(plain)) == json.dumps(dataclasses.asdict(other))
-            assert hash(plain) == hash(other)
+@pytest.mark.parametrize("name", [*BOUNDS, "top_k"])
+def test_a_value_is_taken_or_refused_alike_whatever_holds_it(name):
+    low, high = BOUNDS.get(name, (1, 7))
+    for value in (-1.0, 0.0, 0.5, 1.0, 1.5, 7.0, math.nan, math.inf) if name in BOUNDS else (-1, 0, 1, 7):
+        plain = made(name, value)
+        assert (plain is not None) == (low <= value <= high), value
+        for cast in CASTS if name in BOUNDS else (int, np.int64, np.int8, np.array, jnp.asarray):
+            assert made(name, cast(value)) == plain, (cast, value)
+        if plain is not None:  # as Python's numbers, for JSON and hashing
+            other = made(name, np.array(value))
+            assert json.dumps(vars(plain)) == json.dumps(vars(other)) and hash(plain) == hash(other)
+    assert made(name, True) is made(name, np.bool_(True)) is made(name, "x") is None
+    assert made("top_k", 2.5) is made("greedy", 1) is None
 
 
 MIXED = [
@@ -188,10 +147,9 @@ def test_each_row_has_its_own_sampling_to_the_bit():
 @pytest.mark.parametrize(
     "how",
     [
-        *({"temperature": 10.0**n} for n in (-320, -300, -38, -37, -7, -6, 0, 37, 38, 39, 300)),
-        *({"top_p": 10.0**n} for n in (-320, -300, -46, -38, 0)),
-        *({"min_p": 10.0**n} for n in (-320, -300, -38, 0)),
-        *({"repetition_penalty": 10.0**n, "temperature": 1e-6} for n in (-320, -300, -38, -6, 0, 6, 38, 39, 300)),
+        *({"temperature": 10.0**n} for n in (-320, -300, -38, -18, -7, -6, 0, 18, 38, 300)),
+        *({name: 10.0**n} for name in ("top_p", "min_p") for n in (-320, -38, -18, 0)),
+        *({"repetition_penalty": 10.0**n, "temperature": 1e-6} for n in (-38, -6, 0, 6, 38)),
         {"repetition_penalty": 1.0 - 1e-16, "top_p": 1.0 - 1e-16, "min_p": 1.0 - 1e-16},
     ],
     ids=str,
@@ -203,7 +161,7 @@ def test_extremes_give_probabilities_or_are_refused(how):
     except UserError as e:
         assert "needs" in str(e)
         return
-    found_BV = np.asarray(sampling.probabilities(logits_BV, jnp.ones((2, 4), bool)))
+    found_BV = np.asarray(SamplingRows.stack([sampling]).probabilities(logits_BV, jnp.ones((2, 4), bool)))
     np.testing.assert_allclose(found_BV.sum(axis=1), 1.0, rtol=1e-6)
-    if sampling.repetition_penalty is None and min(sampling.temperature, sampling.top_p or 1.0) < 1e-3:
+    if sampling.repetition_penalty is None and min(how.get("temperature", 1.0), how.get("top_p", 1.0)) < 1e-3:
         assert found_BV.max(axis=1).tolist() == [1.0, 1.0]

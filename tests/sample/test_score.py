@@ -28,12 +28,14 @@ def test_each_token_given_those_before_it_and_at_least_half_a_window():
             np.testing.assert_allclose(got[i], logprobs_V[text[i]], rtol=1e-4, atol=1e-4)
 
 
-def test_little_and_nothing():
+def test_little_nothing_and_too_much():
     model, params = make_model(dataclasses.replace(TINY, block_size=1))
     none, one, three = score(model, params, [[], [5], [5, 1, 2]])
     assert len(none) == 0 and np.isnan(one).all() and np.isfinite(three[1:]).all()
     with pytest.raises(UserError, match="text 0 has ids from 3 to 11"):
         score(model, params, [[3, 11]])
+    with pytest.raises(UserError, match="3 tokens: needs at most 2"):
+        score_prompt(model, params, [0] * 3, top=1)
 
 
 def test_likelihoods_are_sums_of_what_the_model_says_of_each_token():
@@ -87,9 +89,3 @@ def test_the_scores_of_a_prompt_are_those_of_score_with_the_best_tokens_beside(l
     assert found.top[0] == [] and [[i for i, _ in row] for row in found.top[1:]] == best_TK.tolist()
     expected_TK = np.take_along_axis(logprobs_TV, best_TK, axis=1)
     np.testing.assert_allclose([[p for _, p in row] for row in found.top[1:]] or expected_TK, expected_TK, rtol=1e-5)
-
-
-def test_a_prompt_beyond_the_context_has_no_scores():
-    model, params = make_model(TINY)
-    with pytest.raises(UserError, match="10 tokens: needs at most 9"):
-        score_prompt(model, params, [0] * 10, top=1)

@@ -25,10 +25,9 @@ from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
-from jaxgpt.sample.beam import beam_search
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream
+from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.engine import stream
+from jaxgpt.sample.search import beam_search
 from jaxgpt.train import Params, eval_step
 
 PAIRS_AT_ONCE = 256  # pairs that are decoded together

@@ -14,7 +14,6 @@ No other module imports lm_eval, and none imports this one.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from jaxgpt.config import Precision
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.run import Run, load
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample import FILTERS
 from jaxgpt.sample.score import pair_ids
 
 try:
@@ -42,7 +41,6 @@ except ImportError as e:
 MAX_NEW_TOKENS = 256  # the harness's own default
 # The names in tasks for the maximum number of tokens to generate; the harness reads the first that is given.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "greedy")
 
 
 @register_model("jaxgpt")

@@ -22,10 +22,9 @@ from jaxgpt.layers.linear import DECODE_MATRIX
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
-from jaxgpt.sample.decoding import Decoding
-from jaxgpt.sample.filters import Sampling
-from jaxgpt.sample.generate import stream
-from jaxgpt.sample.prompts import check_ids
+from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.engine import stream
+from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import (
     Activations,

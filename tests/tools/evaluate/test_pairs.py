@@ -6,7 +6,7 @@ import pytest
 
 from jaxgpt.data.pairs import collect_documents, encode_pairs
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.sample.beam import BeamResult
+from jaxgpt.sample.search import BeamResult
 from jaxgpt.tools.evaluate import evaluate
 from jaxgpt.tools.evaluate.evaluate import count_exact_matches
 

@@ -14,7 +14,8 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
-from jaxgpt.sample.filters import Sampling
+from jaxgpt.sample import Sampling
+from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.tools.html_page import DTYPES, Arrays, round_numbers, to_script_json
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, xray
@@ -283,7 +284,7 @@ def test_embeddings_and_neighbours(page, run):
 def test_sliders_draw_what_sampling_draws(page, found, how):
     for name, value in ({"temperature": 1.0} | how).items():
         page.locator(f"#{name.replace('_', '-')}").fill(str(value))
-    p_V = np.asarray(Sampling(**how).probabilities(jnp.asarray(found.logits_V)[None]))[0]
+    p_V = np.asarray(SamplingRows.stack([Sampling(**how)]).probabilities(jnp.asarray(found.logits_V)[None]))[0]
     expected = np.sort(p_V[p_V > 0])[::-1]
     assert re.search(r"be drawn: (\d+) of", page.text_content("#drawn"))[1] == str(len(expected))
     said = page.eval_on_selector_all("#drawn td[data-p]", "all => all.map(e => Number(e.dataset.p))")

@@ -1,0 +1,410 @@
+"""Beam search, and speculative decoding: each one jitted program on caches of its own.
+
+A beam search looks for the most probable completion. In speculative decoding a small draft model proposes tokens, and
+the model checks several of them in one pass (Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023,
+arXiv:2302.01318). A completion has exactly the model's own distribution, and a greedy one is the same token for token;
+a bad draft only costs time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.errors import UserError
+from jaxgpt.layers.cache import KVCache
+from jaxgpt.model import GPT
+from jaxgpt.sample import Decoding
+from jaxgpt.sample.engine import check_sources, prompt_keys, truncate_prompts
+from jaxgpt.sample.filters import SamplingRows, draw
+from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.state import (
+    allocate_cache,
+    apply_decode,
+    apply_unembed,
+    cache_columns,
+    chunk_size,
+    encode_source,
+    has_unbounded_positions,
+    known_ids,
+    next_bucket,
+    pad_stop_tokens,
+    read,
+    read_prompt,
+)
+
+NEVER = -1e30  # score of an impossible completion; the sum of two is still finite
+
+
+class BeamResult(NamedTuple):
+    """At most `beams` completions of each prompt, best first."""
+
+    tokens: list[list[list[int]]]  # without the prompt and the stop token
+    scores: list[list[float]]  # log-probability in nats over the length penalty
+
+
+def beam_search(
+    model: GPT,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    beams: int,
+    length_penalty: float = 0.6,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> BeamResult:
+    """Continue each prompt up to a stop token, keeping the `beams` most probable partial completions at every token.
+
+    The score of a completion is its log-probability, divided by ((5 + tokens) / 6) ^ length_penalty; both include the
+    stop token (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's). The search for a prompt
+    ends when no unfinished completion could still beat the finished ones. At max_new_tokens, or when prompt and
+    completion have block_size + 1 tokens, unfinished completions compete as they are. The result for a prompt does not
+    depend on the others.
+
+    `decoding` must have a stop token; its sampling is ignored, since nothing is drawn. `length_penalty` is at least 0,
+    which compares log-probabilities only. Other arguments: see `generate`. Raises `UserError` for a prompt of more than
+    block_size tokens.
+    """
+    W, block_size = check_count("beams", beams), model.config.block_size
+    if not decoding.stop_tokens:
+        raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
+    if not 0 <= length_penalty < math.inf:
+        raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
+    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion is not read
+    if min(room_B, default=1) < 1:
+        raise UserError(
+            f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
+        )
+    max_new_tokens = min(decoding.max_new_tokens, max(room_B, default=decoding.max_new_tokens))
+    source_columns = check_sources(model, sources, len(prompts))
+    limit_B = np.minimum(room_B, max_new_tokens).astype(np.int32)
+    ids = truncate_prompts(model, prompts)
+    X = next_bucket(64, max_new_tokens)
+    columns = cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + max_new_tokens))
+    like = jax.tree.leaves(params)[0]
+    one, cache = (allocate_cache(like, model, rows, columns, decoding.cache_dtype) for rows in (1, len(ids) * W))
+    for number, prompt in enumerate(ids):  # read up to its last token, into the rows of its beams
+        if sources is not None:
+            one = encode_source(model, params, one, sources[number], source_columns)
+            cache = cache if number else encode_source(model, params, cache, sources[number], source_columns)
+        one = read_prompt(model, params, one, prompt[:-1])
+        for row in range(number * W, (number + 1) * W):
+            cache = _insert(cache, one, np.int32(row), np.int32(len(prompt)))
+    state = Beams(
+        tokens_RX=jnp.zeros((len(ids) * W, X), jnp.int32),
+        last_R=jnp.repeat(jnp.array([prompt[-1] for prompt in ids]), W),
+        position_R=jnp.repeat(jnp.array([len(prompt) - 1 for prompt in ids]), W),
+        count=jnp.int32(0),
+        cache=cache,
+        # At first all beams of a prompt are equal: only one of them counts.
+        logprob_BW=jnp.tile(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (len(ids), 1)),
+        finished_BWX=jnp.zeros((len(ids), W, X), jnp.int32),
+        length_BW=jnp.zeros((len(ids), W), jnp.int32),
+        score_BW=jnp.full((len(ids), W), NEVER),
+    )
+    stops, V = pad_stop_tokens(decoding.stop_tokens), known_ids(model, decoding.vocab_size)
+    results = jax.device_get(_search(model, params, state, stops, limit_B, length_penalty, V))
+    result = BeamResult([], [])
+    for tokens_WX, length_W, score_W in zip(*results, strict=True):
+        real = [w for w in np.argsort(-score_W, kind="stable").tolist() if score_W[w] > NEVER / 2]
+        result.tokens.append([tokens_WX[w, : length_W[w]].tolist() for w in real])
+        result.scores.append([float(score_W[w]) for w in real])
+    return result
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(cache: KVCache, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
+    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
+    return cache.insert(row, number, columns)
+
+
+class Beams(flax.struct.PyTreeNode):
+    """For each of B prompts, W unfinished completions, best first, in R = B W rows, and the best W finished ones."""
+
+    tokens_RX: jax.Array  # int32: the completions
+    last_R: jax.Array  # int32: last tokens, not in the cache yet
+    position_R: jax.Array  # int32: their positions
+    count: jax.Array  # int32: tokens in each completion
+    cache: KVCache
+    logprob_BW: jax.Array
+    finished_BWX: jax.Array
+    length_BW: jax.Array  # tokens of the finished ones
+    score_BW: jax.Array
+
+    def finish(self, length: jax.Array, score_BW: jax.Array) -> Beams:
+        """Merge the first `length` tokens of each row into the finished completions, and keep the best W."""
+        (B, W), X = score_BW.shape, self.tokens_RX.shape[-1]
+        all_BRX = jnp.concatenate([self.finished_BWX, self.tokens_RX.reshape(B, W, X)], axis=1)
+        length_BR = jnp.concatenate([self.length_BW, jnp.full((B, W), length)], axis=1)
+        top_BW, at_BW = jax.lax.top_k(jnp.concatenate([self.score_BW, score_BW], axis=1), W)
+        b_B1 = jnp.arange(B)[:, None]
+        return self.replace(finished_BWX=all_BRX[b_B1, at_BW], length_BW=length_BR[b_B1, at_BW], score_BW=top_BW)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _search(model, params, state: Beams, stops, limit_B, alpha, V: int) -> Any:
+    """Return (tokens_BWX, length_BW, score_BW) of the best finished completions. limit_B: tokens at which to stop."""
+    model, params = unstack_layers(model, params)
+    B, W = state.logprob_BW.shape
+    is_stop_V = jnp.isin(jnp.arange(V), stops)[None, None]
+
+    def is_unfinished(beams: Beams):
+        # A log-probability can only fall, and the longest possible completion has the largest divisor.
+        bound_B = over_length(beams.logprob_BW[:, 0], limit_B + 1, alpha)
+        return ((beams.count < limit_B) & (bound_B > beams.score_BW[:, -1])).any()
+
+    def step(beams: Beams) -> Beams:
+        """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
+        x_R1D, cache = apply_decode(model, params, beams.last_R[:, None], beams.cache, beams.position_R[:, None])
+        logits = apply_unembed(model, params, x_R1D)
+        logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
+        logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
+        tokens = beams.count + 1  # including the new one
+
+        # A stop counts only among the W most probable continuations: with one beam, that is greedy decoding.
+        least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
+        stopping_BW = jnp.where(is_stop_V, logprob_BWV, NEVER).max(axis=-1)
+        stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
+        beams = beams.finish(beams.count, jnp.where(stops_BW, over_length(stopping_BW, tokens, alpha), NEVER))
+
+        going_BR = jnp.where(is_stop_V, NEVER, logprob_BWV).reshape(B, W * V)
+        logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
+        rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
+        # The encoder's keys and values are the same for all beams of a prompt: only `cache.layers` is reordered.
+        layers = jax.tree.map(lambda x: x[rows_R], cache.layers)
+        token_R = (at_BW % V).reshape(-1)
+        # At its limit a completion is taken as it is.
+        is_cut_B1 = (tokens >= limit_B)[:, None]
+        beams = beams.replace(
+            tokens_RX=jax.lax.dynamic_update_slice_in_dim(
+                beams.tokens_RX[rows_R], token_R[:, None], beams.count, axis=1
+            ),
+            last_R=token_R,
+            position_R=beams.position_R + 1,
+            count=tokens,
+            cache=cache.replace(layers=layers),
+            logprob_BW=jnp.where(is_cut_B1, NEVER, logprob_BW),
+        )
+        is_real_BW = is_cut_B1 & (logprob_BW > NEVER / 2)
+        return beams.finish(tokens, jnp.where(is_real_BW, over_length(logprob_BW, tokens, alpha), NEVER))
+
+    beams = jax.lax.while_loop(is_unfinished, step, state)
+    return beams.finished_BWX, beams.length_BW, beams.score_BW
+
+
+def over_length(logprob: jax.Array, tokens: jax.Array, alpha: jax.Array) -> jax.Array:
+    """Return the score of a completion: its log-probability over the length penalty."""
+    return logprob / ((5.0 + tokens) / 6.0) ** alpha
+
+
+def speculate(
+    model: GPT,
+    params: dict,
+    draft: GPT,
+    draft_params: dict,
+    prompt: Sequence[int],
+    decoding: Decoding,
+    *,
+    key: jax.Array,
+    every: int | None = 8,
+    num_draft_tokens: int = 4,
+) -> Iterator[list[int]]:
+    """Yield the completion of one prompt as lists of new ids.
+
+    One prompt, since the rows of a batch would accept different numbers of tokens. The completion depends on the prompt
+    and the key only; unless greedy, it is not the one that `generate` draws with this key.
+
+    Args:
+        model: a GPT.
+        params: its parameters.
+        draft: a GPT with the same tokenizer.
+        draft_params: its parameters.
+        prompt: a list of ids.
+        decoding: see `generate`.
+        key: see `generate`.
+        every: tokens between two items, or a few more; the first has at least one. None means one item, at the end.
+        num_draft_tokens: tokens that the draft proposes for each pass of the model, at most half of either block_size.
+
+    Raises:
+        UserError: as `generate`; also if the draft has a smaller vocabulary, or num_draft_tokens is out of range.
+    """
+    every = decoding.max_new_tokens if every is None else check_count("every", every)
+    vocab_size = known_ids(model, decoding.vocab_size)
+    if known_ids(draft, decoding.vocab_size) < vocab_size:
+        raise UserError(
+            f"the draft knows {draft.config.vocab_size} tokens, the model writes {vocab_size}: both need one tokenizer"
+        )
+    most = min(model.config.block_size, draft.config.block_size) // 2
+    G = check_whole("num_draft_tokens", num_draft_tokens)
+    if not 1 <= G <= most:
+        raise UserError(f"num_draft_tokens={G}: needs 1 to {most}, half of the shorter block_size")
+    (ids,) = truncate_prompts(model, [prompt])
+    (key,) = prompt_keys(key, [ids])
+    new = decoding.max_new_tokens + G + 1  # a round may draw more than is left
+    t = init_sequence(model, params, ids, new, decoding, G)
+    d = init_sequence(draft, draft_params, ids[-draft.config.block_size :], new, decoding, G)
+    sampling, stops = SamplingRows.stack([decoding.sampling]), pad_stop_tokens(decoding.stop_tokens)
+    limit, shown = 1, 0
+    while True:
+        t, d = _advance(model, draft, params, draft_params, t, d, key, sampling, stops, np.int32(limit), vocab_size, G)
+        count = min(int(t.count), decoding.max_new_tokens)
+        yield np.asarray(t.tokens_X)[len(ids) + shown : len(ids) + count].tolist()
+        shown = count
+        if shown == decoding.max_new_tokens or bool(t.stopped):
+            return
+        limit = min(shown + every, decoding.max_new_tokens)
+
+
+class SequenceState(flax.struct.PyTreeNode):
+    """One prompt and its completion, as one of the two models sees them."""
+
+    tokens_X: jax.Array  # int32, with room for the completion
+    length: jax.Array  # int32: tokens so far
+    start: jax.Array  # int32: index of the token at position 0
+    unread: jax.Array  # int32: index of the first token that is not in the cache
+    count: jax.Array  # int32: tokens generated before the stop token
+    stopped: jax.Array  # bool
+    seen_1V: jax.Array  # bool: tokens of prompt and completion, for the repetition penalty
+    cache: KVCache
+
+
+def init_sequence(
+    model: GPT, params: dict, prompt: Sequence[int], new: int, decoding: Decoding, G: int
+) -> SequenceState:
+    """Return the state before the prompt is read. new: most tokens to generate. G: tokens drafted in each round."""
+    C = chunk_size(model)
+    room = next_bucket(decoding.bucket, len(prompt) + new)
+    tokens_X = np.zeros(room + C, np.int32)  # slices of a chunk may begin at the last token
+    tokens_X[: len(prompt)] = prompt
+    seen_1V = np.zeros((1, known_ids(model, decoding.vocab_size)), bool)
+    seen_1V[0, [token for token in prompt if token < seen_1V.shape[1]]] = True
+    # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
+    columns = cache_columns(model, room) + cache_columns(model, G + 1)
+    return SequenceState(
+        tokens_X=jnp.asarray(tokens_X),
+        length=jnp.int32(len(prompt)),
+        start=jnp.int32(0),
+        unread=jnp.int32(0),
+        count=jnp.int32(0),
+        stopped=jnp.asarray(False),
+        seen_1V=jnp.asarray(seen_1V),
+        cache=allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
+    )
+
+
+class _Model(NamedTuple):
+    """One of the two models."""
+
+    model: GPT
+    params: dict
+    vocab_size: int
+
+    def catch_up(self, state: SequenceState, ahead: int) -> SequenceState:
+        """Read all tokens but the last, which is read with the next ones.
+
+        If the last token, or the one `ahead` of it, is past the end of the position table, read a full window anew from
+        its last half.
+        """
+        block_size = self.model.config.block_size
+        if not has_unbounded_positions(self.model):
+            is_full = (state.length - 1 + ahead - state.start >= block_size) & ~state.stopped
+            half = state.length - max(block_size // 2, 1)
+            start, unread = jnp.where(is_full, half, state.start), jnp.where(is_full, half, state.unread)
+            state = state.replace(start=start, unread=unread)
+        C = chunk_size(self.model)
+        state = jax.lax.while_loop(lambda s: s.unread < s.length - 1, lambda s: self.read(s, C)[0], state)
+        return state.replace(unread=state.length - 1)
+
+    def read(self, state: SequenceState, T: int) -> tuple[SequenceState, jax.Array]:
+        """Read T tokens. Return the state and their hidden states x_1TD."""
+        tokens_1T = jax.lax.dynamic_slice(state.tokens_X, (state.unread,), (T,))[None]
+        x_1TD, cache = read(self.model, self.params, state.cache, tokens_1T, state.unread - state.start)
+        return state.replace(cache=cache, unread=state.unread + T), x_1TD
+
+    def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:
+        logits_1TV: Any = self.model.apply({"params": self.params}, x_1TD, method="unembed")
+        return sampling.probabilities(logits_1TV[0, :, : self.vocab_size], seen_TV)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 10, 11), donate_argnums=(4, 5))
+def _advance(model, draft, params, draft_params, t, d, key, sampling, stops, limit, vocab_size, G):
+    """Generate at least up to `limit` tokens of t, the model's state, unless it stops.
+
+    d is the draft's state: the same tokens, or the last of them.
+    """
+    target = _Model(*unstack_layers(model, params), vocab_size)
+    drafter = _Model(*unstack_layers(draft, draft_params), vocab_size)
+    prompt_length, each = t.length - t.count, jnp.arange(G)
+    is_bounded = not has_unbounded_positions(model)
+
+    def run_round(states: tuple[SequenceState, SequenceState]) -> tuple[SequenceState, SequenceState]:
+        t, d = target.catch_up(states[0], 0), drafter.catch_up(states[1], G - 1)
+        round_key, length = jax.random.fold_in(key, t.count), d.length
+
+        # Draw G tokens from the draft. It may not have read the token before the last, so it first reads two.
+        d, x_1TD = drafter.read(d.replace(unread=length - 2), 2)
+        q, tokens, seen = [], [], [t.seen_1V]
+        for i in range(G):
+            if i:
+                d, x_1TD = drafter.read(d, 1)
+            q.append(drafter.probabilities(x_1TD[:, -1:], sampling, seen[-1]))
+            (token,) = draw(q[-1], jax.random.fold_in(round_key, i)[None])
+            d = d.replace(tokens_X=jax.lax.dynamic_update_slice(d.tokens_X, token[None], (length + i,)))
+            tokens.append(token)
+            seen.append(seen[-1].at[0, token].set(True))
+        q_GV, tokens_G = jnp.concatenate(q), jnp.stack(tokens)
+
+        # Read the last token and the G proposed. Token i should have been drawn from p_RV[i].
+        t = t.replace(tokens_X=jax.lax.dynamic_update_slice(t.tokens_X, tokens_G, (t.length,)))
+        t, x_1TD = target.read(t, G + 1)
+        p_RV = target.probabilities(x_1TD, sampling, jnp.concatenate(seen))
+        # If all before it are kept, token i is kept with probability min(1, p/q): u q < p, since q may be tiny.
+        kept_key, last_key = jax.random.split(jax.random.fold_in(round_key, G))
+        u_G = jax.random.uniform(kept_key, (G,))
+        kept_G = u_G * q_GV[each, tokens_G] < p_RV[each, tokens_G]
+        room = model.config.block_size - (t.length - t.start)  # positions after which nothing can be checked
+        if is_bounded:
+            kept_G &= each < room
+        n = jnp.argmin(jnp.concatenate([kept_G, jnp.zeros(1, bool)]))  # up to the first that is rejected
+        # After a rejection, draw from the positive part of p - q, which corrects the distribution. At the end of the
+        # position table nothing was rejected: as after G kept tokens, the next one is drawn from p.
+        is_rejected = n < G
+        if is_bounded:
+            is_rejected &= n < room
+        rest_V = jnp.maximum(p_RV[n] - jnp.where(is_rejected, q_GV[jnp.minimum(n, G - 1)], 0.0), 0.0)
+        # If p and q are equal up to rounding, nothing may be left: then draw from p.
+        last = draw(jnp.where(rest_V.sum() > 0, rest_V, p_RV[n])[None], last_key[None])[0]
+
+        # n tokens are kept, and the last follows them.
+        order_R = jnp.arange(G + 1)
+        new_R = jnp.where(order_R < n, jnp.append(tokens_G, 0), last)
+        is_end_R = jnp.isin(new_R, stops) & (order_R <= n)
+        return _accept(t, t.length, new_R, n, is_end_R), _accept(d, length, new_R, n, is_end_R)
+
+    def is_unfinished(states: tuple[SequenceState, SequenceState]) -> jax.Array:
+        return (states[0].length - prompt_length < limit) & ~states[0].stopped
+
+    return jax.lax.while_loop(is_unfinished, run_round, (t, d))
+
+
+def _accept(state: SequenceState, length: jax.Array, new_R: jax.Array, n: jax.Array, is_end_R: jax.Array):
+    """Write n + 1 of the new tokens after the first `length`."""
+    stopped = is_end_R.any()
+    V = state.seen_1V.shape[1]  # out of range: dropped
+    kept_R = jnp.where(jnp.arange(len(new_R)) <= n, new_R, V)
+    return state.replace(
+        tokens_X=jax.lax.dynamic_update_slice(state.tokens_X, new_R, (length,)),
+        length=length + n + 1,
+        unread=length + n,
+        count=state.count + jnp.where(stopped, jnp.argmax(is_end_R), n + 1),
+        stopped=state.stopped | stopped,
+        seen_1V=state.seen_1V.at[0, kept_R].set(True, mode="drop"),
+    )
