@@ -93,7 +93,7 @@ def fused_next_token_loss(
     from jaxgpt.layers.kernels.cross_entropy import fused_nats  # Pallas: only TPUs need it, and every start would pay
 
     mask_BT = jnp.ones(targets_BT.shape, bool) if mask_BT is None else mask_BT
-    head_VD = head["wte"]["embedding"] if "wte" in head else head["lm_head"].T
+    head_VD = head["wte"]["embedding"] if "wte" in head else head["lm_head"]["kernel"].T
     targets_U = jnp.where(mask_BT, targets_BT, 0).reshape(-1)
     x_UD = x_BTD.reshape(-1, x_BTD.shape[-1])
     nats_U = fused_nats(x_UD, head_VD, targets_U, smoothing=smoothing, softcap=softcap, interpret=interpret)

@@ -53,7 +53,7 @@ def weights(
     rules = [
         WeightRule(("wte/embedding",), "token_embd.weight"),
         WeightRule(("wpe/embedding",), "position_embd.weight"),
-        WeightRule(("lm_head",), OUTPUT, "transposed"),
+        WeightRule(("lm_head/kernel",), OUTPUT, "transposed"),
         *norm("ln_f", "output_norm"),
     ]
     if fused:

@@ -16,7 +16,6 @@ from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import ConfigRule, Json, alias, always, never, optional, required
 from jaxgpt.hf.rotations import SCALINGS
-from jaxgpt.layers.block import make_rope
 
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
 LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
@@ -150,7 +149,7 @@ def _write_llama3(config: GPTConfig) -> Json:
 
 def _llama3_factors(config: GPTConfig) -> np.ndarray:
     """Return what llama.cpp divides the angle of each pair by, float32."""
-    rope = make_rope(config, None)
+    rope = config.make_rope(None)
     assert rope is not None
     return np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
 

@@ -67,7 +67,7 @@ GPT2 = Family(
     weight_rules=(
         WeightRule(("wte/embedding",), "transformer.wte.weight"),
         WeightRule(("wpe/embedding",), "transformer.wpe.weight"),
-        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
+        WeightRule(("lm_head/kernel",), "lm_head.weight", "transposed"),
         *norm("ln_f", "transformer.ln_f"),
         *norm("h_{}/ln_1", "transformer.h.{}.ln_1"),
         *norm("h_{}/ln_2", "transformer.h.{}.ln_2"),
@@ -218,7 +218,7 @@ GPT_NEOX = Family(
     ),
     weight_rules=(
         WeightRule(("wte/embedding",), "gpt_neox.embed_in.weight"),
-        WeightRule(("lm_head",), "embed_out.weight", "transposed"),
+        WeightRule(("lm_head/kernel",), "embed_out.weight", "transposed"),
         *norm("ln_f", "gpt_neox.final_layer_norm"),
         *norm("h_{}/ln_1", "gpt_neox.layers.{}.input_layernorm"),
         *norm("h_{}/ln_2", "gpt_neox.layers.{}.post_attention_layernorm"),

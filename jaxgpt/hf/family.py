@@ -202,7 +202,7 @@ def llama_like(
     layer = "model.layers.{}"
     rules = [
         WeightRule(("wte/embedding",), "model.embed_tokens.weight"),
-        WeightRule(("lm_head",), "lm_head.weight", "transposed"),
+        WeightRule(("lm_head/kernel",), "lm_head.weight", "transposed"),
         *norm("ln_f", "model.norm"),
     ]
     for ours, name in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "c_proj": "o_proj"}.items():

@@ -47,7 +47,7 @@ def check(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None
     }
     extra = {name for name in tensors.keys() - wanted.keys() if not name.endswith(family.buffers)}
     if config.tie_embeddings:  # many files store the output matrix anyway, a copy of the embedding
-        extra -= {rule.theirs for rule in family.weight_rules if rule.ours == ("lm_head",)}
+        extra -= {rule.theirs for rule in family.weight_rules if rule.ours == ("lm_head/kernel",)}
     there = [(name, tensors[name], shape) for name, shape in wanted.items() if name in tensors]
     misshapen = [f"{n} is {list(x.shape)}, the configuration implies {list(s)}" for n, x, s in there if x.shape != s]
     misshapen += [f"{n} holds {x.kind}, needs one of {', '.join(DTYPES)}" for n, x, _ in there if x.kind not in DTYPES]
@@ -103,7 +103,7 @@ def read_params(
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -> None:
     """Raise `UserError` if tied matrices differ: transformers 5 uses both, other programs one of them."""
     names = {rule.ours: rule.theirs for rule in family.weight_rules}
-    embedding, head = names["wte/embedding",], names["lm_head",]
+    embedding, head = names["wte/embedding",], names["lm_head/kernel",]
     if not config.tie_embeddings or head not in tensors:
         return
     if tensors[head].shape == tensors[embedding].shape and tensors[head].kind in DTYPES:

@@ -81,9 +81,10 @@ def _attribute(
         return x_XD - x_XD.mean(axis=-1, keepdims=True) if c.norm == "layernorm" else x_XD
 
     layers = [f"h_{layer}" for layer in range(c.n_layer)]
+    blocks: Any = [c.make_block(layer, model.compute) for layer in range(c.n_layer)]
     written: Any = [
         block.apply({"params": params[name]}, read[f"{name}/heads"], method=write)
-        for name, block in zip(layers, model.make_layers(), strict=True)
+        for name, block in zip(layers, blocks, strict=True)
     ]
     heads_XD, biases_LD = jnp.concatenate([each[0] for each in written]), jnp.stack([each[1] for each in written])
     mlps_LD = jnp.concatenate([read[f"{name}/mlp"][0] for name in layers])

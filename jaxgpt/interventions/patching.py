@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.edits import EMBEDDING, PLACES, replace
 from jaxgpt.interventions.forward import run, run_each
 from jaxgpt.interventions.model import EditedGPT, unroll
+from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
+from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT
 from jaxgpt.train import Params
 
@@ -97,7 +100,7 @@ def _patch_layer(
     model: EditedGPT, params: Params, read: dict[str, jax.Array], layer: int, place: str, metric: Metric
 ) -> jax.Array:
     """Return the metric of the patches in one layer: [T N] or [T]."""
-    blocks = model.make_layers()
+    blocks: Any = [model.config.make_block(i, model.compute) for i in range(model.config.n_layer)]
     names = [f"h_{i}" for i in range(len(blocks))]
     entered_BTD = read[f"h_{layer - 1}/stream" if layer else EMBEDDING]
     here = [read[f"h_{layer}/{name}"] for name in ("middle", place)]
@@ -108,12 +111,9 @@ def _patch_layer(
     for rows in batches:
         x_1UD = _start(rows, patched_NTD, read[f"h_{layer}/stream"])
         for i in range(layer + 1, len(blocks)):
-            kept = rows.last_R if i == len(blocks) - 1 else np.arange(len(rows.row_U))
             past = (read[f"h_{i}/keys"], read[f"h_{i}/values"])
-            x_1UD = _continue(blocks[i], params[names[i]], x_1UD, *past, rows, kept)
-        if layer == len(blocks) - 1:
-            x_1UD = x_1UD[:, rows.last_R]
-        found.append(_measure(model, rest, x_1UD, metric))
+            x_1UD = _continue(blocks[i], params[names[i]], x_1UD, *past, rows)
+        found.append(_measure(model, rest, x_1UD[:, rows.last_R], metric))
     values, at = jnp.concatenate(found), np.concatenate([rows.patched_R * N + rows.head_R for rows in batches])
     return jnp.zeros((T * N, *values.shape[1:]), values.dtype).at[at].set(values)
 
@@ -150,22 +150,26 @@ def _finish_block(
     block: Block, place: str, params: Params, entered_BTD: jax.Array, middle_BTD: jax.Array, here_BT: jax.Array
 ) -> Any:
     """Return the stream after a block at each patched position, x_NTD, by head; N is 1 for a place without heads."""
-    entered_1TD, middle_1TD, into_1T, x = entered_BTD[:1], middle_BTD[:1], here_BT[:1], here_BT[1:]
+    into_1T, x = here_BT[:1], here_BT[1:]
+    if place == "stream":
+        return x
+    if place == "heads":
+        x = jnp.where(jnp.eye(x.shape[2], dtype=bool)[:, None, :, None], x, into_1T)
+    replaced = {"heads": (Attention, "attend"), "attention": (Attention, "__call__"), "mlp": (MLP, "__call__")}
+    middle = x if place == "middle" else middle_BTD[:1]
 
-    def finish(block: Block) -> jax.Array:
-        if place == "stream":
+    def intercept(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+        kind, method = type(context.module), context.method_name
+        if place in replaced and isinstance(context.module, replaced[place][0]) and method == replaced[place][1]:
             return x
-        if place == "mlp":
-            return block.add_output(middle_1TD, x, "ln_2")
-        if place == "middle":
-            return block.feed_forward(entered_1TD, x)
-        out_NTD = x
-        if place == "heads":
-            eye_N1N1 = jnp.eye(x.shape[2], dtype=bool)[:, None, :, None]
-            out_NTD = block.attn.merge_heads(jnp.where(eye_N1N1, x, into_1T))
-        return block.feed_forward(entered_1TD, block.add_output(entered_1TD, out_NTD, "ln_1"))
+        if place in ("middle", "mlp") and (kind, method) == (Attention, "__call__"):
+            return jnp.zeros_like(args[0])  # `middle` is what it led to
+        if place in ("middle", "mlp") and (kind, method) == (Block, "middle"):
+            return middle
+        return call(*args, **kwargs)
 
-    return block.apply({"params": params}, method=finish)
+    with nn.intercept_methods(intercept):
+        return block.apply({"params": params}, entered_BTD[:1])
 
 
 @jax.jit
@@ -184,26 +188,23 @@ def _continue(
     keys_BTKH: jax.Array,
     values_BTKH: jax.Array,
     rows: Rows,
-    kept: np.ndarray,
 ) -> Any:
-    """Return the stream after a later block, of the tokens `kept` among the U. Keys and values: of the unpatched text."""
+    """Return the stream after a later block. Keys and values: of the unpatched text."""
 
     def spread(new_1UNH: jax.Array, old_TNH: jax.Array) -> jax.Array:
         shape = (len(rows.patched_R), *old_TNH.shape)
         return jnp.broadcast_to(old_TNH, shape).at[rows.row_U, rows.position_U].set(new_1UNH[0])
 
-    def run_block(block: Block) -> jax.Array:
-        attn, positions_1U = block.attn, jnp.asarray(rows.position_U)[None]
-        q_1UNH, k_1UKH, v_1UKH = attn.project(block.norm_input(x_1UD, "ln_1"), positions_1U)
+    def intercept(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+        if not isinstance(context.module, Attention) or context.method_name != "attend":
+            return call(*args, **kwargs)
+        q_1UNH, k_1UKH, v_1UKH = args
         q_RTNH = spread(q_1UNH, jnp.zeros((keys_BTKH.shape[1], *q_1UNH.shape[2:]), q_1UNH.dtype))
-        k_RTKH, v_RTKH = spread(k_1UKH, keys_BTKH[0]), spread(v_1UKH, values_BTKH[0])
-        scores = {"scale": attn.scale, "window": attn.window, "softcap": attn.softcap}
-        out_RTNH = attn.attention_fn(q_RTNH, k_RTKH, v_RTKH, **scores)
-        out_1UD = attn.merge_heads(out_RTNH[rows.row_U[kept], rows.position_U[kept]][None])
-        entered_1UD = x_1UD[:, kept]
-        return block.feed_forward(entered_1UD, block.add_output(entered_1UD, out_1UD, "ln_1"))
+        out_RTNH = call(q_RTNH, spread(k_1UKH, keys_BTKH[0]), spread(v_1UKH, values_BTKH[0]))
+        return out_RTNH[rows.row_U, rows.position_U][None]
 
-    return block.apply({"params": params}, method=run_block)
+    with nn.intercept_methods(intercept):
+        return block.apply({"params": params}, x_1UD, jnp.asarray(rows.position_U)[None])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -22,7 +22,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
-from jaxgpt.lora import thaw
+from jaxgpt.lora import thaw, with_adapters
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -119,7 +119,7 @@ def _watch_modules(model: GPT) -> tuple[Any, list[str]]:
             return out
 
         with nn.intercept_methods(watch):
-            nats, count = batch_loss(params, micro, key, model=model)
+            nats, count = with_adapters(batch_loss)(params, micro, key, model=model)
         return nats, (count, jnp.stack(flags))
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), names

@@ -16,7 +16,7 @@ from flax import struct
 
 from jaxgpt.cluster import multihost
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.runs import manifest
+from jaxgpt.runs import manifest, tree_names
 from jaxgpt.runs.checkpoint_index import CheckpointIndex, finite_or_none
 from jaxgpt.skip import SkipState
 from jaxgpt.train import Params, TrainState
@@ -151,17 +151,19 @@ class Checkpoints(CheckpointIndex):
         """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
         saved = self.arrays(step)[PARAMS]
 
-        def as_saved(path: Any, x: Any) -> Any:
+        def with_saved_type(path: Any, x: Any) -> Any:
             kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
             return jax.ShapeDtypeStruct(x.shape, kind if kind in DTYPES else x.dtype, sharding=x.sharding)
 
-        return self._restore(step, **{PARAMS: jax.tree.map_with_path(as_saved, like)})[PARAMS]
+        like = jax.tree.map_with_path(with_saved_type, tree_names.as_saved(like, saved))
+        return self._restore(step, **{PARAMS: like})[PARAMS]
 
     def _restore(self, step: int, **like: Any) -> Any:
         import orbax.checkpoint as ocp
 
         directory = self._directory / str(step)
         saved = self.arrays(step)
+        like = {name: tree_names.as_saved(tree, saved[name]) for name, tree in like.items()}
         for name, tree in like.items():  # before anything is allocated
             wanted = _describe(tree)
             for path in sorted(saved[name].keys() ^ wanted.keys()):
@@ -179,7 +181,8 @@ class Checkpoints(CheckpointIndex):
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
         with ocp.Checkpointer(_handler(abstract)) as reader:
             try:
-                return reader.restore(directory / "state", args=args)
+                restored: Any = reader.restore(directory / "state", args=args)
+                return {name: tree_names.as_now(restored[name], saved[name]) for name in like}
             except Exception:
                 if directory.exists():
                     raise

@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.decoding import Decoding, next_bucket, pad_stop_tokens
 from jaxgpt.sample.prefill import allocate_cache, cache_columns, encode_source, read_prompt
 from jaxgpt.sample.prompts import check_sources, truncate_prompts
-from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.sample.state import apply_decode, apply_unembed, insert_cache
+from jaxgpt.sample.quantize import apply_model, unstack_layers
+from jaxgpt.sample.state import insert_cache
 
 NEVER = -1e30  # score of an impossible completion; the sum of two is still finite
 
@@ -156,8 +156,8 @@ def _search(model, params, state: BeamState, stops, limit_B, alpha, W: int, V: i
 
     def step(beams: Beams) -> Beams:
         state = beams.state
-        x_R1D, cache = apply_decode(model, params, state.last_R[:, None], state.cache, state.position_R[:, None])
-        logits = apply_unembed(model, params, x_R1D)
+        x_R1D, cache = state.cache.decode(model, params, state.last_R[:, None], state.position_R[:, None])
+        logits = apply_model(model, params, x_R1D, method="unembed")
         logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
         return _extend(beams.replace(state=state.replace(cache=cache)), logprob_BWV, stops, limit_B, alpha)
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.prompts import pad_source
+from jaxgpt.sample.quantize import apply_model
 from jaxgpt.sample.state import prefill
 
 CHUNK = 64  # tokens of a prompt that are read at a time: on two CPU cores 256 are no faster for each token
@@ -43,7 +44,7 @@ def _round_up(value: int, factor: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
 def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None) -> KVCache:
-    """Return an empty cache for `model.decode`. dtype: None means the model's.
+    """Return an empty cache. dtype: None means the model's.
 
     like: any parameter, so that the cache is committed to a device if it is.
     """
@@ -144,4 +145,4 @@ def encode_source(model: GPT, params: dict, cache: KVCache, source: Sequence[int
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
-    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
+    return apply_model(model, params, cache, source_BS, segments_BS, method="init_cross_cache")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.decoding import Decoding, next_bucket, pad_stop_tokens
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.prefill import allocate_cache, cache_columns, chunk_size
 from jaxgpt.sample.prompts import prompt_keys, truncate_prompts
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import apply_model, unstack_layers
 from jaxgpt.sample.state import has_unbounded_positions, read
 
 
@@ -159,7 +159,7 @@ class _Model(NamedTuple):
         return state.replace(cache=cache, unread=state.unread + T), x_1TD
 
     def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:
-        logits_1TV: Any = self.model.apply({"params": self.params}, x_1TD, method="unembed")
+        logits_1TV = apply_model(self.model, self.params, x_1TD, method="unembed")
         return sampling.probabilities(logits_1TV[0, :, : self.vocab_size], seen_TV)
 
 

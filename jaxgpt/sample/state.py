@@ -12,10 +12,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.filters import Sampling, SamplingRows
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import apply_model, unstack_layers
 
 MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens; never drawn
@@ -86,17 +86,7 @@ def prefill(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, star
 def read(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> tuple[Any, KVCache]:
     """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on."""
     model, params = unstack_layers(model, params)
-    return apply_decode(model, params, tokens_1T, cache, start + jnp.arange(tokens_1T.shape[1])[None])
-
-
-def apply_decode(model: GPT, params: dict, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> Any:
-    """Return (hidden states x_BTD, updated cache): `GPT.decode`."""
-    return model.apply({"params": params}, tokens_BT, cache, positions_BT, method="decode")
-
-
-def apply_unembed(model: GPT, params: dict, x_BTD: jax.Array) -> Any:
-    """Return logits_BTV: `GPT.unembed`."""
-    return model.apply({"params": params}, x_BTD, method="unembed")
+    return cache.decode(model, params, tokens_1T, start + jnp.arange(tokens_1T.shape[1])[None])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -146,8 +136,8 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         rows, active_B = state.rows, is_active(state.rows)
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
-        x_B1D, cache = apply_decode(model, params, rows.token_B[:, None], state.cache, positions_B[:, None])
-        logits_BV = apply_unembed(model, params, x_B1D)[:, 0, :V]
+        x_B1D, cache = state.cache.decode(model, params, rows.token_B[:, None], positions_B[:, None])
+        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         rows, token_B, stopped_B = _draw(rows, logits_BV, active_B)
         kept_B = active_B & ~stopped_B
         top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.layers.saved import save_in_remat
+from jaxgpt.layers.remat import save_in_remat
 
 # Causal attention by some kernel:
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH
@@ -89,6 +89,36 @@ def plain_attention(
         blocks.append(_attend_block(q_MGtH, k_MSH[:, read], v_MSH[:, read], visible_BTS[:, start:end, read], **scores))
     out_MGTH = jnp.concatenate(blocks, axis=2)
     return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
+
+
+def attention_weights(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+    causal: bool = True,
+    key_segments_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Return the weights of `plain_attention`, weights_BTNS in float32."""
+    B, S, K, _ = k_BSKH.shape
+    return plain_attention(
+        q_BTNH,
+        k_BSKH,
+        jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S)),  # values of which attention returns its weights
+        segments_BT=segments_BT,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        dropout=dropout,
+        key=key,
+        causal=causal,
+        key_segments_BS=key_segments_BS,
+    )
 
 
 def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:

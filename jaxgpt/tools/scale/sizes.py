@@ -11,7 +11,6 @@ import jax
 
 from jaxgpt.cluster.multihost import initialize
 from jaxgpt.config import Experiment
-from jaxgpt.encdec import build_model
 from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
 from jaxgpt.session import check_session
 
@@ -74,7 +73,7 @@ def make_size(experiment: Experiment, n_head: int, vocab_size: int) -> Size:
         mlp_dim=scaled(model.mlp_dim),
         mup_base_width=model.mup_base_width or model.n_embd,
     )
-    module = build_model(wider)
+    module = wider.make_model()
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
     parameters = count_parameters(shapes["params"])
     return Size(

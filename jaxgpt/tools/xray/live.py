@@ -13,12 +13,10 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.interventions.model import EDITS
-from jaxgpt.layers.block import make_rope
-from jaxgpt.layers.linear import DECODE_MATRIX
+from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
-from jaxgpt.layers.quantize import to_int8
 from jaxgpt.run import Run
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
 from jaxgpt.tools.xray.page import TokenArrays, describe_run, map_embedding, spell
 from jaxgpt.tools.xray.tokenizer import describe_tokenizer
@@ -120,7 +118,7 @@ def restore(held: Params) -> Params:
 
 def _describe_model(config: GPTConfig, V: int) -> dict[str, Any]:
     windows = [config.window(layer) for layer in range(config.n_layer)]
-    ropes = [make_rope(config.explicit(), window) for window in windows]
+    ropes = [config.make_rope(window) for window in windows]
     fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
     return {
         "config": dataclasses.asdict(config.explicit()),
