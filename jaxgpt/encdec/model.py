@@ -71,10 +71,6 @@ class EncoderDecoderConfig(GPTConfig):
             dtype=compute.dtype,
         )
 
-    def encoder(self) -> EncoderConfig:
-        """Return the architecture of the encoder."""
-        return EncoderConfig(**dataclasses.asdict(self))
-
 
 class CrossAttention(Attention):
     """x_BTD, states_BSD -> x_BTD: tokens attend to all encoder states of their document, without rope."""
@@ -109,7 +105,7 @@ class CrossAttention(Attention):
     ) -> jax.Array:
         """Return the weighted values, out_BTNH. If the weights are requested, sow them."""
         documents = {"segments_BT": segments_BT, "key_segments_BS": source_segments_BS}
-        scores = {"scale": self.scale, "softcap": self.softcap, "causal": False} | documents
+        scores: Any = {"scale": self.scale, "softcap": self.softcap, "causal": False} | documents
         key = self.make_rng("dropout") if train and self.dropout else None
         out_BTNH = plain_attention(q_BTNH, k_BSKH, v_BSKH, dropout=self.dropout, key=key, **scores)
         if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
@@ -120,11 +116,9 @@ class CrossAttention(Attention):
 class CrossBlock(Block):
     """A block with cross-attention between attention and MLP."""
 
-    config: EncoderDecoderConfig
-
     def setup(self) -> None:
         """Create the three branches and their norms."""
-        c = self.config
+        c: Any = self.config
         self.cross, self.ln_cross = c.make_cross_attention(self.compute), c.make_norm()
         if c.norm_position == "sandwich":
             self.ln_cross_out = c.make_norm()
@@ -221,11 +215,9 @@ class EncoderDecoder(GPT):
     `segments_BT`. None means one document per row and no padding.
     """
 
-    config: EncoderDecoderConfig
-
     def setup(self) -> None:
         """Create the encoder and the decoder."""
-        c = self.config.encoder()
+        c = EncoderConfig(**dataclasses.asdict(self.config))
         self.encoder = [c.make_block(layer, self.compute) for layer in range(c.n_encoder_layer)]
         if c.norm_position != "post":
             self.encoder_ln_f = c.make_norm()
