@@ -26,15 +26,15 @@ ROWS = [
     ["gguf"],
     ["hf"],
     ["interventions"],
+    ["encdec"],
     ["sample"],
     ["data"],
     ["cluster"],
     ["loop"],
     ["in_flight"],
     ["callbacks"],
-    ["encdec"],
     ["train"],
-    ["head_loss"],
+    ["head_loss", "plain_generate"],
     ["model", "loss", "optim", "skip", "lora"],
     ["layers"],
     ["batch"],
@@ -45,14 +45,12 @@ ROWS = [
 
 # Inside layers, the same again.
 LAYER_ROWS = [
-    ["stack"],
     ["block"],
-    ["attention", "mlp"],
-    ["cache", "kernels"],
+    ["attention", "mlp", "hooks"],
+    ["kernels"],
     ["kernels.plain"],
-    ["hooks"],
-    ["norm", "position", "linear", "quantize"],
-    ["saved"],
+    ["norm", "position", "linear"],
+    ["remat"],
 ]
 
 # The only modules that may import a package.
@@ -89,6 +87,12 @@ def modules():
 
 
 NAMES = {f"jaxgpt.{name}" for name, _ in modules()}
+BUILT = ("jaxgpt.layers", "jaxgpt.model", "jaxgpt.encdec")  # what a configuration builds, when it is told to
+
+
+def drawn(name, tree):
+    """The imports that the diagram has: all but those of what config.model builds."""
+    return (target for target in imports(tree) if name != "config.model" or not target.startswith(BUILT))
 
 
 def imports(tree):
@@ -120,7 +124,7 @@ def test_every_module_has_a_row():
 def test_imports_point_down():
     upward = []
     for name, tree in modules():
-        for target in imports(tree):
+        for target in drawn(name, tree):
             if target.split(".")[0] != "jaxgpt":
                 continue
             target = "__init__" if target == "jaxgpt" else target.removeprefix("jaxgpt.")
@@ -150,7 +154,7 @@ def test_no_tool_imports_another():
 
 def test_no_imports_go_round_in_a_circle():
     """Inside a package too: its modules have an order, though no table here says which."""
-    graph = {f"jaxgpt.{name}": NAMES & set(imports(tree)) for name, tree in modules()}
+    graph = {f"jaxgpt.{name}": NAMES & set(drawn(name, tree)) for name, tree in modules()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -194,18 +198,23 @@ def test_only_the_command_line_prints():
     }  # and runs.log, through rich
 
 
-# What is read in an evening. Left for a second one: skip, lora; config's lora, parallel, validate, serialize and presets;
-# the layers' stack, cache, quantize and other kernels.
+# What is read in an evening. Left for a second one: skip, lora; config's validate, serialize and presets; the layers'
+# other kernels.
 CORE = [
     *(
         f"{name}.py"
-        for name in ("batch", "callbacks", "errors", "in_flight", "loop", "loss", "model", "optim", "train")
+        for name in (
+            *("batch", "callbacks", "errors", "in_flight", "loop", "loss", "model", "optim", "plain_generate", "train"),
+        )
     ),
     *(f"config/{name}.py" for name in ("__init__", "model", "experiment")),
-    *(f"layers/{name}.py" for name in ("__init__", "norm", "position", "linear", "mlp", "attention", "block", "hooks")),
+    *(
+        f"layers/{name}.py"
+        for name in ("__init__", "norm", "position", "linear", "mlp", "attention", "block", "hooks", "remat")
+    ),
     "layers/kernels/plain.py",
 ]
-CORE_LINES = 1_970
+CORE_LINES = 2_150
 
 
 def test_the_core_is_read_in_an_evening():

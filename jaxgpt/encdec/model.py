@@ -17,7 +17,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import WEIGHTS, Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.hooks import Compute
-from jaxgpt.layers.kernels.plain import attention_weights, plain_attention
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.layers.remat import remat
@@ -109,7 +109,9 @@ class CrossAttention(Attention):
         key = self.make_rng("dropout") if train and self.dropout else None
         out_BTNH = plain_attention(q_BTNH, k_BSKH, v_BSKH, dropout=self.dropout, key=key, **scores)
         if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
-            self.sow(WEIGHTS, "weights_BTNS", attention_weights(q_BTNH, k_BSKH, **scores))
+            B, S, K, _ = k_BSKH.shape
+            eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
+            self.sow(WEIGHTS, "weights_BTNS", plain_attention(q_BTNH, k_BSKH, eye_BSKS, **scores))
         return out_BTNH
 
 

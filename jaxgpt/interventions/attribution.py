@@ -18,6 +18,7 @@ from jaxgpt.interventions.forward import run
 from jaxgpt.interventions.model import EditedGPT, unroll
 from jaxgpt.layers.block import Block
 from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import Params
 
 
@@ -66,6 +67,7 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@with_decode_matrices
 def _attribute(
     model: EditedGPT, params: Params, read: dict[str, jax.Array], token: jax.Array, other: jax.Array
 ) -> Attribution:

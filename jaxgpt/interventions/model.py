@@ -17,7 +17,7 @@ from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
 
 EDITS = "edits"  # in the parameters: `EditArrays`
@@ -80,8 +80,13 @@ class EditedGPT(GPT):
             self.check_length(tokens_BT)
             T = tokens_BT.shape[-1]
             positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
-        with nn.intercept_methods(self.editor(positions_BT)):
+        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor(positions_BT)):
             return super().hidden_states(tokens_BT, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+
+    def unembed(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits_BTV of hidden states."""
+        with nn.intercept_methods(multiply_by_decode_matrix):
+            return super().unembed(x_BTD)
 
     def edit_arrays(self) -> EditArrays:
         """Return the edits among the parameters."""

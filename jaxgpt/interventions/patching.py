@@ -22,6 +22,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import Params
 
 BY_HEAD = ("queries", "keys", "values", "pattern", "heads")
@@ -146,6 +147,7 @@ def _of_last(metric: Metric) -> Callable[[jax.Array], Any]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+@with_decode_matrices
 def _finish_block(
     block: Block, place: str, params: Params, entered_BTD: jax.Array, middle_BTD: jax.Array, here_BT: jax.Array
 ) -> Any:
@@ -181,6 +183,7 @@ def _start(rows: Rows, patched_NTD: jax.Array, stream_BTD: jax.Array) -> jax.Arr
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@with_decode_matrices
 def _continue(
     block: Block,
     params: Params,

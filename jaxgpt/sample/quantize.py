@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import flax.struct
 import jax
@@ -19,6 +19,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
 from jaxgpt.model import GPT
 
+F = TypeVar("F", bound=Callable[..., Any])
 DECODE_MATRIX = "decode_matrix"  # name in the parameters of a `DecodeMatrix`, in place of a kernel or an embedding
 QKV = "qkv"  # name in the parameters of self-attention of one projection in place of q, k and v
 
@@ -70,13 +71,27 @@ def _quantize(params: dict, dtype: str) -> dict:
     return dict(quantize(name, value) for name, value in params.items())
 
 
+def with_decode_matrices(function: F) -> F:
+    """Return the function, in which `model.apply` takes parameters as `for_decoding` made them, or as they were trained.
+
+    Jit it after this.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with nn.intercept_methods(multiply_by_decode_matrix):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@with_decode_matrices
 def apply_model(model: GPT, params: dict, *args: Any, **kwargs: Any) -> Any:
     """Return `model.apply` of parameters as they were trained, or as `for_decoding` made them."""
-    with nn.intercept_methods(_multiply_by_decode_matrix):
-        return model.apply({"params": params}, *args, **kwargs)
+    return model.apply({"params": params}, *args, **kwargs)
 
 
-def _multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
     """Replace the products of dense layers, embeddings and q, k, v: an interceptor of linen's methods."""
     module, method = context.module, context.method_name
     if isinstance(module, Attention) and method == "qkv":

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt import interventions
 from jaxgpt.errors import UserError
 from jaxgpt.sample.prefill import allocate_cache, cache_columns
 from jaxgpt.sample.quantize import apply_model, for_decoding, unstack_layers
@@ -104,6 +105,8 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
         np.testing.assert_allclose(got, wanted, **CACHED)
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
+    read = interventions.run(*packed, [ROWS[1]], read=["h_0/mlp"]), interventions.run(model, params, [ROWS[1]])
+    np.testing.assert_allclose(read[0].logits_BTV, read[1].logits_BTV, **CACHED)
     assert for_decoding(*packed)[1] is packed[1]
     with pytest.raises(UserError, match="these are float32 already"):
         for_decoding(*packed, "int8")

@@ -91,36 +91,6 @@ def plain_attention(
     return save_in_remat(out_MGTH.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1))
 
 
-def attention_weights(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    *,
-    segments_BT: jax.Array | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    key: jax.Array | None = None,
-    causal: bool = True,
-    key_segments_BS: jax.Array | None = None,
-) -> jax.Array:
-    """Return the weights of `plain_attention`, weights_BTNS in float32."""
-    B, S, K, _ = k_BSKH.shape
-    return plain_attention(
-        q_BTNH,
-        k_BSKH,
-        jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S)),  # values of which attention returns its weights
-        segments_BT=segments_BT,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        dropout=dropout,
-        key=key,
-        causal=causal,
-        key_segments_BS=key_segments_BS,
-    )
-
-
 def _visible(T: int, S: int, causal: bool, window: int | None) -> jax.Array:
     visible_TS = jnp.ones((T, S), bool)
     if causal:

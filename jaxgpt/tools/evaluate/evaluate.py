@@ -27,12 +27,13 @@ from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling
 from jaxgpt.sample.generate import stream
+from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.train import eval_step
 
 PAIRS_AT_ONCE = 256  # pairs that are decoded together
 LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity a float can hold
 
-_eval_step = jax.jit(eval_step, static_argnames="model")
+_eval_step = jax.jit(with_decode_matrices(eval_step), static_argnames="model")
 
 
 class HeldOut(NamedTuple):

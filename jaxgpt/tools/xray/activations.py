@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import unstack_layers, with_decode_matrices
 from jaxgpt.train import Params
 
 PREDICTIONS = 5  # most probable tokens that are kept at each position
@@ -137,6 +137,7 @@ def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) 
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@with_decode_matrices
 def _update_best(model: GPT, params: Params, best: Any, windows_BT: jax.Array, first: Any, count: Any) -> Any:
     """Merge the first `count` windows into the best (values, positions); `first` is the index of the first one."""
     _, kept = model.apply({"params": params}, windows_BT, mutable=["intermediates"])
@@ -164,6 +165,7 @@ def _unroll(model: GPT, params: Params) -> tuple[GPT, Params]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
+@with_decode_matrices
 def _forward(
     model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None
 ) -> Any:
