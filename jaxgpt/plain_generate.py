@@ -1,6 +1,7 @@
 """Text, token by token: the shortest way from a model to its words. `sample` has the engine, with a cache."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,10 @@ def generate(
     def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
         start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
         read_BT = jax.lax.dynamic_slice_in_dim(tokens_BX, start, window, axis=1)
-        x_BTD = model.apply({"params": params}, read_BT, method="hidden_states")
+        x_BTD: Any = model.apply({"params": params}, read_BT, method="hidden_states")
         x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, t - 1 - start, 1, axis=1)
-        logits_BV = model.apply({"params": params}, x_B1D, method="unembed")[:, 0]
+        logits_B1V: Any = model.apply({"params": params}, x_B1D, method="unembed")
+        logits_BV = logits_B1V[:, 0]
         if top_k is not None:
             kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
             logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
