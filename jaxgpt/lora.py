@@ -6,18 +6,67 @@ W. After training the adapters are merged into W. With `LoraConfig.frozen` each 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import traverse_util
 
 from jaxgpt.config import LoraConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.linear import INT8_SCALE
-from jaxgpt.layers.linear import LORA_A as A
-from jaxgpt.layers.linear import LORA_B as B
-from jaxgpt.layers.quantize import to_int8
+from jaxgpt.layers.linear import Dense, to_int8
+
+A, B = "lora_a", "lora_b"  # names of an adapter's matrices in the parameters
+INT8_SCALE = "kernel_scale"  # name of the scale [F] of an int8 kernel [D, F], which is not trained
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_adapters(function: F) -> F:
+    """Return the function, in which dense layers add the adapters beside their kernels, and multiply by int8 kernels.
+
+    It calls `model.apply` with parameters of `join_adapters`, for example `train.batch_loss`; jit it after this.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with nn.intercept_methods(_add_adapter):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _add_adapter(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+    """Add (x_BTD @ lora_a [D, R]) @ lora_b [R, F] to a dense layer: an interceptor of linen's methods.
+
+    The adapter's gradient takes two narrow products, and none by the kernel's shape.
+    """
+    module = context.module
+    if not isinstance(module, Dense):
+        return call(*args, **kwargs)
+    params, x_BTD = module.variables["params"], args[0].astype(module.dtype)
+    if INT8_SCALE in params:
+        y_BTF = _int8_matmul(x_BTD, params["kernel"], params[INT8_SCALE])
+        if module.use_bias:
+            y_BTF = y_BTF + params["bias"].astype(module.dtype)[None, None]
+    else:
+        y_BTF = call(*args, **kwargs)
+    if A in params:
+        a_DR, b_RF = (params[name].astype(module.dtype) for name in (A, B))
+        y_BTF = y_BTF + _matmul(_matmul(x_BTD, a_DR), b_RF)
+    return y_BTF
+
+
+def _matmul(x_BTD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
+    return (x_BTD.reshape(-1, x_BTD.shape[-1]) @ kernel_DF).reshape(*x_BTD.shape[:-1], -1)
+
+
+@jax.checkpoint  # otherwise each layer would keep its kernel in x's dtype for the backward pass
+def _int8_matmul(x_BTD: jax.Array, kernel_DF: jax.Array, scale_F: jax.Array) -> jax.Array:
+    y_UF = x_BTD.reshape(-1, x_BTD.shape[-1]) @ kernel_DF.astype(x_BTD.dtype) * scale_F.astype(x_BTD.dtype)[None]
+    return y_UF.reshape(*x_BTD.shape[:-1], -1)
 
 
 def freeze(config: LoraConfig, params: dict) -> dict:
@@ -25,7 +74,7 @@ def freeze(config: LoraConfig, params: dict) -> dict:
     if config.frozen == "float32":
         return params
     flat = _flat(params)
-    for path in [path for path in flat if path[-1] == "kernel"]:
+    for path in _kernels(flat):
         values_FD, scale_F = to_int8(jnp.swapaxes(flat[path], -1, -2))
         flat |= {path: jnp.swapaxes(values_FD, -1, -2), (*path[:-1], INT8_SCALE): scale_F}
     return traverse_util.unflatten_dict(flat)
@@ -55,7 +104,8 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
     is not below the kernel's.
     """
     assert config.rank is not None
-    kernels = {path[:-1]: x for path, x in _flat(params).items() if path[-1] == "kernel"}
+    flat = _flat(params)
+    kernels = {path[:-1]: flat[path] for path in _kernels(flat)}
     names = {path[-1] for path in kernels}
     if unknown := [name for name in config.targets if name not in names]:
         raise UserError(
@@ -75,7 +125,7 @@ def init_adapters(config: LoraConfig, key: jax.Array, params: dict) -> dict:
 
 
 def join_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
-    """Return the parameters with the adapters beside their kernels, as `layers.linear.Dense` takes them."""
+    """Return the parameters with the adapters beside their kernels: see `with_adapters`."""
     assert config.rank is not None
     flat = {path: x * (config.alpha / config.rank) if path[-1] == A else x for path, x in _flat(adapters).items()}
     return traverse_util.unflatten_dict(_flat(params) | flat)
@@ -92,6 +142,11 @@ def merge_adapters(config: LoraConfig, adapters: dict, params: dict) -> dict:
             product_DF = jnp.matmul(a_DR, adapters[(*path[:-1], B)], precision="highest")
             flat[kernel] = flat[kernel] + config.alpha / config.rank * product_DF
     return traverse_util.unflatten_dict(flat)
+
+
+def _kernels(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+    """Return the paths of the blocks' kernels."""
+    return [path for path in flat if path[-1] == "kernel" and path[0] != "lm_head"]
 
 
 def _flat(tree: Any) -> dict[tuple[str, ...], Any]:

@@ -151,7 +151,7 @@ def fused_next_token_loss(
 
     mask_BT = jnp.ones(targets_BT.shape, bool) if mask_BT is None else mask_BT
     config: Any = model.config  # type: ignore[attr-defined]
-    head_VD = head["wte"]["embedding"] if config.tie_embeddings else head["lm_head"].T
+    head_VD = head["wte"]["embedding"] if config.tie_embeddings else head["lm_head"]["kernel"].T
     targets_U = jnp.where(mask_BT, targets_BT, 0).reshape(-1)
     x_UD = x_BTD.reshape(-1, x_BTD.shape[-1])
     nats_U = fused_nats(

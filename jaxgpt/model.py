@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +11,18 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.block import Block, make_norm
-from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.hooks import NO_SHARDING, Compute, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
-from jaxgpt.layers.linear import INIT_STD, Embedding, float32_logits
+from jaxgpt.layers.linear import INIT_STD, Embedding, Head
 from jaxgpt.layers.position import positions_from_segments, sinusoidal
-from jaxgpt.layers.stack import remat, scan
-
-if TYPE_CHECKING:
-    from jaxgpt.layers.cache import KVCache
+from jaxgpt.layers.remat import remat
 
 
 class GPT(nn.Module):
     """A decoder-only Transformer: tokens_BT -> logits_BTV in float32.
 
-    Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream
-    divided by sqrt(2 n_layer) (`layers.block.residual_init`), biases 0, norms 1. Parameters are float32.
+    Initialisation is GPT-2's: every matrix and embedding N(0, 0.02), the projections into the residual stream divided
+    by sqrt(2 n_layer) (`GPTConfig.make_residual_init`), biases 0, norms 1. Parameters are float32.
 
     `dtype` is that of activations and matrix products; norms, softmax and logits are always float32. `attention_fn` is
     the kernel of causal attention, `sharding` the sharding of activations on a mesh. All three depend on the hardware
@@ -55,6 +50,11 @@ class GPT(nn.Module):
         """Names of the parameters that `unembed` reads."""
         return ("wte",) if self.config.tie_embeddings else ("lm_head",)
 
+    @property
+    def compute(self) -> Compute:
+        """What blocks need to know of the hardware."""
+        return Compute(self.dtype, self.attention_fn, self.sharding)
+
     def setup(self) -> None:
         """Create the embeddings, the blocks, the last norm and the output matrix."""
         c = self.config
@@ -65,68 +65,61 @@ class GPT(nn.Module):
         if c.position == "learned":
             self.wpe = nn.Embed(c.block_size, c.n_embd, embedding_init=init)
         self.drop = nn.Dropout(c.dropout)
-        self.h = self.make_layers()
+        if c.scan_layers:
+            self.h = Layers(c, self.compute)
+        else:
+            self.h = [c.make_block(layer, self.compute) for layer in range(c.n_layer)]
         if c.norm_position != "post":  # those blocks end in a norm already
-            self.ln_f = make_norm(c, "ln_f", first_scale=c.width_ratio)
-        if not c.tie_embeddings and not self.has_variable("params", "lm_head_decode_matrix"):
-            self.lm_head = self.param("lm_head", init, (c.n_embd, c.vocab_size), jnp.float32)
-
-    @nn.nowrap
-    def make_layers(self) -> Any:
-        """Return the blocks: a list, or one module that scans them."""
-        c, block = self.config, remat(Block, self.config)
-        if c.n_encoder_layer:
-            raise UserError(
-                f"n_encoder_layer={c.n_encoder_layer}: GPT has no encoder; jaxgpt.encdec.build_model makes one"
+            self.ln_f = c.make_norm(first_scale=c.width_ratio)
+        if not c.tie_embeddings:
+            # Drawn with the model's key, not the module's: a seed keeps its values from when this was no module.
+            self.lm_head = Head(
+                c.vocab_size,
+                lambda key, shape: init(self.make_rng("params") if self.is_initializing() else key, shape),
             )
-        if not c.scan_layers:
-            return [
-                block(c, self.dtype, self.attention_fn, self.sharding, c.window(layer)) for layer in range(c.n_layer)
-            ]
-        return scan(block, c)(c, self.dtype, self.attention_fn, self.sharding)
 
     def __call__(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> jax.Array:
         """Return the logits of each next token, logits_BTV. Arguments: see `hidden_states`."""
         return self.unembed(self.hidden_states(tokens_BT, segments_BT=segments_BT, train=train))
 
     def hidden_states(
-        self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        train: bool = False,
     ) -> jax.Array:
         """Return the residual stream after the last norm, x_BTD, in `dtype`.
 
         Args:
-            tokens_BT: int32. T is at most block_size, else `UserError`.
+            tokens_BT: int32. T is at most block_size, else `UserError`, unless positions are given.
+            positions_BT: int32, the position of each token; B may be 1. None means from 0 in each document.
             segments_BT: int32, the document of each token in rows of several: positions restart in each, and tokens
                 attend to their own document only. None means one document per row.
             train: apply dropout, with `rngs={"dropout": key}`.
         """
-        self.check_length(tokens_BT)
-        positions_BT = (
-            jnp.arange(tokens_BT.shape[-1])[None] if segments_BT is None else positions_from_segments(segments_BT)
-        )
+        if positions_BT is None:
+            self.check_length(tokens_BT)
+            T = tokens_BT.shape[-1]
+            positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
         x_BTD = self.embed(tokens_BT, positions_BT, train)
+
+        def run_block(block: nn.Module, x_BTD: jax.Array) -> jax.Array:
+            return block(x_BTD, positions_BT, segments_BT=segments_BT, train=train)
+
+        run_block = remat(run_block, self.config)
         if self.config.scan_layers:
-            x_BTD, _ = self.h(x_BTD, positions_BT, train, segments_BT)
+            x_BTD, _ = nn.scan(
+                lambda layers, x_BTD: (run_block(layers.block, x_BTD), None),
+                variable_axes={"params": 0, "losses": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.config.n_layer,
+            )(self.h, x_BTD)
         else:
-            for layer in self.h:
-                x_BTD = layer(x_BTD, positions_BT, train, segments_BT)
+            for block in self.h:
+                x_BTD = run_block(block, x_BTD)
         return self.norm_output(x_BTD)
-
-    def decode(self, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Return `hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
-
-        A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
-        block_size, except with rope and none, which have no limit. Needs `scan_layers=False` (see `sample.quantize`):
-        slices of stacked parameters would be copied for each token.
-        """
-        assert not self.config.scan_layers, "unstack the layers first"
-        index = cache.index(positions_BT, self.config.block_size)
-        x_BTD = self.embed(tokens_BT, positions_BT)
-        layers = []
-        for block, layer in zip(self.h, cache.layers, strict=True):
-            x_BTD, layer = block.decode(x_BTD, layer, index)
-            layers.append(layer)
-        return self.norm_output(x_BTD), cache.replace(layers=tuple(layers))
 
     def check_length(self, tokens_BT: jax.Array) -> None:
         """Raise `UserError` for more than block_size tokens."""
@@ -155,13 +148,19 @@ class GPT(nn.Module):
         """Return logits_BTV of hidden states, with float32 sums: bfloat16 logits shift the loss by 0.1%."""
         c = self.config
         x_UD = x_BTD.reshape(-1, c.n_embd)  # two axes: see layers.linear
-        if c.tie_embeddings:
-            logits_UV = self.wte.logits(x_UD)
-        elif self.has_variable("params", "lm_head_decode_matrix"):
-            logits_UV = self.get_variable("params", "lm_head_decode_matrix").matmul(x_UD)
-        else:
-            logits_UV = float32_logits(x_UD, self.lm_head)
+        logits_UV = self.wte.logits(x_UD) if c.tie_embeddings else self.lm_head(x_UD)
         logits_BTV = logits_UV.reshape(*x_BTD.shape[:-1], c.vocab_size)
         if c.logit_softcap is not None:  # Gemma 2, arXiv:2408.00118
             logits_BTV = c.logit_softcap * jnp.tanh(logits_BTV / c.logit_softcap)
         return logits_BTV
+
+
+class Layers(nn.Module):
+    """The block that `GPT` scans over the stacked parameters of all layers."""
+
+    config: GPTConfig
+    compute: Compute
+
+    def setup(self) -> None:
+        """Create it."""
+        self.block = self.config.make_block(0, self.compute)

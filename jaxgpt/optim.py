@@ -6,7 +6,7 @@ import optax
 
 from jaxgpt.config import OptimConfig
 
-MATRICES = ("kernel", "embedding", "lm_head", "lora_a", "lora_b")  # names of parameters that are matrices
+MATRICES = ("kernel", "embedding", "lora_a", "lora_b")  # names of parameters that are matrices
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -97,7 +97,8 @@ def scale_by_width(ratio: float) -> optax.GradientTransformation:
     """
 
     def scale(path, x: jax.Array) -> jax.Array:
-        return ratio * x if _name(path[-1]) == "kernel" or _name(path[0]) == "ln_f" else x
+        in_block = _name(path[-1]) == "kernel" and _name(path[0]) != "lm_head"
+        return ratio * x if in_block or _name(path[0]) == "ln_f" else x
 
     return optax.stateless(lambda updates, _: jax.tree.map_with_path(scale, updates))
 

@@ -12,8 +12,8 @@ import jax
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint
-from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
+from jaxgpt.layers.hooks import Compute
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -243,7 +243,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         raise UserError(f"which={short(which)}: needs best, last or a step")
     experiment, tokenizer = metadata.experiment, load_run_tokenizer(metadata)
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
-    model = build_model(metadata.model, dtype=options.dtype, attention_fn=options.attention_fn)
+    model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
     tries = 5  # a process that trains may remove a checkpoint before it is read
     while True:

@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
-from jaxgpt.encdec import build_model
 from jaxgpt.interventions import lens
 from jaxgpt.interventions.lens import fit_jacobian_lens, fit_probe, logit_lens
+from jaxgpt.layers.hooks import Compute
 from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.sample.score import _logprobs
@@ -70,14 +70,14 @@ def known_programs() -> Iterator[Program]:
 def make(config: GPTConfig, rows: int) -> tuple[Callable[[Any], Any], Any, np.ndarray]:
     """Return (a function from parameters to a model of their dtype, random parameters, tokens)."""
     draw = np.random.default_rng(1)
-    shapes = build_model(config).shapes()
+    shapes = config.make_model().shapes()
 
     def fill(path, x):
         middle = 1.0 if path[-1].key == "scale" and not config.norm_offset else 0.0
         return (middle + 0.2 * draw.normal(size=x.shape)).astype(np.float32)
 
     def model(params):
-        return build_model(config, dtype=jax.tree.leaves(params)[0].dtype)
+        return config.make_model(Compute(jax.tree.leaves(params)[0].dtype))
 
     tokens_BT = draw.integers(0, config.vocab_size, (rows, config.block_size)).astype(np.int32)
     return model, jax.tree.map_with_path(fill, shapes), tokens_BT

@@ -18,7 +18,7 @@ import numpy as np
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import load_tokenizer
-from jaxgpt.encdec import build_model
+from jaxgpt.layers.hooks import Compute
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
 from jaxgpt.runs.directory import read_metadata, write_metadata
@@ -37,7 +37,7 @@ def make_model(config: GPTConfig, seed: int = 0, **kwargs):
 
     Drawn here: to compile a model's own initialisation takes a second.
     """
-    model = build_model(config, **kwargs)
+    model = config.make_model(Compute(**kwargs))
     shapes = jax.eval_shape(model.init, jax.random.key(seed), jax.ShapeDtypeStruct((1, 1), jnp.int32))["params"]
     rng = np.random.default_rng(seed)
 
@@ -138,7 +138,7 @@ def recorded_run(
     write_metadata(directory, experiment, dataset.tokenizer, **made)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     of = dict(directory=directory, experiment=experiment, tokenizer=tokenizer, step=0, val_loss=None)
-    return Run(model=build_model(model), params={}, metadata=read_metadata(directory), **of)
+    return Run(model=model.make_model(), params={}, metadata=read_metadata(directory), **of)
 
 
 def run_command(*argv: str, cwd: Path, deadline: float = 240.0, **env: str) -> subprocess.CompletedProcess:

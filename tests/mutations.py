@@ -188,21 +188,21 @@ MUTATIONS = (
     Mutation(
         "embeddings-do-not-decay",
         "optim.py",
-        '"embedding", "lm_head"',
-        '"lm_head"',
+        '"kernel", "embedding", ',
+        '"kernel", ',
         "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
     ),
     Mutation(
         "adapters-do-not-decay",
         "optim.py",
-        '"lm_head", "lora_a", "lora_b"',
-        '"lm_head"',
+        '"embedding", "lora_a", "lora_b"',
+        '"embedding"',
         "test_optim.py::test_weight_decay_is_on_matrices_only[adamw-False]",
     ),
     Mutation(
         "mup-rates-of-matrices",
         "optim.py",
-        '_name(path[-1]) == "kernel" or',
+        "in_block or",
         "",
         "test_mup.py::test_the_last_norm_is_the_output_multiplier",
     ),
@@ -236,9 +236,9 @@ MUTATIONS = (
     ),
     Mutation(
         "mup-initial-variance-of-width-squared",
-        "layers/block.py",
-        "math.sqrt(config.width_ratio)",
-        "config.width_ratio",
+        "config/model.py",
+        "math.sqrt(self.width_ratio)",
+        "self.width_ratio",
         "test_mup.py::test_the_last_norm_starts_at_the_ratio",
     ),
     Mutation(
@@ -371,9 +371,9 @@ MUTATIONS = (
     ),
     Mutation(
         "query-scale-without-its-root",
-        "layers/block.py",
-        "config.query_scale**-0.5",
-        "1.0 / config.query_scale",
+        "config/model.py",
+        "c.query_scale**-0.5",
+        "1.0 / c.query_scale",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma2]",
     ),
     Mutation(
@@ -385,9 +385,9 @@ MUTATIONS = (
     ),
     Mutation(
         "local-wavelengths-everywhere",
-        "layers/block.py",
-        "if window is not None and config.rope_local_theta",
-        "if config.rope_local_theta",
+        "config/model.py",
+        "if window is not None and self.rope_local_theta",
+        "if self.rope_local_theta",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[gemma3]",
     ),
     # Positions
@@ -443,56 +443,56 @@ MUTATIONS = (
     # The cache
     Mutation(
         "cached-window-one-too-wide",
-        "layers/cache.py",
+        "sample/cache.py",
         "(behind_BTS < window) & (behind",
         "(behind_BTS <= window) & (behind",
-        "layers/test_cache.py::test_what_is_visible_follows_from_the_position",
+        "sample/test_cache.py::test_what_is_visible_follows_from_the_position",
     ),
     Mutation(
         "layer-window-one-too-wide",
-        "layers/cache.py",
+        "sample/cache.py",
         "min(window, index.context)",
         "min(window + 1, index.context)",
         "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
     Mutation(
         "cached-scores-uncapped",
-        "layers/cache.py",
+        "sample/cache.py",
         "cap_scores(part.scores(q_BKQH) * scale, softcap)",
         "part.scores(q_BKQH) * scale",
         "sample/test_cached.py::test_cached_equals_uncached[rope-sandwich-3-2-1.0-6]",
     ),
     Mutation(
         "cached-scale-forgotten",
-        "layers/cache.py",
+        "sample/cache.py",
         "scale = H**-0.5 if scale is None else scale\n        window",
         "scale = H**-0.5\n        window",
         "sample/test_cached.py::test_cached_equals_uncached[rope-output-4-True-heads-3.0]",
     ),
     Mutation(
         "cached-heads-in-another-order",
-        "layers/cache.py",
+        "sample/cache.py",
         "q_BKQH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)",
         "q_BKQH = q_BTNH.reshape(B, T, G, K, H).transpose(0, 3, 2, 1, 4).reshape(B, K, G * T, H)",
-        "layers/test_cache.py::test_attention_over_a_cache_is_attention",
+        "sample/test_cache.py::test_attention_over_a_cache_is_attention",
     ),
     Mutation(
         "cached-values-not-rescaled",
-        "layers/cache.py",
+        "sample/cache.py",
         "weights * self.v_scale_BKS[:, :, None]",
         "weights * 1.0",
-        "layers/test_cache.py::test_8_bits_change_attention_by_less_than_a_hundredth",
+        "sample/test_cache.py::test_8_bits_change_attention_by_less_than_a_hundredth",
     ),
     Mutation(
         "source-padding-is-read",
         "encdec/model.py",
-        "cache.source_length_B[:, None] - 1, positions",
-        "cache.source_length_B[:, None] + 1, positions",
+        "self.source_length_B[:, None] - 1, positions",
+        "self.source_length_B[:, None] + 1, positions",
         "encdec/test_encoder.py::test_cached_equals_uncached[2017]",
     ),
     Mutation(
         "ring-one-slot-too-short",
-        "layers/cache.py",
+        "sample/cache.py",
         "positions_BT % self.columns",
         "positions_BT % (self.columns - 1)",
         "sample/test_generate.py::test_greedy_equals_recomputation_with_a_sliding_window[rope]",
@@ -506,10 +506,10 @@ MUTATIONS = (
     ),
     Mutation(
         "int8-of-seven-bits",
-        "layers/quantize.py",
+        "layers/linear.py",
         "axis=-1) / 127.0",
         "axis=-1) / 63.0",
-        "layers/test_linear.py::test_int8_is_off_by_at_most_half_a_step",
+        "sample/test_quantize.py::test_int8_is_off_by_at_most_half_a_step",
     ),
     # Norms, MLP, model
     Mutation(
@@ -536,8 +536,8 @@ MUTATIONS = (
     Mutation(
         "gate-and-hidden-swapped",
         "layers/mlp.py",
-        'h_BTF = act(linear(self.hidden, self.kernel_init, "c_gate")(x_BTD)) * h_BTF',
-        'h_BTF = linear(self.hidden, self.kernel_init, "c_gate")(x_BTD) * act(h_BTF)',
+        'h_BTF = act(project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)) * h_BTF',
+        'h_BTF = project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD) * act(h_BTF)',
         "layers/test_mlp.py::test_the_formula[swiglu]",
     ),
     Mutation(
@@ -549,7 +549,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scanned-layers-drop-alike",
-        "layers/stack.py",
+        "model.py",
         '"dropout": True}',
         '"dropout": False}',
         "test_model.py::test_every_dropout_draws_its_own",
@@ -564,8 +564,8 @@ MUTATIONS = (
     Mutation(
         "parallel-branches-in-series",
         "layers/block.py",
-        "read_BTD = entered_BTD if self.config.parallel_residual else x_BTD",
-        "read_BTD = x_BTD",
+        "middle_BTD + feed(self.ln_2(x_BTD))",
+        "middle_BTD + feed(self.ln_2(middle_BTD))",
         "hf/test_parity.py::test_logits_and_greedy_text_are_transformers[neox]",
     ),
     Mutation(
@@ -968,7 +968,7 @@ MUTATIONS = (
     ),
     Mutation(
         "result-of-cudnn-attention-not-kept",
-        "layers/stack.py",
+        "layers/remat.py",
         "primitive.name.startswith(CUDNN_FORWARD)",
         "False",
         "test_model.py::test_remat_of_all_but_dots_keeps_what_cudnn_made",
@@ -1175,7 +1175,7 @@ MUTATIONS = (
     Mutation(
         "pattern-without-its-group",
         "interventions/model.py",
-        "q_BTNH.shape[2] // K, axis=2",
+        "q_BTNH.shape[2] // v_BSKH.shape[2], axis=2",
         "1, axis=2",
         "interventions/test_edits.py::test_nothing_changes_without_an_edit_or_with_what_was_there",
     ),

@@ -15,7 +15,6 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment
-from jaxgpt.encdec import build_model
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.tools.study import check_comparable
@@ -47,7 +46,7 @@ def test_full_size_by_shape(name):
     assert isinstance(experiment, Experiment)
     config = dataclasses.replace(experiment.model, vocab_size=experiment.model.vocab_size or 70)
     tokens = jax.ShapeDtypeStruct((1, config.block_size), jnp.int32)
-    logits, variables = jax.eval_shape(build_model(config).init_with_output, jax.random.key(0), tokens)
+    logits, variables = jax.eval_shape(config.make_model().init_with_output, jax.random.key(0), tokens)
     assert logits.shape == (1, config.block_size, config.vocab_size)
     assert count_parameters(variables["params"]) > 100_000
 
@@ -288,7 +287,7 @@ def test_a_studys_variants_can_be_compared(path):
     first, *_ = variants.values()
     assert first == load_experiment(str(path))  # whose options are on the command line
     sizes = {
-        count_parameters(build_model(dataclasses.replace(e.model, vocab_size=65)).shapes()) for e in variants.values()
+        count_parameters(dataclasses.replace(e.model, vocab_size=65).make_model().shapes()) for e in variants.values()
     }
     assert len(sizes) == 1 or path.name == "study_norm_position.py"  # post-norm has no last norm
     if path.name == "study_activation.py":

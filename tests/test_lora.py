@@ -10,7 +10,7 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, TrainConfig
-from jaxgpt.lora import freeze, init_adapters, join_adapters, merge_adapters
+from jaxgpt.lora import freeze, init_adapters, join_adapters, merge_adapters, with_adapters
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.trainer import make_trainer
 from tests.helpers import TINY, make_model, stack_layers, tokens_BT
@@ -56,7 +56,7 @@ def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
     batch = Batch(inputs_BT=tokens, targets_BT=jnp.roll(tokens, -1, axis=1))
 
     def loss(adapters, combine):
-        nats, count, _ = make_loss(model)(combine(lora, adapters, params), batch, None)
+        nats, count, _ = with_adapters(make_loss(model))(combine(lora, adapters, params), batch, None)
         return nats / count
 
     def join(lora, adapters, params):

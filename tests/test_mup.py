@@ -12,7 +12,6 @@ import pytest
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.block import make_norm
 from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
@@ -89,7 +88,7 @@ def test_the_last_norm_starts_at_the_ratio():
     np.testing.assert_array_equal(params["ln_f"]["scale"], -0.75)
     np.testing.assert_array_equal(params["h_0"]["ln_1"]["scale"], 0.0)
     assert float(params["h_0"]["mlp"]["c_fc"]["kernel"].std()) == pytest.approx(0.5 * 0.02, rel=0.2)
-    plain = make_norm(TINY, first_scale=0.25).init(jax.random.key(0), jnp.ones((1, 1, 4)))
+    plain = TINY.make_norm(first_scale=0.25).init(jax.random.key(0), jnp.ones((1, 1, 4)))
     np.testing.assert_array_equal(plain["params"]["scale"], 0.25)
 
 

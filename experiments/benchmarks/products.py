@@ -15,7 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.layers.quantize import DecodeMatrix
+from jaxgpt.sample.quantize import DecodeMatrix
 
 WIDTH, HIDDEN, LAYERS = 768, 3072, 12
 FORMS = ("float32", "bfloat16", "int8")

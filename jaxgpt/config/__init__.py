@@ -13,17 +13,16 @@ if TYPE_CHECKING:
     from jaxgpt.config.experiment import MAX_NEW_TOKENS as MAX_NEW_TOKENS
     from jaxgpt.config.experiment import DataConfig as DataConfig
     from jaxgpt.config.experiment import Experiment as Experiment
+    from jaxgpt.config.experiment import LoraConfig as LoraConfig
     from jaxgpt.config.experiment import OptimConfig as OptimConfig
+    from jaxgpt.config.experiment import ParallelConfig as ParallelConfig
     from jaxgpt.config.experiment import TrainConfig as TrainConfig
-    from jaxgpt.config.lora import LoraConfig as LoraConfig
-    from jaxgpt.config.parallel import ParallelConfig as ParallelConfig
     from jaxgpt.config.serialize import differences as differences
     from jaxgpt.config.serialize import from_dict as from_dict
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights, and of keys and values, for sampling
 
-_HOME = {"differences": "serialize", "from_dict": "serialize", "LoraConfig": "lora", "ParallelConfig": "parallel"}
-
 
 def __getattr__(name: str) -> Any:
-    return getattr(import_module(f"jaxgpt.config.{_HOME.get(name, 'experiment')}"), name)
+    home = "serialize" if name in ("differences", "from_dict") else "experiment"
+    return getattr(import_module(f"jaxgpt.config.{home}"), name)

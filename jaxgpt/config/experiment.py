@@ -6,9 +6,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jaxgpt.config.lora import LoraConfig
 from jaxgpt.config.model import GPTConfig
-from jaxgpt.config.parallel import ParallelConfig
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
     Fraction,
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     import optax
 
 MAX_NEW_TOKENS = 400  # default length of a sample
+AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
 # A decay that float32 rounds to 1 would make the optimiser divide by 0.
 Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 
@@ -157,6 +156,71 @@ class TrainConfig:
         check_fields(self)
         if self.init_from == "":
             raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685). With a rank, only they are trained, on the weights of train.init_from."""
+
+    rank: Size | None = None  # rank of the adapters; None: no adapters, all parameters are trained
+    alpha: PositiveFloat = 16.0  # an adapter's output is multiplied by alpha / rank
+    # matrices of a block with an adapter: q, k, v, c_fc, c_gate, c_proj (of attention and of the MLP)
+    targets: tuple[str, ...] = ("q", "v")
+    # how the frozen matrices of the blocks are kept in training; int8: a quarter of float32's memory, rounded once, and
+    # the adapters learn on the rounded ones, which `sample` and `export` use as well (arXiv:2305.14314 has 4 bits)
+    frozen: Literal["float32", "int8"] = "float32"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self)
+        if not self.targets:
+            raise UserError("lora.targets is empty: name matrices that shall have adapters, such as q v")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The hardware, and how the run uses it: never part of the experiment's identity."""
+
+    # auto: single, or pmap with several devices; single: one device; pmap: a model replica per device; mesh: data x
+    # fsdp x tensor devices, where fsdp and tensor shard the model
+    strategy: Literal["auto", "single", "pmap", "mesh"] = "auto"
+    data: AxisSize = -1  # mesh devices that share the batch, each group of them with a full model; -1: the rest
+    fsdp: AxisSize = 1  # mesh devices that shard batch, parameters and optimiser state; -1: the rest
+    tensor: AxisSize = 1  # mesh devices that shard the heads, the MLP's hidden units and the vocabulary; -1: the rest
+    # mesh groups of devices between which the network is slow (TPU slices, GPU hosts); only data extends over several
+    slices: Size = 1
+    # most sequences at once on a device; the rest of its share is accumulated; None: all
+    micro_batch_size: PositiveInt | None = None
+    # tokens of each sequence whose logits are in memory at once; None: all of block_size
+    loss_chunk: PositiveInt | None = None
+    # of a loss in chunks; fused: a TPU kernel without logits in memory, on one device or by pmap; auto: fused where the
+    # products that it repeats take less time than the logits' traffic, else xla
+    loss_kernel: Literal["auto", "xla", "fused"] = "auto"
+    coordinator: str | None = None  # HOST:PORT of process 0; None: as JAX finds it on a cluster, else a single process
+    processes: Size | None = None  # number of processes, with a coordinator; None: without one
+    process_id: NonNegativeInt | None = None  # number of this process, from 0, with a coordinator; None: without one
+    connect_timeout: PositiveInt = 300  # seconds to wait for the other processes
+    # seconds without progress (or the time of 20 steps, if longer) after which several processes count as stuck and are
+    # ended; 0: never. A single process is never ended
+    watchdog: NonNegativeFloat = 60.0
+    # steps between comparisons of the replicas of the state on different devices; None: only before a checkpoint
+    check_replicas_every: PositiveInt | None = 100
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self)
+        sizes = (self.data, self.fsdp, self.tensor)
+        if 0 in sizes or sizes.count(-1) > 1:
+            raise UserError(
+                f"data={self.data}, fsdp={self.fsdp}, tensor={self.tensor}: needs counts of devices, at most one of them -1 (the rest)"
+            )
+        given = (self.coordinator is not None, self.processes is not None, self.process_id is not None)
+        if any(given) and not all(given):
+            raise UserError(
+                f"coordinator={self.coordinator}, processes={self.processes}, process_id={self.process_id}: give all three, or none where the cluster provides them"
+            )
+        if self.processes is not None and self.process_id is not None and self.process_id >= self.processes:
+            raise UserError(f"process_id={self.process_id}: needs less than processes={self.processes}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

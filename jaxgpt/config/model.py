@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+import functools
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_COUNT,
@@ -18,10 +20,30 @@ from jaxgpt.config.validate import (
 )
 from jaxgpt.errors import UserError
 
+if TYPE_CHECKING:
+    from flax import linen as nn
+
+    from jaxgpt.layers.hooks import Compute
+    from jaxgpt.layers.position import Rope
+    from jaxgpt.model import GPT
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The architecture, in the names of GPT-2. Other model families are other values, not other layers."""
+    """The architecture, in the names of GPT-2. Other model families are other values, not other layers.
+
+    It builds the model that it describes: a subclass that overrides one of the `make_` methods is another architecture,
+    with all the rest as it is. They import layers when they are called, so that configurations need no jax.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class MoEConfig(GPTConfig):
+        ...     n_expert: int = 8
+        ...
+        ...     def make_mlp(self, layer: int, compute: Compute) -> nn.Module:
+        ...         return MoE(n_expert=self.n_expert, hidden=self.explicit().mlp_dim, dtype=compute.dtype)
+        >>> model = MoEConfig(vocab_size=65, n_layer=4).make_model()
+    """
 
     vocab_size: Size | None = None  # number of tokens; None: the tokenizer's
     block_size: Size = 1024  # context, in tokens
@@ -162,3 +184,117 @@ class GPTConfig:
         if self.global_every is not None and (layer + 1) % self.global_every == 0:
             return None
         return self.sliding_window
+
+    def make_model(self, compute: Compute | None = None) -> GPT:
+        """Return the model: a linen module with the methods of `GPT`. compute: None means float32 and the plain kernel."""
+        from jaxgpt.layers.hooks import Compute
+        from jaxgpt.model import GPT
+
+        if self.n_encoder_layer:
+            from jaxgpt.encdec.model import EncoderDecoderConfig
+
+            return EncoderDecoderConfig(**dataclasses.asdict(self)).make_model(compute)
+        return GPT(self, *(compute or Compute()))
+
+    def make_block(self, layer: int, compute: Compute) -> nn.Module:
+        """Return a block: (x_BTD, positions_BT, *, segments_BT, train) -> x_BTD. layer: its number, from 0.
+
+        With scan_layers one block, made as layer 0, runs as all of them.
+        """
+        from jaxgpt.layers.block import Block
+
+        if self.n_encoder_layer:
+            raise UserError(
+                f"n_encoder_layer={self.n_encoder_layer}: GPT has no encoder; config.make_model() makes one"
+            )
+        return Block(self, layer, compute)
+
+    def make_attention(self, layer: int, compute: Compute) -> nn.Module:
+        """Return the attention of a block: (x_BTD, positions_BT, *, segments_BT, train) -> x_BTD."""
+        from jaxgpt.layers.attention import Attention
+        from jaxgpt.layers.norm import RMSNorm
+
+        c = self.explicit()
+        assert c.query_scale
+        return Attention(
+            n_embd=c.n_embd,
+            n_head=c.n_head,
+            n_kv_head=c.n_kv_head,
+            head_dim=c.head_dim,
+            qkv_bias=bool(c.qkv_bias),
+            out_bias=bool(c.out_bias),
+            dropout=c.dropout,
+            qk_norm=c.qk_norm_over if c.qk_norm else None,
+            make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
+            rope=c.make_rope(c.window(layer)),
+            scale=c.query_scale**-0.5,
+            window=c.window(layer),
+            softcap=c.attention_softcap,
+            kernel_init=c.make_kernel_init(),
+            residual_init=c.make_residual_init(),
+            attention_fn=compute.attention_fn,
+            dtype=compute.dtype,
+        )
+
+    def make_mlp(self, layer: int, compute: Compute) -> nn.Module:
+        """Return the MLP of a block: (x_BTD, *, train) -> x_BTD."""
+        from jaxgpt.layers.mlp import MLP
+
+        c = self.explicit()
+        assert c.mlp_dim
+        return MLP(
+            hidden=c.mlp_dim,
+            activation=c.activation,
+            use_bias=c.bias,
+            dropout=c.dropout,
+            kernel_init=c.make_kernel_init(),
+            residual_init=c.make_residual_init(),
+            dtype=compute.dtype,
+        )
+
+    def make_norm(self, *, first_scale: float = 1.0) -> nn.Module:
+        """Return a norm of the residual stream: x_BTD -> x_BTD. first_scale: the initial value of its scale."""
+        from jaxgpt.layers.norm import LayerNorm, RMSNorm
+
+        if self.norm == "rmsnorm":
+            return RMSNorm(self.norm_eps, offset=self.norm_offset, first_scale=first_scale)
+        return LayerNorm(self.norm_eps, use_bias=self.bias, first_scale=first_scale)
+
+    def make_rope(self, window: int | None) -> Rope | None:
+        """Return the rotation of a layer with this window (None: a global layer), or None without rope."""
+        from jaxgpt.layers.position import Rope
+
+        if self.position != "rope":
+            return None
+        head_dim = self.explicit().head_dim
+        assert head_dim
+        size = int(head_dim * self.rope_fraction)
+        if window is not None and self.rope_local_theta is not None:
+            return Rope(size, self.rope_local_theta)
+        return Rope(
+            size,
+            self.rope_theta,
+            self.rope_scaling,
+            self.rope_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_context,
+        )
+
+    def make_kernel_init(self, branches: int = 1) -> nn.initializers.Initializer:
+        """Return the initialiser of matrices whose outputs are summed over some branches; for muP see `optim`."""
+        from flax import linen as nn
+
+        from jaxgpt.layers.linear import INIT_STD
+
+        return nn.initializers.normal(INIT_STD * math.sqrt(self.width_ratio) / math.sqrt(branches))
+
+    def make_residual_init(self) -> nn.initializers.Initializer:
+        """Return the initialiser of the 2 n_layer projections that write into the residual stream.
+
+        With "scaled" their sum has the variance of one (GPT-2, Radford et al. 2019, section 2.3). With "zero" every
+        block starts as the identity, so that depth does not slow down the first steps.
+        """
+        from flax import linen as nn
+
+        return nn.initializers.zeros if self.residual_init == "zero" else self.make_kernel_init(2 * self.n_layer)

@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.block import Block, attention_fields, make_norm
-from jaxgpt.layers.cache import CacheIndex, KVCache, LayerCache
-from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
-from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
+from jaxgpt.layers.attention import WEIGHTS, Attention
+from jaxgpt.layers.block import Block
+from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.kernels.plain import plain_attention
+from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.layers.stack import remat
+from jaxgpt.layers.remat import remat
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import CacheIndex, KVCache, LayerCache
 
 
-def build_model(
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    attention_fn: AttentionFn = plain_attention,
-    sharding: ShardingHooks = NO_SHARDING,
-) -> GPT:
-    """Return the model of a configuration: a GPT, or an EncoderDecoder if it has encoder layers."""
-    model = EncoderDecoder if config.n_encoder_layer else GPT
-    return model(config, dtype, attention_fn, sharding)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(GPTConfig):
+    """The architecture of the encoder: its tokens also attend to later ones."""
+
+    def make_attention(self, layer: int, compute: Compute) -> nn.Module:
+        """Return attention without a causal mask."""
+        return super().make_attention(layer, compute).clone(causal=False)
+
+    def make_block(self, layer: int, compute: Compute) -> nn.Module:
+        """Return a block of the encoder."""
+        return Block(self, layer, compute)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(GPTConfig):
+    """The architecture of the decoder, whose blocks also attend to the encoder's states."""
+
+    def make_model(self, compute: Compute | None = None) -> EncoderDecoder:
+        """Return the encoder-decoder."""
+        return EncoderDecoder(self, *(compute or Compute()))
+
+    def make_block(self, layer: int, compute: Compute) -> nn.Module:
+        """Return a block of the decoder."""
+        return CrossBlock(self, layer, compute)
+
+    def make_cross_attention(self, compute: Compute) -> CrossAttention:
+        """Return the attention to the encoder's states."""
+        c = self.explicit()
+        assert c.query_scale
+        return CrossAttention(
+            n_embd=c.n_embd,
+            n_head=c.n_head,
+            n_kv_head=c.n_kv_head,
+            head_dim=c.head_dim,
+            qkv_bias=bool(c.qkv_bias),
+            out_bias=bool(c.out_bias),
+            dropout=c.dropout,
+            qk_norm=c.qk_norm_over if c.qk_norm else None,
+            make_norm=functools.partial(RMSNorm, c.norm_eps, offset=c.norm_offset),
+            scale=c.query_scale**-0.5,
+            softcap=c.attention_softcap,
+            kernel_init=c.make_kernel_init(),
+            residual_init=c.make_residual_init(),
+            dtype=compute.dtype,
+        )
 
 
 class CrossAttention(Attention):
@@ -48,23 +85,34 @@ class CrossAttention(Attention):
         train: bool = False,
     ) -> jax.Array:
         """Attend to the encoder's states, and project the merged heads to x_BTD."""
-        q_BTNH = self.project_queries(x_BTD)
+        q_BTNH = self.split_heads(self.q(x_BTD), self.q_norm)
         k_BSKH, v_BSKH = self.project_keys_values(states_BSD)
-        plain = functools.partial(plain_attention, causal=False, key_segments_BS=source_segments_BS)
-        return self.attend(plain, plain, q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, train=train)
-
-    def decode(self, x_BTD: jax.Array, encoder_kv: LayerCache, source: CacheIndex) -> jax.Array:  # type: ignore[bad-override]
-        """Attend T new tokens to the encoder's keys and values. source: as if all were at the source's last position."""
-        out_BTNH = encoder_kv.attend(self.project_queries(x_BTD), source, scale=self.scale, softcap=self.softcap)
-        return self.merge_heads(out_BTNH)
-
-    def project_queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Return q_BTNH."""
-        return self.split_heads(self.q(x_BTD), "q_norm")
+        out_BTNH = self.attend_to_source(q_BTNH, k_BSKH, v_BSKH, segments_BT, source_segments_BS, train)
+        return self.merge_heads(out_BTNH, train)
 
     def project_keys_values(self, states_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (k_BSKH, v_BSKH)."""
-        return self.split_heads(self.k(states_BSD), "k_norm"), self.split_heads(self.v(states_BSD))
+        return self.split_heads(self.k(states_BSD), self.k_norm), self.split_heads(self.v(states_BSD))
+
+    def attend_to_source(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        segments_BT: jax.Array,
+        source_segments_BS: jax.Array,
+        train: bool,
+    ) -> jax.Array:
+        """Return the weighted values, out_BTNH. If the weights are requested, sow them."""
+        documents = {"segments_BT": segments_BT, "key_segments_BS": source_segments_BS}
+        scores: Any = {"scale": self.scale, "softcap": self.softcap, "causal": False} | documents
+        key = self.make_rng("dropout") if train and self.dropout else None
+        out_BTNH = plain_attention(q_BTNH, k_BSKH, v_BSKH, dropout=self.dropout, key=key, **scores)
+        if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
+            B, S, K, _ = k_BSKH.shape
+            eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
+            self.sow(WEIGHTS, "weights_BTNS", plain_attention(q_BTNH, k_BSKH, eye_BSKS, **scores))
+        return out_BTNH
 
 
 class CrossBlock(Block):
@@ -72,50 +120,49 @@ class CrossBlock(Block):
 
     def setup(self) -> None:
         """Create the three branches and their norms."""
-        c = self.config.explicit()
-        self.cross, self.ln_cross = CrossAttention(**attention_fields(c), dtype=self.dtype), make_norm(c)
+        c: Any = self.config
+        self.cross, self.ln_cross = c.make_cross_attention(self.compute), c.make_norm()
         if c.norm_position == "sandwich":
-            self.ln_cross_out = make_norm(c)
+            self.ln_cross_out = c.make_norm()
         super().setup()
 
     def __call__(  # type: ignore[bad-override]
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        train: bool,
-        segments_BT: jax.Array,
         states_BSD: jax.Array,
+        *,
+        segments_BT: jax.Array,
         source_segments_BS: jax.Array,
+        train: bool,
     ) -> jax.Array:
         """Return the residual stream after the three branches."""
-        out_BTD = self.attn(self.norm_input(x_BTD, "ln_1"), positions_BT, segments_BT=segments_BT, train=train)
-        attended_BTD = self.add_output(x_BTD, out_BTD, "ln_1")
-        out_BTD = self.cross(
-            self.read_cross(x_BTD, attended_BTD),
-            states_BSD,
-            segments_BT=segments_BT,
-            source_segments_BS=source_segments_BS,
-            train=train,
-        )
-        return self.feed_forward(x_BTD, self.add_output(attended_BTD, out_BTD, "ln_cross"), train)
-
-    def decode(  # type: ignore[bad-override]
-        self,
-        x_BTD: jax.Array,
-        cache: LayerCache,
-        index: CacheIndex,
-        encoder_kv: LayerCache,
-        source: CacheIndex,
-    ) -> tuple[jax.Array, LayerCache]:
-        """Return the stream of T new tokens, and the updated cache. source: see `CrossAttention.decode`."""
-        out_BTD, cache = self.attn.decode(self.norm_input(x_BTD, "ln_1"), cache, index)
-        attended_BTD = self.add_output(x_BTD, out_BTD, "ln_1")
-        out_BTD = self.cross.decode(self.read_cross(x_BTD, attended_BTD), encoder_kv, source)
-        return self.feed_forward(x_BTD, self.add_output(attended_BTD, out_BTD, "ln_cross")), cache
-
-    def read_cross(self, entered_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        """Return the input of cross-attention. entered_BTD: the stream before attention, for parallel_residual."""
-        return self.norm_input(entered_BTD if self.config.parallel_residual else x_BTD, "ln_cross")
+        attend = functools.partial(self.attn, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+        feed = functools.partial(self.mlp, train=train)
+        documents: Any = {"segments_BT": segments_BT, "source_segments_BS": source_segments_BS}
+        read_source = functools.partial(self.cross, states_BSD=states_BSD, train=train, **documents)
+        position = self.config.norm_position
+        if self.config.parallel_residual:  # all branches read what enters the block
+            sum_BTD = x_BTD + attend(self.ln_1(x_BTD))
+            sum_BTD = sum_BTD + read_source(self.ln_cross(x_BTD))
+            x_BTD = sum_BTD + feed(self.ln_2(x_BTD))
+        elif position == "pre":
+            x_BTD = x_BTD + attend(self.ln_1(x_BTD))
+            x_BTD = x_BTD + read_source(self.ln_cross(x_BTD))
+            x_BTD = x_BTD + feed(self.ln_2(x_BTD))
+        elif position == "post":
+            x_BTD = self.ln_1(x_BTD + attend(x_BTD))
+            x_BTD = self.ln_cross(x_BTD + read_source(x_BTD))
+            x_BTD = self.ln_2(x_BTD + feed(x_BTD))
+        elif position == "output":
+            x_BTD = x_BTD + self.ln_1(attend(x_BTD))
+            x_BTD = x_BTD + self.ln_cross(read_source(x_BTD))
+            x_BTD = x_BTD + self.ln_2(feed(x_BTD))
+        else:  # sandwich
+            x_BTD = x_BTD + self.ln_1_out(attend(self.ln_1(x_BTD)))
+            x_BTD = x_BTD + self.ln_cross_out(read_source(self.ln_cross(x_BTD)))
+            x_BTD = x_BTD + self.ln_2_out(feed(self.ln_2(x_BTD)))
+        return self.compute.sharding.constrain(x_BTD)
 
 
 class CrossCache(KVCache):
@@ -137,6 +184,30 @@ class CrossCache(KVCache):
             source_length_B=put(self.source_length_B, row.source_length_B),
         )
 
+    def decode(
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """Return the decoder's states of the next tokens, which read this source. Arguments: see `KVCache.decode`."""
+        S, number = self.encoder_kv[0].columns, 0
+        # As if all tokens were at the source's last position.
+        last_BT = jnp.broadcast_to(self.source_length_B[:, None] - 1, positions_BT.shape)
+        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
+
+        def read_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+            nonlocal number
+            module, method = context.module, context.method_name
+            if isinstance(module, EncoderDecoder) and method == "read_source":
+                return None, None
+            if isinstance(module, CrossAttention) and method == "project_keys_values":
+                return None, None
+            if isinstance(module, CrossAttention) and method == "attend_to_source":
+                encoder_kv, number = self.encoder_kv[number], number + 1
+                return encoder_kv.attend(args[0], source, scale=module.scale, softcap=module.softcap)
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(read_cache):
+            return super().decode(model, params, tokens_BT, positions_BT)
+
 
 class EncoderDecoder(GPT):
     """A GPT with an encoder of `config.n_encoder_layer` blocks without causal mask, and cross-attention to it.
@@ -148,20 +219,11 @@ class EncoderDecoder(GPT):
 
     def setup(self) -> None:
         """Create the encoder and the decoder."""
-        c = self.config
-        block = remat(Block, c)
-        self.encoder = [
-            block(c, self.dtype, self.attention_fn, self.sharding, causal=False) for _ in range(c.n_encoder_layer)
-        ]
+        c = EncoderConfig(**dataclasses.asdict(self.config))
+        self.encoder = [c.make_block(layer, self.compute) for layer in range(c.n_encoder_layer)]
         if c.norm_position != "post":
-            self.encoder_ln_f = make_norm(c)
+            self.encoder_ln_f = c.make_norm()
         super().setup()
-
-    @nn.nowrap
-    def make_layers(self) -> Any:
-        """Return the decoder's blocks."""
-        c, block = self.config, remat(CrossBlock, self.config)
-        return [block(c, self.dtype, self.attention_fn, self.sharding) for _ in range(c.n_layer)]
 
     def __call__(
         self,
@@ -180,43 +242,59 @@ class EncoderDecoder(GPT):
         self,
         tokens_BT: jax.Array,
         *,
+        positions_BT: jax.Array | None = None,
         segments_BT: jax.Array | None = None,
         train: bool = False,
         source_BS: jax.Array | None = None,
         source_segments_BS: jax.Array | None = None,
     ) -> jax.Array:
         """Return the decoder's residual stream after the last norm, x_BTD."""
-        self.check_length(tokens_BT)
-        positions_BT = (
-            jnp.arange(tokens_BT.shape[-1])[None] if segments_BT is None else positions_from_segments(segments_BT)
-        )
+        if positions_BT is None:
+            self.check_length(tokens_BT)
+            T = tokens_BT.shape[-1]
+            positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
         if source_BS is None and self.is_initializing():
             source_BS = jnp.zeros((tokens_BT.shape[0], 1), jnp.int32)
+        if segments_BT is None:
+            segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+        states_BSD, source_segments_BS = self.read_source(source_BS, source_segments_BS, train)
+
+        def run_block(block: nn.Module, x_BTD: jax.Array) -> jax.Array:
+            documents: Any = {"segments_BT": segments_BT, "source_segments_BS": source_segments_BS}
+            return block(x_BTD, positions_BT, states_BSD, train=train, **documents)
+
+        x_BTD, run_block = self.embed(tokens_BT, positions_BT, train), remat(run_block, self.config)
+        for block in self.h:
+            x_BTD = run_block(block, x_BTD)
+        return self.norm_output(x_BTD)
+
+    def read_source(
+        self, source_BS: jax.Array | None, segments_BS: jax.Array | None, train: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the encoder's states of a source, and the document of each token. Decoding has both in its cache."""
         if source_BS is None:
             raise UserError(
                 f"a model with n_encoder_layer={self.config.n_encoder_layer} needs source_BS, tokens to read"
             )
-        if source_segments_BS is None:
-            source_segments_BS = jnp.ones(source_BS.shape, jnp.int32)
-        if segments_BT is None:
-            segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
-        states_BSD = self.encode(source_BS, source_segments_BS, train=train)
-        x_BTD = self.embed(tokens_BT, positions_BT, train)
-        for layer in self.h:
-            x_BTD = layer(x_BTD, positions_BT, train, segments_BT, states_BSD, source_segments_BS)
-        return self.norm_output(x_BTD)
+        if segments_BS is None:
+            segments_BS = jnp.ones(source_BS.shape, jnp.int32)
+        return self.encode(source_BS, segments_BS, train=train), segments_BS
 
     def encode(self, source_BS: jax.Array, segments_BS: jax.Array, *, train: bool = False) -> jax.Array:
         """Return the encoder's states of a source, x_BSD. Tokens attend to all of their document."""
         self.check_length(source_BS)
         positions_BS = positions_from_segments(segments_BS)
-        x_BSD = self.embed(source_BS, positions_BS, train)
-        for layer in self.encoder:
-            x_BSD = layer(x_BSD, positions_BS, train, segments_BS)
+
+        def run_block(block: nn.Module, x_BSD: jax.Array) -> jax.Array:
+            return block(x_BSD, positions_BS, segments_BT=segments_BS, train=train)
+
+        x_BSD, run_block = self.embed(source_BS, positions_BS, train), remat(run_block, self.config)
+        for block in self.encoder:
+            x_BSD = run_block(block, x_BSD)
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
 
     def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> CrossCache:
-        """Encode a source. Return the cache with each layer's keys and values of it, for `decode`.
+        """Encode a source. Return the cache with each layer's keys and values of it.
 
         segments_BS: 1 for the source's tokens, then 0 for padding.
         """
@@ -224,17 +302,3 @@ class EncoderDecoder(GPT):
         layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
         encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
         return CrossCache(cache.layers, cache.block, encoder_kv=encoder_kv, source_length_B=segments_BS.sum(axis=1))
-
-    def decode(self, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Return `hidden_states` x_BTD of T new tokens, and the updated cache. cache: from `init_cross_cache`."""
-        assert isinstance(cache, CrossCache), "the encoder reads its source first"
-        index = cache.index(positions_BT, self.config.block_size)
-        S = cache.encoder_kv[0].columns
-        last_BT = jnp.broadcast_to(cache.source_length_B[:, None] - 1, positions_BT.shape)
-        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
-        x_BTD = self.embed(tokens_BT, positions_BT)
-        layers = []
-        for block, layer, read in zip(self.h, cache.layers, cache.encoder_kv, strict=True):
-            x_BTD, layer = block.decode(x_BTD, layer, index, read, source)
-            layers.append(layer)
-        return self.norm_output(x_BTD), cache.replace(layers=tuple(layers))

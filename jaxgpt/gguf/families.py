@@ -17,7 +17,6 @@ from jaxgpt.config.validate import LARGEST_SIZE, check_count
 from jaxgpt.errors import UserError
 from jaxgpt.hf.config_rules import SCALINGS, ConfigRule, Json, always, choice, fields
 from jaxgpt.hf.family import Family, Layout, find_differences, weight_rules
-from jaxgpt.layers.block import make_rope
 
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
 LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
@@ -85,7 +84,7 @@ def _write_llama3(config: GPTConfig) -> Json:
     """Return our fields of llama3 scaling, and what llama.cpp divides the angle of each pair by, which is a tensor."""
     if config.rope_scaling != "llama3":
         return {}
-    rope = make_rope(config, None)
+    rope = config.make_rope(None)
     assert rope is not None
     divisors = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
     return LLAMA3_FIELDS.write(config) | {FREQUENCIES: divisors}

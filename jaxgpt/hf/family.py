@@ -11,7 +11,7 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.hf.config_rules import SCALINGS, ConfigRule
 
-EMBEDDING, HEAD = ("wte/embedding",), ("lm_head",)  # paths of the parameters that are one if embeddings are tied
+EMBEDDING, HEAD = ("wte/embedding",), ("lm_head/kernel",)  # paths of the parameters that are one if embeddings are tied
 
 # Layout of the elements in a file. same: as ours. columns: parts concatenated along the last axis (GPT-2's Conv1D). rows:
 # parts transposed to [out, in], where ours is [in, out], and concatenated. heads: as rows, but the parts of the first head,

@@ -17,6 +17,7 @@ from jaxgpt.interventions.edits import EMBEDDING, PLACES, Edit, replace, zero
 from jaxgpt.interventions.lens import stream_names
 from jaxgpt.interventions.model import EDITS, EditedGPT, run, run_each, token_losses, unroll
 from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.statistics import MeanInterval, mean_interval
 from jaxgpt.train import Params
 
@@ -218,6 +219,7 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@with_decode_matrices
 def _attribute(
     model: EditedGPT, params: Params, read: dict[str, jax.Array], token: jax.Array, other: jax.Array
 ) -> Attribution:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +17,24 @@ from jaxgpt.errors import UserError
 from jaxgpt.interventions.edits import EMBEDDING, PLACES, Edit, EditArrays, edit_arrays, place_names
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
-from jaxgpt.layers.linear import Dense
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
-
-if TYPE_CHECKING:
-    from jaxgpt.layers.cache import KVCache
 
 EDITS = "edits"  # in the parameters: `EditArrays`
 ACTIVATIONS = "activations"  # the collection of activations that are read
 AT_ONCE = 16  # sets of edits in one batch
 
-# (module, method) -> the place of its result, or of the argument with this number.
+# (module, method) -> the place of its result.
 RESULTS: dict[tuple[type[nn.Module], str], str] = {
     (GPT, "embed"): EMBEDDING,
     (Attention, "__call__"): "attention",
-    (Attention, "decode"): "attention",
+    (MLP, "units"): "units",
     (MLP, "__call__"): "mlp",
+    (Block, "middle"): "middle",
     (Block, "__call__"): "stream",
-    (Block, "decode"): "stream",
-}
-ARGUMENTS: dict[tuple[type[nn.Module], str], tuple[str, int]] = {
-    (Attention, "merge_heads"): ("heads", 0),
-    (Block, "feed_forward"): ("middle", 1),
 }
 
 
@@ -76,23 +68,34 @@ class EditedGPT(GPT):
 
     read: tuple[str, ...] = ()  # names of places, kept in the collection "activations"
 
-    def hidden_states(self, tokens_BT: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False) -> Any:
+    def hidden_states(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
         """Return the edited model's hidden states. Arguments: see `GPT.hidden_states`."""
-        T = tokens_BT.shape[-1]
-        positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
-        with nn.intercept_methods(self.editor(positions_BT)):
-            return super().hidden_states(tokens_BT, segments_BT=segments_BT, train=train)
-
-    def decode(self, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> tuple[jax.Array, KVCache]:
-        """Return the edited model's hidden states of new tokens. Arguments: see `GPT.decode`."""
-        if patterns := [name for name in self.edit_arrays() if name.endswith("/pattern")]:
+        patterns = [name for name in self.edit_arrays() if name.endswith("/pattern")]
+        if positions_BT is not None and patterns:  # keys and values of earlier tokens are in a cache
             raise UserError(f"{patterns[0]}: a pattern cannot be edited while text is generated; edit heads or values")
-        with nn.intercept_methods(self.editor(positions_BT)):
-            return super().decode(tokens_BT, cache, positions_BT)
+        if positions_BT is None:
+            self.check_length(tokens_BT)
+            T = tokens_BT.shape[-1]
+            positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
+        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor(positions_BT)):
+            return super().hidden_states(tokens_BT, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
+
+    def unembed(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits_BTV of hidden states."""
+        with nn.intercept_methods(multiply_by_decode_matrix):
+            return super().unembed(x_BTD)
 
     def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
         """Return the stream after a block, under the edits of that block."""
-        with nn.intercept_methods(self.editor(jnp.arange(x_BTD.shape[1])[None])):
+        positions_1T = jnp.arange(x_BTD.shape[1])[None]
+        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor(positions_1T)):
             return self.h[layer](x_BTD)
 
     def edit_arrays(self) -> EditArrays:
@@ -117,12 +120,12 @@ class EditedGPT(GPT):
             module, method = context.module, context.method_name
             layer = f"{module.path[0]}/" if module.path else ""
             if isinstance(module, Attention) and method == "attend" and f"{layer}pattern" in wanted:
-                args = (_kernel_with_pattern(args[1], lambda x: touch(f"{layer}pattern", x)), *args[1:])
-            for (kind, of), (place, number) in ARGUMENTS.items():
-                if isinstance(module, kind) and method == of:
-                    args = (*args[:number], touch(layer + place, args[number]), *args[number + 1 :])
-            if isinstance(module, Dense) and module.path[1:] == ("mlp", "c_proj") and method == "__call__":
-                args = (touch(f"{layer}units", args[0]),)
+                q_BTNH, k_BSKH, v_BSKH = args
+                weights_BTNS = touch(f"{layer}pattern", module.weights(q_BTNH, k_BSKH, **kwargs))
+                v_BSNH = jnp.repeat(v_BSKH, q_BTNH.shape[2] // v_BSKH.shape[2], axis=2)
+                return jnp.einsum("btns,bsnh->btnh", weights_BTNS.astype(v_BSNH.dtype), v_BSNH)
+            if isinstance(module, Attention) and method == "merge_heads":
+                args = (touch(f"{layer}heads", args[0]), *args[1:])
             out = call(*args, **kwargs)
             if isinstance(module, Attention) and method == "project":
                 return tuple(
@@ -130,25 +133,10 @@ class EditedGPT(GPT):
                 )
             for (kind, of), place in RESULTS.items():
                 if isinstance(module, kind) and method == of:
-                    x = out[0] if isinstance(out, tuple) else out
-                    x = touch(layer + place, x)
-                    out = (x, *out[1:]) if isinstance(out, tuple) else x
+                    out = touch(layer + place, out)
             return out
 
         return intercept
-
-
-def _kernel_with_pattern(plain: Callable, touch: Callable[[jax.Array], jax.Array]) -> Callable:
-    """Return a kernel that computes the attention weights by `plain`, passes them through `touch` and applies them."""
-
-    def kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **scores: Any) -> jax.Array:
-        B, S, K, _ = k_BSKH.shape
-        eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
-        weights_BTNS = touch(plain(q_BTNH, k_BSKH, eye_BSKS, **scores))
-        v_BSNH = jnp.repeat(v_BSKH, q_BTNH.shape[2] // K, axis=2)
-        return jnp.einsum("btns,bsnh->btnh", weights_BTNS.astype(v_BSNH.dtype), v_BSNH)
-
-    return kernel
 
 
 class Forward(NamedTuple):

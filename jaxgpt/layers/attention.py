@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,14 @@ from jaxgpt.layers.linear import INIT_STD, Dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import Rope, rope
 
-if TYPE_CHECKING:
-    from jaxgpt.layers.cache import CacheIndex, LayerCache
-
-QKV = "qkv"  # parameters of one projection in place of q, k and v: `sample.quantize` makes them for self-attention
 WEIGHTS = "attention_weights"  # a collection of its own: making it mutable requests the weights, at a cost
 
 
 class Attention(nn.Module):
     """Self-attention, x_BTD -> x_BTD, with n_head heads of size H = head_dim.
 
-    Query head n uses key/value head n // G.
+    Query head n uses key/value head n // G. `project`, `attend` and `merge_heads` are methods of their own, so that
+    `nn.intercept_methods` can replace one: decoding attends to a cache, interventions edit what passes between them.
     """
 
     n_embd: int
@@ -55,10 +51,8 @@ class Attention(nn.Module):
         project = functools.partial(Dense, use_bias=self.qkv_bias, kernel_init=self.kernel_init, dtype=self.dtype)
         self.q = project(self.n_head * self.size)
         self.k, self.v = project(n_kv_head * self.size), project(n_kv_head * self.size)
-        self.qkv = project((self.n_head + 2 * n_kv_head) * self.size)
         self.c_proj = Dense(self.n_embd, use_bias=self.out_bias, kernel_init=self.residual_init, dtype=self.dtype)
-        if self.qk_norm:
-            self.q_norm, self.k_norm = self.make_norm(), self.make_norm()
+        self.q_norm, self.k_norm = (self.make_norm(), self.make_norm()) if self.qk_norm else (None, None)
         self.drop = nn.Dropout(self.dropout, name="Dropout_0")  # the name decides what is dropped
 
     def __call__(
@@ -78,63 +72,74 @@ class Attention(nn.Module):
             train: apply dropout, with `rngs={"dropout": key}`.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, positions_BT)
-        plain = plain_attention if self.causal else functools.partial(plain_attention, causal=False)
-        kernel = self.attention_fn if self.causal else plain
-        return self.attend(kernel, plain, q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train)
-
-    def decode(self, x_BTD: jax.Array, cache: LayerCache, index: CacheIndex) -> tuple[jax.Array, LayerCache]:
-        """Attend T new tokens to those in the cache and to each other. Return x_BTD and the updated cache.
-
-        `index` comes from `KVCache.index`.
-        """
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, index.positions_BT)
-        cache = cache.write(k_BTKH, v_BTKH, index.positions_BT)
-        out_BTNH = cache.attend(q_BTNH, index, window=self.window, scale=self.scale, softcap=self.softcap)
-        return self.merge_heads(out_BTNH), cache
+        out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT=segments_BT, train=train)
+        return self.merge_heads(out_BTNH, train)
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (q_BTNH, k_BTKH, v_BTKH), normed and rotated."""
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
-        if self.has_variable("params", QKV):
-            n, k = self.q.features, self.k.features
-            q_BTF, k_BTF, v_BTF = jnp.split(self.qkv(x_BTD), [n, n + k], axis=-1)
-        else:
-            q_BTF, k_BTF, v_BTF = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
-        q_BTNH, k_BTKH = self.split_heads(q_BTF, "q_norm"), self.split_heads(k_BTF, "k_norm")
+        q_BTF, k_BTF, v_BTF = self.qkv(x_BTD)
+        q_BTNH, k_BTKH = self.split_heads(q_BTF, self.q_norm), self.split_heads(k_BTF, self.k_norm)
         if self.rope is not None:
             q_BTNH, k_BTKH = rope(q_BTNH, positions_BT, self.rope), rope(k_BTKH, positions_BT, self.rope)
         return q_BTNH, k_BTKH, self.split_heads(v_BTF)
 
-    def split_heads(self, x_BTF: jax.Array, norm: str | None = None) -> jax.Array:
-        """Split concatenated heads, x_BTF -> x_BTNH. norm: "q_norm" or "k_norm", applied as `qk_norm` says."""
-        if norm is not None and self.qk_norm == "heads":
-            x_BTF = getattr(self, norm)(x_BTF)
-        x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.size)
-        return getattr(self, norm)(x_BTNH) if norm is not None and self.qk_norm == "head" else x_BTNH
+    def qkv(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values of all heads side by side, (q_BTF, k_BTF, v_BTF)."""
+        return self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
 
-    def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
-        """Merge the heads' outputs and project them to x_BTD, with dropout in training."""
-        return self.drop(self.c_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1)), deterministic=not train)
+    def split_heads(self, x_BTF: jax.Array, norm: nn.Module | None = None) -> jax.Array:
+        """Split heads that lie side by side, x_BTF -> x_BTNH, with a norm where `qk_norm` says."""
+        if norm is not None and self.qk_norm == "heads":
+            x_BTF = norm(x_BTF)
+        x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.size)
+        return norm(x_BTNH) if norm is not None and self.qk_norm == "head" else x_BTNH
 
     def attend(
         self,
-        kernel: AttentionFn,
-        plain: AttentionFn,
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
         v_BSKH: jax.Array,
         *,
-        segments_BT: jax.Array | None,
-        train: bool,
+        segments_BT: jax.Array | None = None,
+        train: bool = False,
     ) -> jax.Array:
-        """Return x_BTD by `kernel`. If the weights are requested, sow them by `plain`, the same mathematics."""
-        key = self.make_rng("dropout") if train and self.dropout else None
-        scores: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        out_BTNH = kernel(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, dropout=self.dropout, key=key, **scores)
+        """Return the weighted values, out_BTNH. If the weights are requested, sow them."""
+        kernel = self.attention_fn if self.causal else functools.partial(plain_attention, causal=False)
+        out_BTNH = kernel(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            segments_BT=segments_BT,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self.dropout,
+            key=self.make_rng("dropout") if train and self.dropout else None,
+        )
         if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
-            # With the identity as values, attention returns its weights.
-            B, S, K, _ = k_BSKH.shape
-            eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
-            self.sow(WEIGHTS, "weights_BTNS", plain(q_BTNH, k_BSKH, eye_BSKS, segments_BT=segments_BT, **scores))
-        return self.merge_heads(out_BTNH, train)
+            self.sow(WEIGHTS, "weights_BTNS", self.weights(q_BTNH, k_BSKH, segments_BT=segments_BT))
+        return out_BTNH
+
+    def weights(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False
+    ) -> jax.Array:
+        """Return the attention weights, weights_BTNS in float32, by attending to an identity as values."""
+        B, S, K, _ = k_BSKH.shape
+        return plain_attention(
+            q_BTNH,
+            k_BSKH,
+            jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S)),
+            segments_BT=segments_BT,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self.dropout,
+            key=self.make_rng("dropout") if train and self.dropout else None,
+            causal=self.causal,
+        )
+
+    def merge_heads(self, out_BTNH: jax.Array, train: bool = False) -> jax.Array:
+        """Merge the heads' outputs and project them to x_BTD, with dropout in training."""
+        return self.drop(self.c_proj(out_BTNH.reshape(*out_BTNH.shape[:2], -1)), deterministic=not train)

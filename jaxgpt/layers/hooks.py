@@ -1,10 +1,13 @@
-"""Hooks by which a model on several devices differs from a model on one."""
+"""What a model takes from the hardware it runs on: dtype, attention kernel, and hooks for several devices."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import take_rows
 
 
@@ -22,3 +25,11 @@ class ShardingHooks(NamedTuple):
 
 
 NO_SHARDING = ShardingHooks()
+
+
+class Compute(NamedTuple):
+    """How modules compute, which is not part of the architecture: `GPTConfig.make_...` hand it to what they build."""
+
+    dtype: DTypeLike = jnp.float32  # of activations and matrix products
+    attention_fn: AttentionFn = plain_attention  # the kernel of causal attention
+    sharding: ShardingHooks = NO_SHARDING

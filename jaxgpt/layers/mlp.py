@@ -1,5 +1,6 @@
 """The position-wise feed-forward network: expand, apply a nonlinearity, project back."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -49,16 +50,17 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array, *, train: bool = False) -> jax.Array:
         """Return x_BTD after the network, with dropout in training."""
-
-        def linear(features: int, init: nn.initializers.Initializer, name: str) -> Dense:
-            return Dense(features, use_bias=self.use_bias, kernel_init=init, dtype=self.dtype, name=name)
-
+        project = functools.partial(Dense, use_bias=self.use_bias, dtype=self.dtype)
         act = ACTIVATIONS[self.activation]
-        h_BTF = linear(self.hidden, self.kernel_init, "c_fc")(x_BTD)
+        h_BTF = project(self.hidden, kernel_init=self.kernel_init, name="c_fc")(x_BTD)
         if "glu" in self.activation:
-            h_BTF = act(linear(self.hidden, self.kernel_init, "c_gate")(x_BTD)) * h_BTF
+            h_BTF = act(project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)) * h_BTF
         else:
             h_BTF = act(h_BTF)
         self.sow("intermediates", "hidden_BTF", h_BTF)
-        out_BTD = linear(x_BTD.shape[-1], self.residual_init, "c_proj")(h_BTF)
+        out_BTD = project(x_BTD.shape[-1], kernel_init=self.residual_init, name="c_proj")(self.units(h_BTF))
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)
+
+    def units(self, h_BTF: jax.Array) -> jax.Array:
+        """Return the hidden units as they are: a method, so that `nn.intercept_methods` sees them."""
+        return h_BTF

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from jaxgpt.layers.saved import save_in_remat
+from jaxgpt.layers.remat import save_in_remat
 
 
 def layer_norm(x_BTD: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:

@@ -20,7 +20,7 @@ BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # rows of a batch; all devices of 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     r"wte/embedding": ("vocab", "embed"),
     r"wpe/embedding": (None, "embed"),
-    r"lm_head": ("embed", "vocab"),
+    r"lm_head/kernel": ("embed", "vocab"),
     r"(attn|cross)/[qkv]/kernel": ("embed", "heads"),
     r"(attn|cross)/[qkv]/bias": ("heads_bias",),
     r"(attn|cross)/c_proj/kernel": ("heads", "embed"),

@@ -10,11 +10,10 @@ import jax
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
-from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import NO_SHARDING
+from jaxgpt.layers.hooks import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
-from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes
+from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss, make_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import ComputeOptions, compute_options
@@ -84,9 +83,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
     head_loss = choose_head_loss(experiment, strategy)
     attention_fn = strategy.shard_attention(options.attention_fn)
-    model = build_model(
-        experiment.model, dtype=options.dtype, attention_fn=attention_fn, sharding=strategy.sharding_hooks
-    )
+    model = experiment.model.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
 
     def adapt(key: jax.Array, params: Params) -> tuple[Params, Params]:
         return init_adapters(lora, key, params), freeze(lora, params)
@@ -115,6 +112,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             **options,
         )
 
+    step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss(model, head_loss=head_loss))
+    if lora.rank is not None:
+        step, evaluate = with_adapters(step), with_adapters(evaluate)
     accumulates = split.grad_accum_steps > 1 and not experiment.model.dropout
     return Trainer(
         options=options,
@@ -122,8 +122,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         strategy=strategy,
         split=split,
         init_state=strategy.jit_init_state(init, state),
-        train_step=strategy.jit_train_step(one_train_step, state, accumulates=accumulates),
-        eval_step=strategy.jit_eval_step(functools.partial(eval_step, loss_fn=make_loss(model, head_loss=head_loss))),
+        train_step=strategy.jit_train_step(step, state, accumulates=accumulates),
+        eval_step=strategy.jit_eval_step(evaluate),
         merge=merge,
         checksums=strategy.jit_checksums(state),
         abstract_state=state,

@@ -19,7 +19,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
-from jaxgpt.lora import thaw
+from jaxgpt.lora import thaw, with_adapters
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
@@ -82,7 +82,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
             return out
 
         with nn.intercept_methods(watch):
-            nats, count, _ = make_loss(model)(params, micro, key)
+            nats, count, _ = with_adapters(make_loss(model))(params, micro, key)
         return nats, (count, jnp.stack(flags))
 
     watched = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -31,6 +31,7 @@ from flax import struct
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
 from jaxgpt.files import json_sha256, write_whole
 from jaxgpt.parallel import multihost
+from jaxgpt.runs import tree_names
 from jaxgpt.train import Params, SkipState, TrainState
 
 if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
@@ -269,16 +270,18 @@ class Checkpoints:
         """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
         saved = self.manifest(step)["arrays"][PARAMS]
 
-        def as_saved(path: Any, x: Any) -> Any:
+        def with_saved_type(path: Any, x: Any) -> Any:
             kind = saved.get(jax.tree_util.keystr(path), "").partition("[")[0]
             return jax.ShapeDtypeStruct(x.shape, kind if kind in DTYPES else x.dtype, sharding=x.sharding)
 
-        return self._restore(step, {PARAMS: jax.tree.map_with_path(as_saved, like)})[PARAMS]
+        like = jax.tree.map_with_path(with_saved_type, tree_names.as_saved(like, saved))
+        return self._restore(step, {PARAMS: like})[PARAMS]
 
     def _restore(self, step: int, like: dict[str, Any]) -> Any:
         import orbax.checkpoint as ocp
 
         directory, arrays = self._directory / str(step), self.manifest(step)["arrays"]
+        like = {name: tree_names.as_saved(tree, arrays[name]) for name, tree in like.items()}
         for name, tree in like.items():  # before anything is allocated
             saved, wanted = arrays[name], _describe(tree)
             for path in sorted(saved.keys() | wanted.keys()):
@@ -291,7 +294,8 @@ class Checkpoints:
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()})
         with ocp.Checkpointer(_handler(abstract)) as reader:
             try:
-                return reader.restore(directory / "state", args=args)
+                restored: Any = reader.restore(directory / "state", args=args)
+                return {name: tree_names.as_now(restored[name], arrays[name]) for name in like}
             except Exception:
                 if directory.exists():
                     raise

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
-from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.source import open_source
@@ -91,7 +90,7 @@ def _of_run(directory: Path, step: int | None) -> Weights:
 
     def read(like: Params) -> Params:
         shardings = _unstacked_shardings(like, config)
-        model = build_model(metadata.model)
+        model = metadata.model.make_model()
 
         def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxgpt.data.pipeline import find_window_starts
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import apply_model
 from jaxgpt.sample.state import check_ids, known_ids, next_bucket
 
 WINDOWS_AT_ONCE = 8  # windows per batch
@@ -208,7 +209,7 @@ def _logprobs(
 
     Logits are computed for these only: few, for a short continuation of a long context.
     """
-    x_BTD: Any = model.apply({"params": params}, inputs_BT, method="hidden_states")
+    x_BTD = apply_model(model, params, inputs_BT, method="hidden_states")
     B, T, D = x_BTD.shape
     M, R = B * T, min(LOGITS_AT_ONCE, B * T)
     x_MD, targets_M = x_BTD.reshape(M, D), targets_BT.reshape(M)
@@ -218,7 +219,7 @@ def _logprobs(
     def score_rows(number: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at_R = jax.lax.dynamic_slice_in_dim(wanted, number * R, R)
         targets_R = targets_M.at[at_R].get(mode="clip")
-        logits_RV: Any = model.apply({"params": params}, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
+        logits_RV = apply_model(model, params, x_MD.at[at_R].get(mode="clip")[None], method="unembed")[0]
         chosen_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=1)[:, 0]
         total_R = jax.nn.logsumexp(logits_RV, axis=1)
         found = [chosen_R - total_R, logits_RV.argmax(axis=1) == targets_R]

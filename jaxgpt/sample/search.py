@@ -20,16 +20,14 @@ import numpy as np
 
 from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
 from jaxgpt.sample import Decoding
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import check_sources, prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import apply_model, unstack_layers
 from jaxgpt.sample.state import (
     allocate_cache,
-    apply_decode,
-    apply_unembed,
     cache_columns,
     chunk_size,
     encode_source,
@@ -163,8 +161,8 @@ def _search(model, params, state: Beams, stops, limit_B, alpha, V: int) -> Any:
 
     def step(beams: Beams) -> Beams:
         """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
-        x_R1D, cache = apply_decode(model, params, beams.last_R[:, None], beams.cache, beams.position_R[:, None])
-        logits = apply_unembed(model, params, x_R1D)
+        x_R1D, cache = beams.cache.decode(model, params, beams.last_R[:, None], beams.position_R[:, None])
+        logits = apply_model(model, params, x_R1D, method="unembed")
         logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
         logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
         tokens = beams.count + 1  # including the new one
@@ -330,7 +328,7 @@ class _Model(NamedTuple):
         return state.replace(cache=cache, unread=state.unread + T), x_1TD
 
     def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:
-        logits_1TV: Any = self.model.apply({"params": self.params}, x_1TD, method="unembed")
+        logits_1TV = apply_model(self.model, self.params, x_1TD, method="unembed")
         return sampling.probabilities(logits_1TV[0, :, : self.vocab_size], seen_TV)
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from jaxgpt.config import Precision
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.model import GPT
 from jaxgpt.sample import Sampling
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import apply_model, unstack_layers
 
 MAX_TOP = 20  # alternatives whose log-probabilities can be requested, as in OpenAI's interface
 NO_STOP = -1  # pads stop tokens; never drawn
@@ -212,7 +212,7 @@ def check_source(model: GPT, source: Sequence[int] | None, columns: int, name: s
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
-    return model.apply({"params": params}, cache, source_BS, segments_BS, method="init_cross_cache")
+    return apply_model(model, params, cache, source_BS, segments_BS, method="init_cross_cache")
 
 
 class Rows(flax.struct.PyTreeNode):
@@ -282,17 +282,7 @@ def prefill(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, star
 def read(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> tuple[Any, KVCache]:
     """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on."""
     model, params = unstack_layers(model, params)
-    return apply_decode(model, params, tokens_1T, cache, start + jnp.arange(tokens_1T.shape[1])[None])
-
-
-def apply_decode(model: GPT, params: dict, tokens_BT: jax.Array, cache: KVCache, positions_BT: jax.Array) -> Any:
-    """Return (hidden states x_BTD, updated cache): `GPT.decode`."""
-    return model.apply({"params": params}, tokens_BT, cache, positions_BT, method="decode")
-
-
-def apply_unembed(model: GPT, params: dict, x_BTD: jax.Array) -> Any:
-    """Return logits_BTV: `GPT.unembed`."""
-    return model.apply({"params": params}, x_BTD, method="unembed")
+    return cache.decode(model, params, tokens_1T, start + jnp.arange(tokens_1T.shape[1])[None])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -336,8 +326,8 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
         rows, active_B = state.rows, is_active(state.rows)
         # A slot without a request reads a token at position 0, which nothing reads.
         positions_B = jnp.where(active_B, rows.position_B, 0)
-        x_B1D, cache = apply_decode(model, params, rows.token_B[:, None], state.cache, positions_B[:, None])
-        logits_BV = apply_unembed(model, params, x_B1D)[:, 0, :V]
+        x_B1D, cache = state.cache.decode(model, params, rows.token_B[:, None], positions_B[:, None])
+        logits_BV = apply_model(model, params, x_B1D, method="unembed")[:, 0, :V]
         keys_B = jax.vmap(jax.random.fold_in)(rows.keys_B, rows.drawn_B)
         sampling = rows.sampling.where(active_B)
         token_B = sampling.draw(logits_BV, keys_B, rows.seen_BV)

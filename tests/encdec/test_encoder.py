@@ -14,15 +14,14 @@ import pytest
 
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import DataConfig, OptimConfig
-from jaxgpt.encdec import build_model
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.fitting import fit
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.search import beam_search
@@ -136,7 +135,7 @@ def test_cached_equals_uncached(model):
 
     @jax.jit
     def step(cache, tokens_BT, t):
-        x_BTD, cache = model.apply({"params": params}, tokens_BT, cache, jnp.broadcast_to(t, (2, 1)), method="decode")
+        x_BTD, cache = cache.decode(model, params, tokens_BT, jnp.broadcast_to(t, (2, 1)))
         return model.apply({"params": params}, x_BTD, method="unembed"), cache
 
     for t in range(4):
@@ -198,7 +197,7 @@ def test_the_base_model_of_2017():
     """Table 3 of arXiv:1706.03762: N=6, d_model=512, d_ff=2048, h=8, d_k=64, about 37,000 shared tokens, 65 million."""
     base = load_experiment(str(REPOSITORY / "experiments/transformer_2017.py:base")).model
     config = dataclasses.replace(base, vocab_size=37_000)
-    model = build_model(config)
+    model = config.make_model()
     shapes = jax.tree.map(lambda x: x.shape, model.shapes())
     D, F, attention = 512, 2048, 4 * (512 * 512 + 512)
     mlp, norm = D * F + F + F * D + D, 2 * D
@@ -250,7 +249,7 @@ def test_label_smoothing_is_optaxs():
 
 
 def test_muon_takes_the_encoders_matrices():
-    labels = muon_labels(build_model(CONFIG).shapes())
+    labels = muon_labels(CONFIG.make_model().shapes())
     assert labels["encoder_1"]["mlp"]["c_fc"] == {"kernel": "muon", "bias": "adamw"}
     assert labels["h_0"]["cross"]["v"]["kernel"] == "muon" and labels["wte"]["embedding"] == "adamw"
 
@@ -352,7 +351,7 @@ def test_a_search_waits_for_a_longer_text_that_may_yet_win():
     params["wte"]["embedding"] += np.eye(4, 8, dtype=np.float32)  # whose norm is sqrt(8) times it
     params["ln_f"]["scale"] += 1.0
     after_0, after_1 = np.log([0.02, 0.45, 0.03, 0.5]), np.log([0.01, 0.97, 0.01, 0.01])
-    params["lm_head"][:2] += np.float32([after_0, after_1]) / 8**0.5
+    params["lm_head"]["kernel"][:2] += np.float32([after_0, after_1]) / 8**0.5
     searched = functools.partial(search, model, params, [[0]], beams=1, stop_tokens=[STOP], length_penalty=2.0)
     one = searched(max_new_tokens=1)
     assert (one.tokens, one.scores[0][0]) == ([[[]]], pytest.approx(np.log(0.5), rel=1e-4))  # the stop is a token

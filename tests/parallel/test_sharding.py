@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import GPTConfig, LoraConfig
-from jaxgpt.encdec import build_model
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.lora import init_adapters
 from jaxgpt.parallel.sharding import PARAMETER_AXES, parameter_axes
@@ -28,7 +27,7 @@ def test_every_parameter_has_exactly_one_rule(config):
     if config.global_every is None and not config.n_encoder_layer:
         configs.append(dataclasses.replace(config, scan_layers=True))
     for config in configs:
-        params = build_model(config).shapes()
+        params = config.make_model().shapes()
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             matches = [axes for rule, axes in PARAMETER_AXES.items() if re.fullmatch(f"(.*/)?{rule}", name)]
@@ -66,11 +65,11 @@ def test_the_axes_of_a_model():
         "wpe": {"embedding": P(None, "embed")},
         "h": {"block": block},
         "ln_f": {"scale": P("embed")},
-        "lm_head": P("embed", "vocab"),
+        "lm_head": {"kernel": P("embed", "vocab")},
     }
-    assert parameter_axes(build_model(config).shapes(), config) == expected
+    assert parameter_axes(config.make_model().shapes(), config) == expected
     over_heads = dataclasses.replace(config, qk_norm_over="heads")
-    assert parameter_axes(build_model(over_heads).shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]["scale"] == P(
+    assert parameter_axes(over_heads.make_model().shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]["scale"] == P(
         "layers", "heads_bias"
     )
     adapters = {"h_0": {"mlp": {"c_fc": {"lora_a": jnp.zeros((8, 1)), "lora_b": jnp.zeros((1, 8))}}}}

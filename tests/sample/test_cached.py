@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt import interventions
 from jaxgpt.errors import UserError
-from jaxgpt.sample.quantize import for_decoding, unstack_layers
-from jaxgpt.sample.state import allocate_cache, apply_decode, apply_unembed, cache_columns
-from tests.helpers import TINY, apply, make_model, stack_layers
+from jaxgpt.sample.quantize import apply_model, for_decoding, unstack_layers
+from jaxgpt.sample.state import allocate_cache, cache_columns
+from tests.helpers import TINY, make_model, stack_layers
 
 # float32 sums in another order, through two layers, of logits near 1.
 CACHED = dict(rtol=1e-4, atol=1e-4)
@@ -40,8 +41,8 @@ AFTER = np.array([[5, 6, 7], [1, 1, 8], [3, 4, 5], [9, 9, 2]])  # what each row 
 @functools.partial(jax.jit, static_argnums=0)
 def read_logits(model, params, cache, tokens_BT, positions_BT):
     model, params = unstack_layers(model, params)
-    x_BTD, cache = apply_decode(model, params, tokens_BT, cache, positions_BT)
-    return cache, apply_unembed(model, params, x_BTD)
+    x_BTD, cache = cache.decode(model, params, tokens_BT, positions_BT)
+    return cache, apply_model(model, params, x_BTD, method="unembed")
 
 
 def cached_logits(model, params, cache_dtype=None):
@@ -63,7 +64,10 @@ def uncached_logits(model, params):
     T = model.config.block_size
     rows = [prompt + after.tolist() for prompt, after in zip(ROWS, AFTER, strict=True)]
     padded_BT = jnp.array([row + [0] * (T - len(row)) for row in rows])
-    return [logits[: len(row)] for logits, row in zip(apply(model, params, padded_BT), rows, strict=True)]
+    return [
+        logits[: len(row)]
+        for logits, row in zip(jax.jit(apply_model, static_argnums=0)(model, params, padded_BT), rows, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,8 @@ def test_packed_float32_weights_change_nothing(tied, scan_layers):
         np.testing.assert_allclose(got, wanted, **CACHED)
     for got, wanted in zip(uncached_logits(*packed), expected, strict=True):
         np.testing.assert_allclose(got, wanted, **CACHED)
+    read = interventions.run(*packed, [ROWS[1]], read=["h_0/mlp"]), interventions.run(model, params, [ROWS[1]])
+    np.testing.assert_allclose(read[0].logits_BTV, read[1].logits_BTV, **CACHED)
     assert for_decoding(*packed)[1] is packed[1]
     with pytest.raises(UserError, match="these are float32 already"):
         for_decoding(*packed, "int8")

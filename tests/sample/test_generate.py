@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.layers.cache import KVCache
 from jaxgpt.sample import Decoding, Sampling
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import generate, prompt_keys, stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.state import decode
@@ -52,7 +52,7 @@ def banded_logits(model, params, tokens_BT):
     (B, T), c = tokens_BT.shape, model.config.explicit()
     empty = KVCache.empty(batch=B, columns=T, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
     positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-    x_BTD, _ = model.apply({"params": params}, tokens_BT, empty, positions_BT, method="decode")
+    x_BTD, _ = empty.decode(model, params, tokens_BT, positions_BT)
     return model.apply({"params": params}, x_BTD, method="unembed")
 
 

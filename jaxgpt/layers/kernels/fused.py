@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 
 from jaxgpt.layers.kernels.plain import plain_attention
-from jaxgpt.layers.saved import save_in_remat
+from jaxgpt.layers.remat import save_in_remat
 
 
 def fused_attention(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.layers.saved import save_in_remat
+from jaxgpt.layers.remat import save_in_remat
 
 # Causal attention by some kernel:
 # (q_BTNH, k_BSKH, v_BSKH, *, segments_BT, scale, window, softcap, dropout, key) -> out_BTNH

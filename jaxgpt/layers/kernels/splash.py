@@ -8,7 +8,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxgpt.layers.kernels.plain import plain_attention
-from jaxgpt.layers.saved import SAVED_NAME
+from jaxgpt.layers.remat import SAVED_NAME
 
 LANES = 128  # of a TPU's vector register: the kernel's blocks of T and S are multiples of this
 

@@ -27,6 +27,7 @@ from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
+from jaxgpt.sample.quantize import with_decode_matrices
 from jaxgpt.sample.search import beam_search
 from jaxgpt.train import Params, eval_step
 
@@ -35,6 +36,7 @@ LARGEST_EXPONENT = math.log(sys.float_info.max)  # largest loss whose perplexity
 
 
 @functools.partial(jax.jit, static_argnames="model")
+@with_decode_matrices
 def _eval_step(params: Params, batch: Batch, model: GPT) -> tuple[jax.Array, jax.Array]:
     return eval_step(params, batch, loss_fn=make_loss(model))
 

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import unstack_layers, with_decode_matrices
 from jaxgpt.train import Params
 
 PREDICTIONS = 5  # most probable tokens that are kept at each position
@@ -162,6 +162,7 @@ def _unroll(model: GPT, params: Params) -> tuple[GPT, Params]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
+@with_decode_matrices
 def _forward(
     model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None
 ) -> Any:

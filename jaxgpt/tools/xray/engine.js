@@ -109,7 +109,7 @@ class Engine {
       };
     });
     this.wte = linear(params.wte.embedding);
-    this.head = { ...(params.lm_head ? linear(params.lm_head) : this.wte), rows: vocab_size, out: new Float32Array(vocab_size) };
+    this.head = { ...(params.lm_head ? linear(params.lm_head.kernel) : this.wte), rows: vocab_size, out: new Float32Array(vocab_size) };
     this.wpe = params.wpe && array(params.wpe.embedding);
     this.last = shown(params.ln_f, "ln_f");
     this.start = floats();

@@ -20,12 +20,10 @@ from jaxgpt.data.tokenizer import (
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
 from jaxgpt.interventions.model import EDITS
-from jaxgpt.layers.block import make_rope
-from jaxgpt.layers.linear import DECODE_MATRIX
+from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
-from jaxgpt.layers.quantize import to_int8
 from jaxgpt.run import Run
-from jaxgpt.sample.quantize import unstack_layers
+from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
 from jaxgpt.tools.xray.xray import TokenArrays, describe_run, map_embedding, spell
 from jaxgpt.train import Params
@@ -87,7 +85,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     }
     config = model.config.explicit()
     windows = [config.window(layer) for layer in range(config.n_layer)]
-    ropes = [make_rope(config, window) for window in windows]
+    ropes = [config.make_rope(window) for window in windows]
     context = min(config.block_size, int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5))
 
     def put(x: Any) -> Any:

@@ -18,12 +18,12 @@ from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.layers.linear import DECODE_MATRIX
 from jaxgpt.parallel.flops import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
+from jaxgpt.sample.quantize import DECODE_MATRIX
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import (

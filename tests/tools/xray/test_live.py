@@ -15,7 +15,6 @@ from playwright.sync_api import expect
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
-from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
@@ -66,7 +65,7 @@ def with_model(base, config, tokenizer=None):
     model, params = make_model(dataclasses.replace(config, scan_layers=False))
     params = jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
     if config.scan_layers:
-        model, params = build_model(config), stack_layers(params, config.n_layer)
+        model, params = config.make_model(), stack_layers(params, config.n_layer)
     return dataclasses.replace(base, model=model, params=params, tokenizer=tokenizer or CharTokenizer(CHARACTERS))
 
 
@@ -350,7 +349,7 @@ def test_characters_of_several_bytes_are_written_whole(base, visit):
     embedding_VD, head_DV = np.zeros((256, 16), np.float32), np.zeros((16, 256), np.float32)
     embedding_VD[first, 0] = embedding_VD[second, 1] = 1e6  # far larger than what the blocks add
     head_DV[0, second] = head_DV[1, first] = 1
-    params = run.params | {"wte": {"embedding": embedding_VD}, "lm_head": head_DV}
+    params = run.params | {"wte": {"embedding": embedding_VD}, "lm_head": {"kernel": head_DV}}
     page = visit(dataclasses.replace(run, params=params), "ñ", weights="float32")
     page.locator("#temperature").fill("0")
     page.click("#write")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.layers import plain_attention
-from jaxgpt.layers.cache import KVCache, LayerCache
+from jaxgpt.sample.cache import KVCache, LayerCache
 from tests.conftest import SIZES
 from tests.helpers import FLOAT32_REORDERED
 

@@ -1,4 +1,4 @@
-"""The KV cache: a value that the model takes and returns.
+"""The KV cache: a value that decoding takes and returns.
 
 Each row of the batch is a ring of S columns: the token at position p lies in column p % S, whatever the other rows hold.
 What a query attends to follows from its position alone, so that columns without a token of this sequence need neither
@@ -8,14 +8,21 @@ zeros nor a mask of their own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax.typing import DTypeLike
 
+from jaxgpt.errors import UserError
+from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.plain import cap_scores
-from jaxgpt.layers.quantize import to_int8
+from jaxgpt.layers.linear import to_int8
+from jaxgpt.model import GPT
+from jaxgpt.sample.quantize import apply_model
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -118,7 +125,7 @@ class LayerCache(flax.struct.PyTreeNode):
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of all layers: `GPT.decode(tokens_BT, cache, positions_BT)` returns an updated one."""
+    """Keys and values of all layers."""
 
     layers: tuple[LayerCache, ...]
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
@@ -150,6 +157,36 @@ class KVCache(flax.struct.PyTreeNode):
             return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), *scales)
 
         return KVCache(layers=tuple(layer() for _ in range(n_layer)), block=columns if block is None else block)
+
+    def decode(
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """Return `GPT.hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
+
+        A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
+        block_size, except with rope and none, which have no limit. Needs `scan_layers=False` (see
+        `quantize.unstack_layers`): slices of stacked parameters would be copied for each token.
+        """
+        assert not model.config.scan_layers, "unstack the layers first"
+        index, layers = self.index(positions_BT, model.config.block_size), []
+
+        def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+            module = context.module
+            if not isinstance(module, Attention) or context.method_name != "attend":
+                return call(*args, **kwargs)
+            q_BTNH, k_BTKH, v_BTKH = args
+            layer = self.layers[len(layers)].write(k_BTKH, v_BTKH, positions_BT)
+            layers.append(layer)
+            return layer.attend(q_BTNH, index, window=module.window, scale=module.scale, softcap=module.softcap)
+
+        with nn.intercept_methods(attend_to_cache):
+            x_BTD = apply_model(model, params, tokens_BT, positions_BT=positions_BT, method="hidden_states")
+        if len(layers) != len(self.layers):
+            raise UserError(
+                f"{type(model.config).__name__}: {len(layers)} of {len(self.layers)} blocks attend by jaxgpt's Attention, so "
+                "that keys and values cannot be cached: use jaxgpt.plain_generate.generate, which computes them again"
+            )
+        return x_BTD, self.replace(layers=tuple(layers))
 
     def index(self, positions_BT: jax.Array, context: int) -> CacheIndex:
         """Return the index of new tokens at these positions, each of which attends to `context` tokens."""

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.layers.quantize import DecodeMatrix, to_int8
+from jaxgpt.layers.linear import to_int8
+from jaxgpt.sample.quantize import DecodeMatrix
 from tests.helpers import FLOAT32_REORDERED
 
 MATRIX_FD = jax.random.normal(jax.random.key(0), (29, 24))

@@ -1,0 +1,54 @@
+"""Text, token by token: the shortest way from a model to its words. `sample` has the engine, with a cache."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.model import GPT
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "temperature", "top_k"))
+def generate(
+    model: GPT,
+    params: dict,
+    prompts_BT: jax.Array,
+    key: jax.Array,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> jax.Array:
+    """Continue prompts of one length: int32, [B, T + max_new_tokens]. Each token reads the last block_size tokens again.
+
+    Args:
+        model: the model, of any attention.
+        params: its parameters.
+        prompts_BT: int32, at least one token per row.
+        key: of all draws.
+        max_new_tokens: tokens to add.
+        temperature: what logits are divided by; 0 takes the most probable token.
+        top_k: draw from this many most probable tokens. None means from all.
+    """
+    B, T = prompts_BT.shape
+    window = min(T + max_new_tokens, model.config.block_size)
+
+    def add_token(t: jax.Array, tokens_BX: jax.Array) -> jax.Array:
+        start = jnp.maximum(t - window, 0)  # the tokens after t are zeros, which no earlier one attends to
+        read_BT = jax.lax.dynamic_slice_in_dim(tokens_BX, start, window, axis=1)
+        x_BTD: Any = model.apply({"params": params}, read_BT, method="hidden_states")
+        x_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, t - 1 - start, 1, axis=1)
+        logits_B1V: Any = model.apply({"params": params}, x_B1D, method="unembed")
+        logits_BV = logits_B1V[:, 0]
+        if top_k is not None:
+            kth_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+            logits_BV = jnp.where(logits_BV < kth_B1, -jnp.inf, logits_BV)
+        if temperature == 0:
+            token_B = logits_BV.argmax(axis=-1)
+        else:
+            token_B = jax.random.categorical(jax.random.fold_in(key, t), logits_BV / temperature)
+        return tokens_BX.at[:, t].set(token_B.astype(jnp.int32))
+
+    tokens_BX = jnp.zeros((B, T + max_new_tokens), jnp.int32).at[:, :T].set(prompts_BT)
+    return jax.lax.fori_loop(T, T + max_new_tokens, add_token, tokens_BX)
