@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, parse_json, read_bytes, render_json, write_whole
 from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.processor import describe_processor
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.metadata import RunMetadata
 
+CPUINFO = Path("/proc/cpuinfo")
+# Linux's names of vector instructions, widest first, and of matrix instructions.
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
+MATRICES = {"amx_tile": "AMX", "sme": "SME"}
 MOST_BYTES = 2**24  # longest file to read: about 20,000 sessions
 
 
@@ -97,3 +101,27 @@ def _read(directory: Path) -> list[SessionRecord]:
     if steps != sorted(set(steps)) or any(min(s.step + 1, s.log_every, s.eval_every) < 1 for s in sessions):
         raise UserError(f"{path} is damaged: its sessions are not in order. Delete it to resume without it.")
     return sessions
+
+
+def describe_processor() -> str:
+    """Return family, vector width and usable cores: "GenuineIntel family 6 model 167, AVX-512 and AMX, 2 cores"."""
+    fields = _read_cpuinfo()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    model = fields.get("model") or fields.get("CPU part")
+    maker = fields.get("vendor_id") or fields.get("CPU implementer") or platform.processor() or "unknown"
+    family = fields.get("cpu family") or platform.machine()
+    name = f"{maker} family {family}" + (f" model {model}" if model else "")
+    width = next((name for flag, name in VECTORS.items() if flag in flags), None)
+    units = [*([width] if width else []), *(name for flag, name in MATRICES.items() if flag in flags)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ", ".join([name, *([" and ".join(units)] if units else []), f"{cores} core{'s' * (cores > 1)}"])
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """Return the fields of the first processor. Without Linux's file, none."""
+    try:
+        first = CPUINFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

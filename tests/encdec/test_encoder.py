@@ -21,7 +21,7 @@ from jaxgpt.layers.cache import KVCache
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.sample.beam import beam_search
 from jaxgpt.sample.decoding import Decoding
 from jaxgpt.sample.filters import Sampling

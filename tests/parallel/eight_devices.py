@@ -28,7 +28,7 @@ from jaxgpt.hf.safetensors_files import list_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device
-from jaxgpt.parallel.replicas import ReplicasDiffer, check_replicas
+from jaxgpt.parallel.multihost import ReplicasDiffer, check_replicas
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 

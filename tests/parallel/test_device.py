@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import (
+    PEAKS,
     check_memory,
     compute_options,
     first_device,
     memory_of,
 )
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
-from jaxgpt.parallel.peaks import PEAKS
 from tests.conftest import keep_compiled
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from jaxgpt.parallel.peaks import PEAKS, collective_seconds, ring_bandwidth
+from jaxgpt.parallel.device import PEAKS, collective_seconds, ring_bandwidth
 
 
 def devices(kind: str, *shape: int, process_index: int = 0, slice_index: int = 0):

@@ -12,7 +12,7 @@ from jaxgpt.config import GPTConfig, LoraConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.hf.families import FAMILIES
 from jaxgpt.lora import init_adapters
-from jaxgpt.parallel.sharding import PARAMETER_AXES, parameter_axes
+from jaxgpt.parallel.mesh import PARAMETER_AXES, parameter_axes
 from tests.helpers import TINY
 from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.slices import count_slices, split_slices
+from jaxgpt.parallel.mesh import count_slices, split_slices
 from tests.helpers import run_command
 from tests.parallel.test_strategies import CURVES_EQUAL, on_eight_devices
 

@@ -11,9 +11,8 @@ import pytest
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.parallel.mesh import GPU_OPTIONS
-from jaxgpt.parallel.replicas import checksum
-from jaxgpt.parallel.sharding import check_divisible, mesh_shape
+from jaxgpt.parallel.mesh import GPU_OPTIONS, check_divisible, mesh_shape
+from jaxgpt.parallel.multihost import checksum
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_strategy
 from jaxgpt.tools.plan.hlo import read_program

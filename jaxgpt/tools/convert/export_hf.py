@@ -19,7 +19,7 @@ from jaxgpt.hf.params import to_tensors
 from jaxgpt.hf.safetensors_files import SHARD, write
 from jaxgpt.hf.source import BESIDE_TOKENIZER, HF_FOLDER, LARGEST_CONFIG
 from jaxgpt.hf.tokenizers import tokenizer_config, tokenizer_json
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.find import find_run
 from jaxgpt.runs.metadata import read_metadata

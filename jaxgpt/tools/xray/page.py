@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.layers.linear import DECODE_MATRIX
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 from jaxgpt.tools.xray.activations import Activations, Guess, Norm, TopExamples

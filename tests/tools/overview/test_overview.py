@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.encdec import build_model
 from jaxgpt.errors import UserError
-from jaxgpt.parallel import flops
+from jaxgpt.parallel import device
 from jaxgpt.runs.lock import lock_run
 from jaxgpt.tools.overview.parameters import count_parameters
 from jaxgpt.tools.overview.rows import read_rows
@@ -38,7 +38,7 @@ MODELS = [
 @pytest.mark.parametrize("fields", MODELS, ids=str)
 def test_parameters_are_counted_as_jax_does(fields):
     config = GPTConfig(**{"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 4, "n_embd": 8} | fields)
-    assert count_parameters(config) == flops.count_parameters(build_model(config).shapes())
+    assert count_parameters(config) == device.count_parameters(build_model(config).shapes())
 
 
 @pytest.fixture(scope="module")
