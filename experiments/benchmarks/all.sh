@@ -82,7 +82,7 @@ fi
 
 {
   printf '# Benchmarks, %s\n\n' "$(date -u +%Y-%m-%d)"
-  python - <<'VERSIONS'
+  PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python - <<'VERSIONS'
 import importlib.metadata, platform
 from processor import describe_processor
 print(f"{describe_processor()}. Python {platform.python_version()}", end="")

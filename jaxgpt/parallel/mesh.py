@@ -171,32 +171,27 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
     model = model.explicit()
     assert model.n_kv_head and model.head_dim and model.mlp_dim
-    axes = {
-        "n_embd": (model.n_embd, "fsdp"),
-        "n_head": (model.n_head, "tensor"),
-        "n_kv_head": (model.n_kv_head, "tensor"),
-        "mlp_dim": (model.mlp_dim, "tensor"),
-        "vocab_size": (model.vocab_size or 0, "tensor"),
-    }
-    for field, (size, axis) in axes.items():
-        if size % (n := sizes[axis]):
+    fsdp, tensor = (("fsdp", sizes["fsdp"]), ("tensor", sizes["tensor"]))
+    both = ("fsdp x tensor", sizes["fsdp"] * sizes["tensor"])
+    checks = [
+        ("n_embd", model.n_embd, fsdp),
+        ("n_head", model.n_head, tensor),
+        ("n_kv_head", model.n_kv_head, tensor),
+        ("mlp_dim", model.mlp_dim, tensor),
+        ("vocab_size", model.vocab_size or 0, tensor),
+    ]
+    if model.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
+        checks.append(("n_head x head_dim", model.n_head * model.head_dim, both))
+        checks.append(("n_kv_head x head_dim", model.n_kv_head * model.head_dim, both))
+    if model.bias:
+        checks.append(("mlp_dim", model.mlp_dim, both))
+    for field, size, (axis, n) in checks:
+        if size % n:
             near = nearest_multiples(size, n)
             counts = [d for d in range(1, n + 1) if size % d == 0]
             raise UserError(
                 f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}, or {axis} "
                 f"from {counts}"
-            )
-    both, has_vectors = sizes["fsdp"] * sizes["tensor"], model.qk_norm and model.qk_norm_over == "heads"
-    vectors = {
-        "n_head x head size": (model.n_head * model.head_dim, model.qkv_bias or has_vectors),
-        "n_kv_head x head size": (model.n_kv_head * model.head_dim, model.qkv_bias or has_vectors),
-        "mlp_dim": (model.mlp_dim, model.bias),
-    }
-    for field, (size, is_there) in vectors.items():
-        if is_there and size % both:
-            raise UserError(
-                f"a bias or scale of {field} = {size} elements does not divide over parallel.fsdp x tensor = {both}: "
-                "take other sizes, or --model.no-bias"
             )
 
 

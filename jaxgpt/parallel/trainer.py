@@ -60,7 +60,7 @@ class Trainer:
     def lower(self) -> Any:
         """Lower `train_step` for this experiment's states and batches, to be compiled by XLA."""
         jitted: Any = self.train_step
-        return jitted.lower(self.abstract_state, self.abstract_batch, _abstract_key())
+        return jitted.lower(self.abstract_state, self.abstract_batch, jax.eval_shape(jax.random.key, 0))
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     init = functools.partial(
         init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
     )
-    shapes = jax.eval_shape(init, _abstract_key(), None)
+    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
     shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
     loss_fn = make_loss(model, head_loss=head_loss, label_smoothing=experiment.optim.label_smoothing)
 
@@ -145,10 +145,6 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         abstract_batch=batch,
         fallback=fallback,
     )
-
-
-def _abstract_key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:

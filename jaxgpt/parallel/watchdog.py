@@ -49,7 +49,6 @@ class Watchdog:
         self._durations: deque[float] = deque(maxlen=101)  # of steps, in seconds, from one beat to the next
         self._patience = 1
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, *, slow: bool = False) -> None:
         """Record progress of the main thread. `slow`: what follows, such as a save, may take far longer than a step."""
@@ -103,10 +102,6 @@ class Watchdog:
             return None, f"all {self.processes} processes are stuck in the same collective"
         return None, f"{', '.join(stuck)} {'are' if len(stuck) > 1 else 'is'} stuck"
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
     def stop(self, words: str = "", status: int = 0) -> None:
         """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
         self._over.set()
@@ -157,7 +152,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
     if not multihost.is_multiprocess():
         yield dog
         return
-    dog.start()
+    threading.Thread(target=dog._watch, name="watchdog", daemon=True).start()
     with _instead_of_abort(dog):
         try:
             yield dog
