@@ -86,17 +86,9 @@ def alone(tmp_path_factory, text_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        ["--parallel.strategy", "pmap"],
-        pytest.param(
-            ["--parallel.strategy", "mesh", "--parallel.fsdp", "4", "--parallel.tensor", "2"], marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["pmap", "mesh --parallel.fsdp 4 --parallel.tensor 2"])
 def test_two_processes_of_four_devices_are_one_run(start, alone, tmp_path, strategy):
-    codes, said = wait(start(2, 4, "--train.steps", "20", *strategy), tmp_path)
+    codes, said = wait(start(2, 4, "--train.steps", "20", "--parallel.strategy", *strategy.split()), tmp_path)
     assert codes == [0, 0], said
     for expected, found in zip(curve(alone), curve(tmp_path / "run"), strict=True):
         np.testing.assert_allclose(found, expected, **CURVES_EQUAL)
@@ -130,7 +122,7 @@ CONTINUE = r"The last checkpoint is step \d+\. To continue, on every process: ja
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_one_that_is_killed_is_named(start, tmp_path, lost):
     """Process 0 holds the store that all read, and JAX aborts the others when it goes."""
     processes = start(2, 1, *FOREVER)
@@ -230,7 +222,7 @@ def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
     processes = start(2, 1, *FOREVER)
     until_step(5, processes, tmp_path)
