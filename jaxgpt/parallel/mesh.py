@@ -78,10 +78,25 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         model: the model, whose sizes must divide over the axes.
 
     Raises:
-        UserError: the product of the sizes is not the number of devices, the devices belong to other slices, or the
-            model does not divide.
+        UserError: the product of the sizes is not the number of devices, the slices do not divide `data`, the devices
+            belong to other slices, or the model does not divide.
     """
-    sizes = mesh_sizes(len(devices), config)
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    given = " x ".join(f"{name}={n}" for name, n in sizes.items())
+    known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
+    rest, left_over = divmod(len(devices), abs(known))
+    if left_over or (known > 0 and rest > 1):
+        divisors = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
+        raise UserError(
+            f"parallel {given} does not make the {len(devices)} devices there are: each size must divide {len(devices)} "
+            f"({divisors}), and at most one may be -1 (the devices that the others leave)"
+        )
+    sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
+    if sizes["data"] % config.slices:
+        raise UserError(
+            f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}: take data from multiples of "
+            f"{config.slices}, and fsdp and tensor that fit in one slice"
+        )
     # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
     arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
     in_slice = (sizes["data"] // config.slices, sizes["fsdp"], sizes["tensor"])
@@ -141,30 +156,6 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         local_rows=local_rows,
         shard_batch=lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(batches, x), batch),
     )
-
-
-def mesh_sizes(devices: int, config: ParallelConfig) -> dict[str, int]:
-    """Return the size of each axis, with -1 replaced by the number of devices that the other axes leave.
-
-    Raises `UserError` unless the product of the sizes is the number of devices and the slices divide `data`.
-    """
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
-    given = " x ".join(f"{name}={n}" for name, n in sizes.items())
-    known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
-    rest, left_over = divmod(devices, abs(known))
-    if left_over or (known > 0 and rest > 1):
-        divisors = [d for d in range(1, devices + 1) if devices % d == 0]
-        raise UserError(
-            f"parallel {given} does not make the {devices} devices there are: each size must divide {devices} "
-            f"({divisors}), and at most one may be -1 (the devices that the others leave)"
-        )
-    sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
-    if sizes["data"] % config.slices:
-        raise UserError(
-            f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}: take data from multiples of "
-            f"{config.slices}, and fsdp and tensor that fit in one slice"
-        )
-    return sizes
 
 
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:

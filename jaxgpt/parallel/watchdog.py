@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -61,12 +62,6 @@ class Watchdog:
         self._since, self._step = now, step
         self._turn += 1
 
-    def _limit(self) -> float | None:
-        """Return the limit in seconds. None until the first step is done, which includes compilation and connecting."""
-        if not self._least or not self._durations:
-            return None
-        return self._patience * max(self._least, STEPS * statistics.median(list(self._durations)))
-
     def _watch(self) -> None:
         asked = 0  # processes that look for a culprit
         while not self._over.wait(INTERVAL):
@@ -74,8 +69,10 @@ class Watchdog:
                 if ended := multihost.read_published("ended"):
                     words, status = json.loads(ended[0])
                     self._end(words, status, stacks=words.startswith(self.name))
-                idle, limit = time.monotonic() - self._since, self._limit()
-                if limit is not None and idle > limit:
+                # There is no limit before the first step is done, which includes compilation and connecting.
+                typical = statistics.median([*self._durations] or [math.inf])
+                idle = time.monotonic() - self._since
+                if self._least and idle > self._patience * max(self._least, STEPS * typical):
                     gone, stuck = self.find_culprit()
                     self._end(f"{gone or stuck}: no progress for {idle:.0f} s, since step {self._step}", 1, stacks=True)
                 if asked < (asked := len(multihost.read_published("turns"))):
@@ -136,10 +133,6 @@ class Watchdog:
     def _end(self, what: str, status: int, *, stacks: bool) -> None:
         if stacks:
             faulthandler.dump_traceback(2, all_threads=True)
-            if self.directory is not None:
-                path = self.directory / f"stacks.{self.process}.txt"
-                with contextlib.suppress(OSError), path.open("w") as file:
-                    faulthandler.dump_traceback(file, all_threads=True)
         self.say(what)
         self.stop(what, status)
         multihost.exit_now(status)
