@@ -36,7 +36,7 @@ from jaxgpt.config import differences, from_dict
 from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import Preempted
 from jaxgpt.files import json_sha256, read_json, render_json, write_whole
-from jaxgpt.parallel.flops import train_flops_per_token
+from jaxgpt.parallel.device import train_flops_per_token
 from jaxgpt.statistics import CONFIDENCE
 from jaxgpt.tools.grid import Curve, format_table, train_or_resume
 

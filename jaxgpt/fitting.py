@@ -21,7 +21,7 @@ from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.parallel.replicas import check_replicas
+from jaxgpt.parallel.multihost import check_replicas
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.parallel.watchdog import Watchdog, watch

@@ -16,7 +16,7 @@ import pytest
 from jaxgpt.cli.experiment_file import load_experiment, load_variants
 from jaxgpt.config import Experiment
 from jaxgpt.fitting import fit
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.tools.study import check_comparable
 from tests.conftest import REPOSITORY
 from tests.helpers import TINY, run_command, script, tiny_experiment

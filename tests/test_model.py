@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
+from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.config.presets import gpt2
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import KERNELS
-from jaxgpt.parallel.flops import count_parameters, train_flops_per_token
-from jaxgpt.parallel.mesh import MeshStrategy
+from jaxgpt.parallel.device import KERNELS, count_parameters, train_flops_per_token
+from jaxgpt.parallel.mesh import make_mesh
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
 ARCHITECTURES = {
@@ -175,7 +174,7 @@ def test_remat_of_all_but_dots_keeps_what_attention_made(attention, meshed):
     """Of its six products a layer one is run anew, the scores', for weights that nothing keeps; with "full" both."""
     attention_fn, hardware = KERNELS[attention], {}
     if meshed:
-        strategy = MeshStrategy(jax.devices()[:1])
+        strategy = make_mesh(jax.devices()[:1], ParallelConfig(), GPTConfig())
         attention_fn, hardware = strategy.shard_attention(attention_fn), {"sharding": strategy.sharding_hooks}
 
     def batched(eqn) -> bool:

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.fitting import fit
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.runs.directory import write_metadata
 from tests.conftest import TEXT
 from tests.helpers import script, tiny_experiment

@@ -15,7 +15,7 @@ from jaxgpt.config import OptimConfig
 from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, make_optimizer
-from jaxgpt.parallel.strategy import SingleDevice
+from jaxgpt.parallel.strategy import make_single
 from jaxgpt.train import (
     MIN_NORMS,
     NOT_FINITE,
@@ -158,7 +158,7 @@ def test_one_compilation_and_donated_state():
     state = jax.tree.map(jnp.copy, state)
     chex.clear_trace_counter()
     traced = chex.assert_max_traces(functools.wraps(train_step)(lambda *args: step(*args)), n=1)
-    compiled = SingleDevice().jit_train_step(traced, state)
+    compiled = make_single().jit_train_step(traced, None, False)
     for seed in range(3):
         before = state
         state, _ = compiled(state, make_batch(), jax.random.key(seed))

@@ -82,9 +82,9 @@ fi
 
 {
   printf '# Benchmarks, %s\n\n' "$(date -u +%Y-%m-%d)"
-  python - <<'VERSIONS'
+  PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python - <<'VERSIONS'
 import importlib.metadata, platform
-from jaxgpt.parallel.processor import describe_processor
+from processor import describe_processor
 print(f"{describe_processor()}. Python {platform.python_version()}", end="")
 for name in ("jaxgpt", "jax", "torch", "transformers"):
     try:

@@ -13,9 +13,8 @@ import json
 import statistics
 import tempfile
 
+from processor import describe_processor
 from training import arguments, start_worker, systems
-
-from jaxgpt.parallel.processor import describe_processor
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from jaxgpt.parallel.processor import describe_processor
+from processor import describe_processor
 
 PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxgpt.parallel.processor import describe_processor
+from processor import describe_processor
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun_shakespeare.py"
 LONGEST = 3600  # seconds of a run

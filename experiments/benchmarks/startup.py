@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxgpt.parallel.processor import describe_processor
+from processor import describe_processor
 
 TRAIN = """
 import json, sys, time

@@ -278,7 +278,7 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    from jaxgpt.parallel.processor import describe_processor
+    from processor import describe_processor
 
     shape = SHAPES[options.shape] | json.loads(options.sizes)
     print(f"{describe_processor()}\n{shape}")

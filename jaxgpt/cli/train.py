@@ -51,8 +51,7 @@ def train(
     import jax
 
     from jaxgpt.fitting import fit
-    from jaxgpt.parallel.multihost import ProcessLost, exit_now, is_process_0
-    from jaxgpt.parallel.replicas import ReplicasDiffer
+    from jaxgpt.parallel.multihost import ProcessLost, ReplicasDiffer, exit_now, is_process_0
     from jaxgpt.parallel.signals import second_leaves_at_once
 
     if hasattr(signal, "SIGUSR1"):

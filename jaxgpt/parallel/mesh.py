@@ -1,29 +1,64 @@
 """`jax.jit` over a mesh of devices, data x fsdp x tensor. The compiler inserts the collectives that shardings need.
 
-Sequences are not sharded: that would need ring attention (arXiv:2310.01889), in which devices pass keys and values
-around. No sharding rule produces this.
+One table maps parameters to logical axes, another maps logical axes to mesh axes. Sequences are not sharded: that would
+need ring attention (arXiv:2310.01889), in which devices pass keys and values around. No sharding rule produces this.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig
+from jaxgpt.config import GPTConfig, ParallelConfig
+from jaxgpt.config.validate import nearest_multiples
+from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.parallel.replicas import checksum
-from jaxgpt.parallel.sharding import BATCH_SPEC, MESH_AXES, mesh_shape, state_shardings
-from jaxgpt.parallel.slices import split_slices
-from jaxgpt.parallel.strategy import EvalFn, StepFn, Strategy, shardings_of, with_shardings
-from jaxgpt.train import TrainState
+from jaxgpt.parallel.multihost import checksum
+from jaxgpt.parallel.strategy import StepFn, Strategy
+from jaxgpt.train import Params, TrainState
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_SPEC = P(("data", "fsdp"))  # rows of a batch; all devices of a tensor group read the same rows
+
+# Logical axes of each parameter, by the end of its path. Each parameter matches exactly one entry, which a test checks.
+PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
+    r"wte/embedding": ("vocab", "embed"),
+    r"wpe/embedding": (None, "embed"),
+    r"lm_head/kernel": ("embed", "vocab"),
+    r"(attn|cross)/[qkv]/kernel": ("embed", "heads"),
+    r"(attn|cross)/[qkv]/bias": ("heads_bias",),
+    r"(attn|cross)/c_proj/kernel": ("heads", "embed"),
+    r"mlp/(c_fc|c_gate)/kernel": ("embed", "mlp"),
+    r"mlp/(c_fc|c_gate)/bias": ("mlp_bias",),
+    r"mlp/c_proj/kernel": ("mlp", "embed"),
+    r"c_proj/bias": ("embed",),
+    r"(encoder_)?ln_\w+/(scale|bias)": ("embed",),
+    r"(attn|cross)/[qk]_norm/scale": (None,),  # [H]; for a norm over all heads: heads_bias
+}
+
+# Mesh axes of each logical axis.
+# fsdp shards each matrix along D; the matrix is gathered when its layer runs (ZeRO, arXiv:1910.02054).
+# tensor shards the computation: each device has some of the heads, hidden units and vocabulary, and only sums over
+# them are all-reduced (Megatron, arXiv:1909.08053).
+RULES = [
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("mlp", "tensor"),
+    ("vocab", "tensor"),
+    ("heads_bias", ("tensor", "fsdp")),
+    ("mlp_bias", ("tensor", "fsdp")),
+    ("layers", None),  # all devices run the same block at a time
+]
 
 # XLA for GPUs combines the gathers of a layer's parameters into one of up to 30 MB, and the layer waits for all of it
 # before its first product. Combined up to 4 MiB only, the gathers of later matrices run beside the first products: of
@@ -33,86 +68,51 @@ from jaxgpt.train import TrainState
 GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 
 
-class MeshStrategy(Strategy):
-    """Run one program over a mesh, by `jax.jit`, with arrays sharded by `sharding.RULES`."""
+def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTConfig) -> Strategy:
+    """Return the strategy that runs one program over a mesh, by `jax.jit`, with arrays sharded by `RULES`.
 
-    def __init__(
-        self,
-        devices: Sequence[jax.Device] | None = None,
-        *,
-        data: int = -1,
-        fsdp: int = 1,
-        tensor: int = 1,
-        slices: int = 1,
-    ):
-        """Arrange devices in a mesh. At most one size is -1: the number of devices that the other axes leave.
+    Args:
+        devices: the devices to use.
+        config: the sizes of the axes, of which at most one is -1, and the number of slices. Only `data` extends over
+            several slices.
+        model: the model, whose sizes must divide over the axes.
 
-        Args:
-            devices: devices to use. None: the devices of all processes.
-            data: size of the axis over which only the batch is sharded.
-            fsdp: size of the axis over which the batch and the parameters are sharded.
-            tensor: size of the axis over which heads, hidden units and vocabulary are sharded.
-            slices: number of slices, see `split_slices`. Only the axis `data` extends over several of them.
+    Raises:
+        UserError: the product of the sizes is not the number of devices, the slices do not divide `data`, the devices
+            belong to other slices, or the model does not divide.
+    """
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    given = " x ".join(f"{name}={n}" for name, n in sizes.items())
+    known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
+    rest, left_over = divmod(len(devices), abs(known))
+    if left_over or (known > 0 and rest > 1):
+        divisors = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
+        raise UserError(
+            f"parallel {given} does not make the {len(devices)} devices there are: each size must divide {len(devices)} "
+            f"({divisors}), and at most one may be -1 (the devices that the others leave)"
+        )
+    sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
+    if sizes["data"] % config.slices:
+        raise UserError(
+            f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}: take data from multiples of "
+            f"{config.slices}, and fsdp and tensor that fit in one slice"
+        )
+    # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
+    arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
+    in_slice = (sizes["data"] // config.slices, sizes["fsdp"], sizes["tensor"])
+    grid = np.concatenate([arrange(in_slice, members) for members in split_slices(devices, config.slices)])
+    check_divisible(model, sizes)
+    # Auto: the compiler propagates shardings. JAX's default is Explicit, which linen does not support.
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    batches, replicated = NamedSharding(mesh, BATCH_SPEC), NamedSharding(mesh, P())
 
-        Raises:
-            UserError: the product of the sizes is not the number of devices, or they belong to other slices.
-        """
-        devices = jax.devices() if devices is None else devices
-        sizes = mesh_shape(len(devices), data, fsdp, tensor, slices)
-        # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
-        arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
-        in_slice = (sizes["data"] // slices, sizes["fsdp"], sizes["tensor"])
-        grid = np.concatenate([arrange(in_slice, members) for members in split_slices(devices, slices)])
-        # Auto: the compiler propagates shardings. JAX's default is Explicit, which linen does not support.
-        self.mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-        self.devices = tuple(self.mesh.devices.flat)
-        self.data_parallel_size = sizes["data"] * sizes["fsdp"]
-        self.name = "mesh of " + " x ".join(f"{name}={n}" for name, n in sizes.items())
-        self.name += f" over {slices} slices" if slices > 1 else ""
-        self.sharding_hooks = _sharding_hooks(self.mesh)
-        self._batch = NamedSharding(self.mesh, BATCH_SPEC)
-        self._replicated = NamedSharding(self.mesh, P())
-
-    def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
-
-        def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
-            mesh, rows = _free_axes(self.mesh)
-            rows_heads = P(rows, None, "tensor", None)
-
-            def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
-                if key is not None:
-                    key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
-                return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **scores)
-
-            attend_locally = jax.shard_map(
-                attend,
-                mesh=mesh,
-                in_specs=(rows_heads, rows_heads, rows_heads, P(), P(rows)),
-                out_specs=rows_heads,
-                axis_names={*rows, "tensor"},
-                check_vma=False,  # Pallas kernels do not declare over which axes their results vary
-            )
-            return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
-
-        return sharded_attention
-
-    def abstract_state(
-        self, shapes: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
-    ) -> TrainState:
-        """Return the shapes of a state, with the shardings of `state_shardings`."""
-        return with_shardings(shapes, state_shardings(shapes, config, optimizer, self.mesh))
-
-    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
-        """Compile `step` with sharded states and replicated metrics, and donate the state.
-
-        With `accumulates`, each part of the axis `data` adds up the gradients of its own micro-batches first: otherwise
-        the compiler all-reduces those of every layer and micro-batch.
-        """
-        if accumulates and self.mesh.shape["data"] > 1:
+    def jit_train_step(step: StepFn, shardings: TrainState, accumulates: bool) -> StepFn:
+        # Each part of the axis `data` adds up the gradients of its own micro-batches first: otherwise the compiler
+        # all-reduces those of every layer and micro-batch.
+        if accumulates and sizes["data"] > 1:
             step = jax.shard_map(
                 functools.partial(step, mean=lambda sums: jax.lax.pmean(sums, "data")),
-                mesh=self.mesh,
+                mesh=mesh,
                 in_specs=(P(), P("data"), P()),
                 out_specs=P(),
                 axis_names={"data"},
@@ -121,40 +121,169 @@ class MeshStrategy(Strategy):
         return jax.jit(
             step,
             donate_argnums=0,
-            out_shardings=(shardings_of(state), self._replicated),
-            compiler_options=GPU_OPTIONS if self.devices[0].platform == "gpu" else None,
+            out_shardings=(shardings, replicated),
+            compiler_options=GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None,
         )
 
-    def jit_eval_step(self, step: EvalFn) -> EvalFn:
-        """Compile `step` with replicated sums."""
-        return jax.jit(step, out_shardings=self._replicated)
-
-    def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
-        """Compile the checksums, uint32 [data, fsdp * tensor]; return None if the axis `data` has size 1."""
-        if self.mesh.shape["data"] == 1:
-            return None
-        specs = jax.tree.map(lambda sharding: sharding.spec, shardings_of(state))
+    def jit_checksums(shardings: TrainState) -> Callable[[TrainState], jax.Array] | None:
+        """Compile the checksums, uint32 [data, fsdp * tensor]."""
 
         def gather_checksums(state: TrainState) -> jax.Array:
             part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
             return jax.lax.all_gather(part.reshape(-1), "data")
 
-        return jax.jit(
-            jax.shard_map(gather_checksums, mesh=self.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-        )
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+        on_all = jax.shard_map(gather_checksums, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        return None if sizes["data"] == 1 else jax.jit(on_all)
 
-    def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a training batch's tokens."""
-        return jax.ShapeDtypeStruct((B, T), np.int32, sharding=self._batch)
-
-    def local_rows(self, B: int) -> np.ndarray:
-        """Return the sorted indices of the rows that this process's devices need."""
-        parts = self._batch.addressable_devices_indices_map((B, 1)).values()
+    def local_rows(B: int) -> np.ndarray:
+        parts = batches.addressable_devices_indices_map((B, 1)).values()
         return np.unique(np.concatenate([np.arange(B)[part[0]] for part in parts if part is not None]))
 
-    def shard_batch(self, batch: Batch) -> Batch:
-        """Return the global batch, sharded by rows over `data` and `fsdp`."""
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._batch, x), batch)
+    return Strategy(
+        name="mesh of "
+        + " x ".join(f"{name}={n}" for name, n in sizes.items())
+        + (f" over {config.slices} slices" if config.slices > 1 else ""),
+        devices=tuple(mesh.devices.flat),
+        data_parallel_size=sizes["data"] * sizes["fsdp"],
+        sharding_hooks=_sharding_hooks(mesh),
+        shard_attention=functools.partial(_shard_attention, mesh),
+        state_shardings=functools.partial(_state_shardings, mesh),
+        jit_train_step=jit_train_step,
+        jit_eval_step=functools.partial(jax.jit, out_shardings=replicated),
+        jit_checksums=jit_checksums,
+        abstract_tokens=lambda B, T: jax.ShapeDtypeStruct((B, T), np.int32, sharding=batches),
+        local_rows=local_rows,
+        shard_batch=lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(batches, x), batch),
+    )
+
+
+def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
+    model = model.explicit()
+    assert model.n_kv_head and model.head_dim and model.mlp_dim
+    fsdp, tensor = (("fsdp", sizes["fsdp"]), ("tensor", sizes["tensor"]))
+    both = ("fsdp x tensor", sizes["fsdp"] * sizes["tensor"])
+    checks = [
+        ("n_embd", model.n_embd, fsdp),
+        ("n_head", model.n_head, tensor),
+        ("n_kv_head", model.n_kv_head, tensor),
+        ("mlp_dim", model.mlp_dim, tensor),
+        ("vocab_size", model.vocab_size or 0, tensor),
+    ]
+    if model.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
+        checks.append(("n_head x head_dim", model.n_head * model.head_dim, both))
+        checks.append(("n_kv_head x head_dim", model.n_kv_head * model.head_dim, both))
+    if model.bias:
+        checks.append(("mlp_dim", model.mlp_dim, both))
+    for field, size, (axis, n) in checks:
+        if size % n:
+            near = nearest_multiples(size, n)
+            counts = [d for d in range(1, n + 1) if size % d == 0]
+            raise UserError(
+                f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}, or {axis} "
+                f"from {counts}"
+            )
+
+
+def _slice_index(device: jax.Device) -> int | None:
+    """Return the index of a TPU's slice, which the compiler's description of a single slice does not have."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else None
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Return the number of TPU slices that devices belong to; 1 for other devices, which do not state a slice."""
+    return len(set(map(_slice_index, devices)))
+
+
+def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.Device]]:
+    """Return the devices of each slice. Inside a slice the network is fast, and between slices slow (TPU: DCN).
+
+    TPUs state their slice. Elsewhere, a slice is a block of consecutive devices, and `jax.devices()` sorts them by
+    process: 4 hosts of 8 GPUs are 4 slices of a host each, or 2 of two hosts. `jax.experimental.mesh_utils` would take
+    each process as a slice, but SLURM starts one process per GPU.
+
+    Raises `UserError` if TPUs belong to another number of slices. For other devices, the number must divide theirs.
+    """
+    if _slice_index(devices[0]) is None:
+        size = len(devices) // slices
+        return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+    if (n := count_slices(devices)) != slices:
+        raise UserError(
+            f"parallel.slices={slices}, but the TPU's {len(devices)} devices are {n} slice{'s' * (n > 1)}: "
+            f"take --parallel.slices {n}"
+        )
+    found = [(index, [d for d in devices if _slice_index(d) == index]) for index in set(map(_slice_index, devices))]
+    return [members for _, members in sorted(found)]
+
+
+def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
+    """Return the kernel under `shard_map`, since jit cannot shard it: each device takes its own rows and heads."""
+
+    def sharded_attention(q_BTNH, k_BSKH, v_BSKH, *, segments_BT=None, key=None, **scores):
+        free, rows = _free_axes(mesh)
+        rows_heads = P(rows, None, "tensor", None)
+
+        def attend(q_BTNH, k_BSKH, v_BSKH, key, segments_BT):
+            if key is not None:
+                key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
+            return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **scores)
+
+        attend_locally = jax.shard_map(
+            attend,
+            mesh=free,
+            in_specs=(rows_heads, rows_heads, rows_heads, P(), P(rows)),
+            out_specs=rows_heads,
+            axis_names={*rows, "tensor"},
+            check_vma=False,  # Pallas kernels do not declare over which axes their results vary
+        )
+        return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
+
+    return sharded_attention
+
+
+def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
+    """Return a tree with the logical axes of each parameter as a P. The rank of adapters is not sharded."""
+    rules = dict(PARAMETER_AXES)
+    if config.qk_norm_over == "heads":
+        rules[r"(attn|cross)/[qk]_norm/scale"] = ("heads_bias",)
+
+    def find_axes(path: tuple, x: Any) -> P:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        matrix = re.sub("(lora_[ab]|kernel_scale)$", "kernel", name)
+        [axes] = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
+        if name != matrix:
+            ends = {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "kernel_scale": (axes[1],)}
+            axes = ends[name.rpartition("/")[2]]
+        return P(*["layers"] * (x.ndim - len(axes)), *axes)  # scan_layers stacks the blocks
+
+    return jax.tree.map_with_path(find_axes, params)
+
+
+def _state_shardings(
+    mesh: Mesh, state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Return a NamedSharding for each array of a state; the optimiser's arrays are sharded like their parameters.
+
+    `state` holds shapes; `config` is the model's.
+    """
+
+    def shard(params: Params) -> Any:
+        return nn.logical_to_mesh_sharding(parameter_axes(params, config), mesh, RULES)
+
+    params = shard(state.params)
+    frozen_params = None if state.frozen_params is None else shard(state.frozen_params)
+    replicated = NamedSharding(mesh, P())
+    inner_state = optax.tree.map_params(
+        optimizer.init,
+        lambda x, sharding: x if isinstance(x, optax.MaskedNode) else sharding,
+        state.opt_state.inner_state,
+        params,
+        transform_non_params=lambda _: replicated,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # a parameter that Muon leaves to AdamW, or AdamW to Muon
+    )
+    opt_state = jax.tree.map(lambda _: replicated, state.opt_state).replace(inner_state=inner_state)
+    return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
 
 
 def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Connect the processes of a run, found by JAX or named by a coordinator, and exchange values between them."""
+"""Several processes and several copies of a state: connect the processes, exchange values, compare the copies."""
 
 import contextlib
 import importlib.util
@@ -8,17 +8,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxgpt.config import ParallelConfig
-from jaxgpt.errors import UserError, first_line
+from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
 SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample
@@ -38,22 +40,38 @@ def initialize(config: ParallelConfig) -> None:
     """Connect to the other processes, if there are any. Call this before JAX starts a backend.
 
     JAX detects them on Cloud TPU, GKE, SLURM and Open MPI; elsewhere, `config.coordinator` is the address of process 0.
-    Raises `UserError` if they do not all connect within `config.connect_timeout` seconds.
+    Raises `UserError` if they cannot connect. Ends the process if they do not all connect within
+    `config.connect_timeout` seconds: the call that waits for the others cannot be interrupted.
     """
-    if jax.distributed.is_initialized() or (config.coordinator is None and cluster() is None):
+    address, seconds = config.coordinator, config.connect_timeout
+    if jax.distributed.is_initialized() or (address is None and cluster() is None):
         return
-    if config.coordinator is not None and config.process_id:
-        _wait_for(config.coordinator, config.connect_timeout)
-    where = config.coordinator or f"the coordinator that {cluster()} names"
-    alone = threading.Timer(config.connect_timeout, _give_up, [where, config.connect_timeout])
-    alone.start()
+    host, _, port = (address or "").rpartition(":")
+    if address is not None and not (host and port.isdecimal()):
+        raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
+    where = address or f"the coordinator that {cluster()} names"
+
+    def give_up() -> None:
+        sys.stderr.write(
+            f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
+            "check that each of them is started with the same --parallel.processes and can reach that address\n"
+        )
+        os._exit(2)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
     try:
+        # JAX's client tries ever more rarely, and would meet process 0 up to two minutes late.
+        while address is not None and config.process_id:
+            with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+                break
+            time.sleep(0.2)
         jax.distributed.initialize(
-            coordinator_address=config.coordinator,
+            coordinator_address=address,
             num_processes=config.processes,
             process_id=config.process_id,
-            cluster_detection_method=None if config.coordinator is None else "deactivate",
-            initialization_timeout=config.connect_timeout + 60,  # then JAX aborts with a stack dump; `alone` is earlier
+            cluster_detection_method=None if address is None else "deactivate",
+            initialization_timeout=seconds + 60,  # then JAX aborts with a stack dump; the timer is earlier
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=SHUTDOWN,
         )
@@ -63,25 +81,23 @@ def initialize(config: ParallelConfig) -> None:
             "Check that each of them was started. For a single process, unset the variables that name the others."
         ) from None
     finally:
-        alone.cancel()
-
-
-def _give_up(where: str, seconds: float) -> None:
-    """End the process with a message: the call that waits for the others cannot be interrupted."""
-    sys.stderr.write(
-        f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
-        "check that each of them is started with the same --parallel.processes and can reach that address\n"
-    )
-    os._exit(2)
+        timer.cancel()
 
 
 def cluster() -> str | None:
     """Return the name of the environment that started this process with others. None: it is alone."""
     env = os.environ
-    if "OMPI_MCA_orte_hnp_uri" in env and _count("OMPI_COMM_WORLD_SIZE") > 1:
+
+    def count(name: str) -> int:
+        value = env.get(name, "1")
+        if not value.isdecimal():
+            raise UserError(f"{name}={value!r}: needs a whole number of processes; unset it if this process is alone")
+        return int(value)
+
+    if "OMPI_MCA_orte_hnp_uri" in env and count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
     # Variables of a SLURM step, set by srun: sbatch without it, or an interactive shell, runs one process.
-    if "SLURM_STEP_NODELIST" in env and _count("SLURM_NTASKS") > 1:
+    if "SLURM_STEP_NODELIST" in env and count("SLURM_NTASKS") > 1:
         return "SLURM"
     if "," in env.get("TPU_WORKER_HOSTNAMES", ""):
         return "GKE"
@@ -89,32 +105,6 @@ def cluster() -> str | None:
     if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
         return "Cloud TPU"  # a slice of one or more hosts, listed by the metadata server
     return None
-
-
-def _count(name: str) -> int:
-    value = os.environ.get(name, "1")
-    if not value.isdecimal():
-        raise UserError(f"{name}={value!r}: needs a whole number of processes; unset it if this process is alone")
-    return int(value)
-
-
-def _wait_for(address: str, seconds: float) -> None:
-    """Wait until HOST:PORT accepts connections: JAX's client would end the process if it does not."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"parallel.coordinator={address!r}: needs HOST:PORT of process 0, such as 10.0.0.2:8476")
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.1, deadline - time.monotonic())):
-                return
-        except OSError as e:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"the coordinator {address} did not answer within {seconds:.0f} s ({e.strerror or e}): "
-                    "is process 0 running there, and is the port open?"
-                ) from None
-            time.sleep(0.2)
 
 
 def is_multiprocess() -> bool:
@@ -211,3 +201,58 @@ def on_one_device(tree: Any) -> Any:
         return None
     device = jax.local_devices()[0]
     return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), tree)
+
+
+class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
+    """The copies of the state on different devices are no longer equal, bit for bit.
+
+    A faulty device rarely reports an error: about one silent corruption in a hundred gives a NaN (arXiv:2605.04213). If
+    each device updates its own copy, the others show as differences between copies.
+    """
+
+
+def checksum(tree: Any) -> jax.Array:
+    """Return a uint32 checksum of all arrays: every change of one bit changes it, and nearly every larger change.
+
+    Word i is multiplied by 2 i + 1, modulo 2^32. Odd factors are invertible, so every change of a single word changes
+    the sum; equal factors would miss swapped words.
+    """
+    total = jnp.uint32(0)
+    for leaf in jax.tree.leaves(tree):
+        bits = (
+            leaf if leaf.dtype == bool else jax.lax.bitcast_convert_type(leaf, f"uint{8 * min(leaf.dtype.itemsize, 4)}")
+        )
+        words = bits.astype(jnp.uint32).ravel()
+        places = jax.lax.iota(jnp.uint32, words.size) * 2 + 1
+        total = total * 3 + jnp.sum(words * places, dtype=jnp.uint32)
+    return total
+
+
+def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
+    """Raise `ReplicasDiffer` unless the R copies of each of the G parts have equal checksums.
+
+    Args:
+        sums_RG: checksums, uint32.
+        devices: the R * G devices, in the order of `sums_RG`.
+        since: step of the last check, which passed.
+        step: step of this check.
+
+    Raises:
+        ReplicasDiffer: the message names the devices that may be faulty.
+    """
+    sums = np.asarray(sums_RG)
+    if (sums == sums[0]).all():
+        return
+    odd = []
+    for g in range(sums.shape[1]):
+        (most, count), *others = Counter(sums[:, g].tolist()).most_common()
+        if others:
+            majority = count > sum(n for _, n in others)
+            odd += [devices[r * sums.shape[1] + g] for r in range(len(sums)) if not majority or sums[r, g] != most]
+    names = ", ".join(f"{d} of process {d.process_index}" for d in odd)
+    whose = f"{names} differs from the others" if len(odd) == 1 else f"at least one of {names} is wrong"
+    raise ReplicasDiffer(
+        f"the copies of the state on the devices are not equal: {whose}. They were equal at step {since}. The steps "
+        f"from then to step {step} cannot be trusted and were not saved: train again to continue from the last "
+        "checkpoint. The device, its memory or its link may be broken."
+    )

@@ -1,11 +1,10 @@
-"""Strategies: how one training step runs on the devices. Here are the base class and the strategy for one device."""
+"""Strategies: how the compiled steps run on a set of devices. Here are the record and the strategy for one device."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,19 +17,21 @@ from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
-from jaxgpt.train import Params, TrainState
+from jaxgpt.train import TrainState
 
 InitFn = Callable[..., TrainState]  # (key, params to start from or None) -> the state of step 0
 StepFn = Callable[..., tuple[TrainState, dict[str, Any]]]  # (state, batch, key) -> (state, metrics)
 EvalFn = Callable[..., tuple[jax.Array, jax.Array]]  # (params, batch) -> (summed nats, number of targets)
-Tree = TypeVar("Tree", bound=TrainState | Params)
+ONE_DEVICE = "one device"  # name of the strategy for one
 
 
-class Strategy(abc.ABC):
-    """Compile `train.train_step` for a set of devices, and shard its batches.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """The functions that compile `train.train_step` for a set of devices, and that shard its state and batches.
 
     All strategies compute the same step, which a test checks. A strategy knows only devices: the model, the optimiser
     and the data are arguments. Host batches are NumPy arrays [B, T]; each process reads the rows for its own devices.
+    What is not given is right for one device.
     """
 
     name: str  # as logged, such as "pmap over 8 devices"
@@ -38,81 +39,34 @@ class Strategy(abc.ABC):
     data_parallel_size: int = 1  # number of parts that a batch is split into
     num_replicas: int | None = None  # programs, if each has its own rows and dropout key; None: one
     sharding_hooks: ShardingHooks = NO_SHARDING  # for `GPT.sharding`
-    _checkpoint: Sharding  # for restoring checkpoints, if all arrays of the state share it
+    shard_attention: Callable[[AttentionFn], AttentionFn] = lambda kernel: kernel  # -> a kernel for these devices
 
-    def shard_attention(self, attention_fn: AttentionFn) -> AttentionFn:
-        """Return an attention kernel that runs on this strategy's devices."""
-        return attention_fn
+    # (shapes of a state, the model's configuration, optimizer) -> the state's shardings: one for all arrays, or a tree
+    state_shardings: Callable[[TrainState, GPTConfig, optax.GradientTransformation], Any]
+    checkpoint_sharding: Sharding | None = None  # of all arrays of a checkpoint; None: the state's
 
-    def abstract_state(
-        self, shapes: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
-    ) -> TrainState:
-        """Return the shapes of a state, with the shardings to restore checkpoints with."""
-        return with_shardings(shapes, self._checkpoint)
+    # Compile (step, the state's shardings, does the step add up micro-batches without dropout). The old state is donated.
+    jit_train_step: Callable[[StepFn, Any, bool], StepFn] = lambda step, _, __: jax.jit(step, donate_argnums=0)
+    jit_eval_step: Callable[[EvalFn], EvalFn] = jax.jit  # with sums over all devices
+    # (the state's shardings) -> a function from a state to the checksums of its shards on `devices`, uint32 [copies,
+    # parts]; None if there is only one copy
+    jit_checksums: Callable[[Any], Callable[[TrainState], jax.Array] | None] = lambda _: None
 
-    def jit_init_state(self, init: InitFn, state: TrainState) -> InitFn:
-        """Compile `init(key, params=None)`: each array is created directly with its sharding.
+    # (B, T) -> the shape of a training batch's tokens, with their sharding if `shard_batch` shards them
+    abstract_tokens: Callable[[int, int], jax.ShapeDtypeStruct] = lambda B, T: jax.ShapeDtypeStruct((B, T), np.int32)
+    local_rows: Callable[[int], np.ndarray] = np.arange  # B -> the indices of the rows that this process reads
+    shard_batch: Callable[[Batch], Batch] = lambda batch: batch  # this process's rows -> what the compiled steps take
 
-        Here and in the methods below, `state` is the result of `abstract_state`.
-        """
-        return jax.jit(init, out_shardings=shardings_of(state))
-
-    @abc.abstractmethod
-    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
-        """Compile `step(state, batch, key)` and donate the old state: the new one reuses its memory.
-
-        `accumulates` says that the step adds up gradients of micro-batches, without dropout.
-        """
-
-    @abc.abstractmethod
-    def jit_eval_step(self, step: EvalFn) -> EvalFn:
-        """Compile `step(params, batch)` with sums over all devices."""
-
-    def jit_checksums(self, state: TrainState) -> Callable[[TrainState], jax.Array] | None:
-        """Compile a function from a state to the checksums of its shards on `devices`, uint32 [copies, parts].
-
-        Returns None if there is only one copy.
-        """
-        return None
-
-    def abstract_tokens(self, B: int, T: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of a training batch's tokens, with their sharding if `shard_batch` shards them."""
-        return jax.ShapeDtypeStruct((B, T), np.int32)
-
-    def local_rows(self, B: int) -> np.ndarray:
-        """Return the indices, in a batch of B rows, of the rows that this process reads."""
-        return np.arange(B)
-
-    def shard_batch(self, batch: Batch) -> Batch:
-        """Return this process's rows in the form that the compiled steps take."""
-        return batch
-
-    def to_checkpoint(self, state: Tree) -> Tree:
-        """Return a state, or only parameters, in the form that checkpoints of all strategies have: one copy."""
-        return state
-
-    def from_checkpoint(self, state: Tree) -> Tree:
-        """Return a restored state, or only parameters, in the form that the compiled steps take."""
-        return state
+    # A state, or only parameters, from the form that the compiled steps take to that of all checkpoints, which is one
+    # copy, and back.
+    to_checkpoint: Callable[[Any], Any] = lambda state: state
+    from_checkpoint: Callable[[Any], Any] = lambda state: state
 
 
-class SingleDevice(Strategy):
-    """Run the step on one device, by `jax.jit`."""
-
-    name = "one device"
-
-    def __init__(self, devices: Sequence[jax.Device] | None = None):
-        """Use the first of `devices`, by default of this process's devices."""
-        self.devices = ((devices or jax.local_devices())[0],)
-        self._checkpoint = SingleDeviceSharding(self.devices[0])
-
-    def jit_train_step(self, step: StepFn, state: TrainState, *, accumulates: bool = False) -> StepFn:
-        """Compile `step` and donate the state."""
-        return jax.jit(step, donate_argnums=0)
-
-    def jit_eval_step(self, step: EvalFn) -> EvalFn:
-        """Compile `step`."""
-        return jax.jit(step)
+def make_single(devices: Sequence[jax.Device] | None = None) -> Strategy:
+    """Return the strategy that runs the step on the first of `devices`, by default of this process's, by `jax.jit`."""
+    device = (devices or jax.local_devices())[0]
+    return Strategy(name=ONE_DEVICE, devices=(device,), state_shardings=lambda *_: SingleDeviceSharding(device))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,11 +92,6 @@ def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig
     limit = part if config.micro_batch_size is None else config.micro_batch_size
     micro = max(n for n in range(1, part + 1) if part % n == 0 and n <= limit)
     return BatchSplit(micro_batch_size=micro, grad_accum_steps=part // micro)
-
-
-def shardings_of(state: TrainState) -> TrainState:
-    """Return the sharding of each array of a state."""
-    return jax.tree.map(lambda x: x.sharding, state)
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

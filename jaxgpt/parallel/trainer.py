@@ -7,23 +7,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, GPTConfig, ParallelConfig
+from jaxgpt.config import Experiment, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss, make_loss
 from jaxgpt.model import GPT
-from jaxgpt.parallel.device import ComputeOptions, compute_options
-from jaxgpt.parallel.flops import count_parameters
-from jaxgpt.parallel.mesh import MeshStrategy
-from jaxgpt.parallel.peaks import PEAKS
-from jaxgpt.parallel.pmap import PmapStrategy
-from jaxgpt.parallel.sharding import check_divisible
-from jaxgpt.parallel.slices import count_slices
-from jaxgpt.parallel.strategy import BatchSplit, EvalFn, InitFn, SingleDevice, StepFn, Strategy, split_batch
+from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
+from jaxgpt.parallel.mesh import count_slices, make_mesh
+from jaxgpt.parallel.pmap import make_pmap
+from jaxgpt.parallel.strategy import (
+    BatchSplit,
+    EvalFn,
+    InitFn,
+    StepFn,
+    Strategy,
+    make_single,
+    split_batch,
+    with_shardings,
+)
 from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
@@ -41,7 +47,7 @@ class Trainer:
     train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
-    checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy.jit_checksums`
+    checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
     fallback: str | None = None  # message if the strategy is not the recorded one
@@ -53,7 +59,7 @@ class Trainer:
     def lower(self) -> Any:
         """Lower `train_step` for this experiment's states and batches, to be compiled by XLA."""
         jitted: Any = self.train_step
-        return jitted.lower(self.abstract_state, self.abstract_batch, _abstract_key())
+        return jitted.lower(self.abstract_state, self.abstract_batch, jax.eval_shape(jax.random.key, 0))
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -80,7 +86,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     device = None if devices is None else devices[0]
     required = recorded is None or train.attention != recorded.train.attention
     options = compute_options(experiment.model, train, device, is_packed=experiment.data.is_packed, required=required)
-    strategy, split, fallback = choose_layout(experiment, devices, recorded=recorded)
+    strategy, split, fallback = choose_strategy(experiment, devices, recorded=recorded)
     head_loss = choose_head_loss(experiment, strategy)
     attention_fn = strategy.shard_attention(options.attention_fn)
     model = experiment.model.make_model(Compute(options.dtype, attention_fn, strategy.sharding_hooks))
@@ -96,7 +102,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     init = functools.partial(
         init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
     )
-    state = strategy.abstract_state(jax.eval_shape(init, _abstract_key(), None), experiment.model, optimizer)
+    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
+    shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
     loss_fn = make_loss(model, head_loss=head_loss, label_smoothing=experiment.optim.label_smoothing)
 
     def one_train_step(state: TrainState, batch: Batch, key: jax.Array, **options: Any) -> tuple[TrainState, Metrics]:
@@ -115,36 +122,29 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss(model, head_loss=head_loss))
     if lora.rank is not None:
         step, evaluate = with_adapters(step), with_adapters(evaluate)
-    accumulates = split.grad_accum_steps > 1 and not experiment.model.dropout
-    return Trainer(
-        options=options,
-        model=model,
-        strategy=strategy,
-        split=split,
-        init_state=strategy.jit_init_state(init, state),
-        train_step=strategy.jit_train_step(step, state, accumulates=accumulates),
-        eval_step=strategy.jit_eval_step(evaluate),
-        merge=merge,
-        checksums=strategy.jit_checksums(state),
-        abstract_state=state,
-        abstract_batch=_abstract_batch(experiment, strategy),
-        fallback=fallback,
-    )
-
-
-def _abstract_key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def _abstract_batch(experiment: Experiment, strategy: Strategy) -> Batch:
-    tokens = strategy.abstract_tokens(experiment.train.batch_size, experiment.model.block_size)
+    tokens = strategy.abstract_tokens(train.batch_size, experiment.model.block_size)
     batch = Batch(inputs_BT=tokens, targets_BT=tokens)
     if experiment.data.is_packed:
         counted = jax.ShapeDtypeStruct(tokens.shape, bool, sharding=tokens.sharding)
         batch = batch._replace(mask_BT=counted, segments_BT=tokens)
     if experiment.model.n_encoder_layer:
         batch = batch._replace(source_BS=tokens, source_segments_BS=tokens)
-    return batch
+    return Trainer(
+        options=options,
+        model=model,
+        strategy=strategy,
+        split=split,
+        init_state=jax.jit(init, out_shardings=shardings),  # each array is created directly with its sharding
+        train_step=strategy.jit_train_step(
+            step, shardings, split.grad_accum_steps > 1 and not experiment.model.dropout
+        ),
+        eval_step=strategy.jit_eval_step(evaluate),
+        merge=merge,
+        checksums=strategy.jit_checksums(shardings),
+        abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
+        abstract_batch=batch,
+        fallback=fallback,
+    )
 
 
 def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -152,15 +152,14 @@ def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> 
 
     The sums of batches are added in float64 on the host, which stays exact enough over a million windows.
     """
-    nats, count = 0.0, 0.0
-    pending: deque = deque()
+    total, pending = np.zeros(2), deque[Any]()
     for batch in batches:
         pending.append(eval_step(params, batch))
         if len(pending) > IN_FLIGHT:
-            batch_nats, batch_count = pending.popleft()
-            nats, count = nats + float(batch_nats), count + float(batch_count)
-    for batch_nats, batch_count in pending:
-        nats, count = nats + float(batch_nats), count + float(batch_count)
+            total += [float(x) for x in pending.popleft()]
+    for sums in pending:
+        total += [float(x) for x in sums]
+    nats, count = total.tolist()
     assert count, "no targets to evaluate on"
     return nats / count, int(count)
 
@@ -189,22 +188,42 @@ def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | N
     return functools.partial(chunked_next_token_loss, chunk=parallel.loss_chunk)
 
 
-def choose_layout(
+def choose_strategy(
     experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None
 ) -> tuple[Strategy, BatchSplit, str | None]:
     """Return the strategy, the split of a batch, and a message if the strategy is not the recorded one, or None.
 
     `recorded` is that of `make_trainer`. Raises `UserError` if no permitted strategy fits the devices.
     """
-    parallel = experiment.parallel
-    choices = [parallel]
-    if recorded is not None and _layout(parallel) == _layout(recorded.parallel):
-        present = jax.devices() if devices is None else devices
-        choices += alternatives(parallel, len(present), count_slices(present))
+    present = jax.devices() if devices is None else devices
+
+    def make(config: ParallelConfig) -> Strategy:
+        name = config.strategy
+        if name == "auto":
+            name = "single" if len(present) == 1 else "pmap"
+        if name == "mesh":
+            return make_mesh(present, config, experiment.model)
+        if (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
+            raise UserError(
+                f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
+                f"not {config.strategy}"
+            )
+        if config.slices != 1:
+            raise UserError(
+                f"parallel.slices={config.slices} needs --parallel.strategy mesh, not {config.strategy}: without it, pmap "
+                "splits the batch over the devices of all slices"
+            )
+        if name == "single" and devices is None and jax.process_count() > 1:
+            raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
+        return make_single(devices) if name == "single" else make_pmap(devices)
+
+    choices = [experiment.parallel]
+    if recorded is not None and _layout(recorded.parallel) == _layout(experiment.parallel):
+        choices += alternatives(experiment.parallel, len(present), count_slices(present))
     errors: list[UserError] = []
     for choice in choices:
         try:
-            strategy = choose_strategy(choice, experiment.model, devices)
+            strategy = make(choice)
             split = split_batch(experiment.train.batch_size, strategy.data_parallel_size, choice)
         except UserError as e:
             errors.append(e)
@@ -214,32 +233,6 @@ def choose_layout(
         said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
         return strategy, split, said
     raise errors[0]
-
-
-def choose_strategy(config: ParallelConfig, model: GPTConfig, devices: Devices = None) -> Strategy:
-    """Return the strategy that a configuration selects. Raises `UserError` if devices or model do not fit it."""
-    name = config.strategy
-    if name == "auto":
-        name = "single" if (jax.device_count() if devices is None else len(devices)) == 1 else "pmap"
-    if name != "mesh" and (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
-        raise UserError(
-            f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
-            f"not {config.strategy}"
-        )
-    if name != "mesh" and config.slices != 1:
-        raise UserError(
-            f"parallel.slices={config.slices} needs --parallel.strategy mesh, not {config.strategy}: without it, pmap "
-            "splits the batch over the devices of all slices"
-        )
-    if name == "single":
-        if devices is None and jax.process_count() > 1:
-            raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return SingleDevice(devices)
-    if name == "pmap":
-        return PmapStrategy(devices)
-    strategy = MeshStrategy(devices, data=config.data, fsdp=config.fsdp, tensor=config.tensor, slices=config.slices)
-    check_divisible(model, strategy.mesh)
-    return strategy
 
 
 def _layout(config: ParallelConfig) -> tuple[str, int, int, int, int]:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -49,7 +50,6 @@ class Watchdog:
         self._durations: deque[float] = deque(maxlen=101)  # of steps, in seconds, from one beat to the next
         self._patience = 1
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, *, slow: bool = False) -> None:
         """Record progress of the main thread. `slow`: what follows, such as a save, may take far longer than a step."""
@@ -62,12 +62,6 @@ class Watchdog:
         self._since, self._step = now, step
         self._turn += 1
 
-    def _limit(self) -> float | None:
-        """Return the limit in seconds. None until the first step is done, which includes compilation and connecting."""
-        if not self._least or not self._durations:
-            return None
-        return self._patience * max(self._least, STEPS * statistics.median(list(self._durations)))
-
     def _watch(self) -> None:
         asked = 0  # processes that look for a culprit
         while not self._over.wait(INTERVAL):
@@ -75,8 +69,10 @@ class Watchdog:
                 if ended := multihost.read_published("ended"):
                     words, status = json.loads(ended[0])
                     self._end(words, status, stacks=words.startswith(self.name))
-                idle, limit = time.monotonic() - self._since, self._limit()
-                if limit is not None and idle > limit:
+                # There is no limit before the first step is done, which includes compilation and connecting.
+                typical = statistics.median([*self._durations] or [math.inf])
+                idle = time.monotonic() - self._since
+                if self._least and idle > self._patience * max(self._least, STEPS * typical):
                     gone, stuck = self.find_culprit()
                     self._end(f"{gone or stuck}: no progress for {idle:.0f} s, since step {self._step}", 1, stacks=True)
                 if asked < (asked := len(multihost.read_published("turns"))):
@@ -102,10 +98,6 @@ class Watchdog:
         if len(stuck) == len(turns):
             return None, f"all {self.processes} processes are stuck in the same collective"
         return None, f"{', '.join(stuck)} {'are' if len(stuck) > 1 else 'is'} stuck"
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self, words: str = "", status: int = 0) -> None:
         """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
@@ -141,10 +133,6 @@ class Watchdog:
     def _end(self, what: str, status: int, *, stacks: bool) -> None:
         if stacks:
             faulthandler.dump_traceback(2, all_threads=True)
-            if self.directory is not None:
-                path = self.directory / f"stacks.{self.process}.txt"
-                with contextlib.suppress(OSError), path.open("w") as file:
-                    faulthandler.dump_traceback(file, all_threads=True)
         self.say(what)
         self.stop(what, status)
         multihost.exit_now(status)
@@ -157,7 +145,7 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
     if not multihost.is_multiprocess():
         yield dog
         return
-    dog.start()
+    threading.Thread(target=dog._watch, name="watchdog", daemon=True).start()
     with _instead_of_abort(dog):
         try:
             yield dog

@@ -12,9 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxgpt.loop import Line
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.device import device_kind
-from jaxgpt.parallel.flops import train_flops_per_token
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS, device_kind, train_flops_per_token
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.runs.training import Training
 

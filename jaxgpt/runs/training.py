@@ -18,7 +18,7 @@ from jaxgpt.data.dataset import prepare_for, resolve_vocab
 from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
 from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.device import check_memory
-from jaxgpt.parallel.strategy import SingleDevice, StepFn
+from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import RunMetadata
@@ -70,7 +70,7 @@ class Training:
         start: steps taken so far. If they are all, nothing is compiled.
         """
         trainer = self.trainer
-        if start == self.experiment.train.steps or not isinstance(trainer.strategy, SingleDevice):
+        if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
         pool = ThreadPoolExecutor(1)
         compiled = pool.submit(lambda: trainer.lower().compile())

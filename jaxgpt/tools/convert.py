@@ -37,7 +37,7 @@ from jaxgpt.hf.source import (
     tokenizer_json,
 )
 from jaxgpt.hf.weights import SHARD, read_params, to_tensors, write
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import find_run, lock_run, read_metadata, write_metadata

@@ -13,7 +13,7 @@ from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import finite_values, read_metrics

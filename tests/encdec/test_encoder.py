@@ -19,7 +19,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.loss import chunked_next_token_loss, next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.optim import learning_rate, muon_labels
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import generate

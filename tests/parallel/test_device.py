@@ -1,4 +1,4 @@
-"""What is chosen for a device: by stand-ins for those that are not here."""
+"""What devices can do and what is chosen for them: by stand-ins for those that are not here."""
 
 import itertools
 import types
@@ -10,71 +10,60 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import GPTConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import (
-    check_memory,
-    compute_options,
-    first_device,
-    memory_of,
-)
+from jaxgpt.parallel.device import PEAKS, check_memory, compute_options, first_device, memory_of
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
-from jaxgpt.parallel.peaks import PEAKS
 from tests.conftest import keep_compiled
 
 
-def chosen(monkeypatch, platform, capability=None, model=None, **train):
-    device = types.SimpleNamespace(platform=platform, device_kind=f"a {platform}", compute_capability=capability)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    options = compute_options(model or GPTConfig(), TrainConfig(**train))
-    assert str(jnp.dtype(options.dtype)) in options.reason and options.attention in options.reason
-    return str(jnp.dtype(options.dtype)), options.attention
+def device(platform, kind, capability=None):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
 
 
-def test_by_device(monkeypatch):
-    assert chosen(monkeypatch, "cpu") == ("float32", "plain")
-    assert chosen(monkeypatch, "tpu") == ("bfloat16", "splash")
-    assert chosen(monkeypatch, "tpu", model=GPTConfig(block_size=64)) == ("bfloat16", "plain")
-    assert chosen(monkeypatch, "gpu", "9.0") == ("bfloat16", "cudnn")
-    assert chosen(monkeypatch, "gpu", "7.5") == ("bfloat16", "plain")
+CPU, TPU, AMD = device("cpu", "cpu"), device("tpu", "TPU v5 lite"), device("gpu", "AMD Instinct MI300X", "gfx942")
+NVIDIA, AMPERE, TURING = (device("gpu", f"NVIDIA {version}", version) for version in ("9.0", "8.0", "7.5"))
+WIDE = {"n_embd": 256, "n_head": 1}
 
 
-def test_by_shape_and_dtype(monkeypatch):
-    wide = GPTConfig(n_embd=256, n_head=1)
-    assert chosen(monkeypatch, "gpu", "9.0", wide) == ("bfloat16", "cudnn")
-    assert chosen(monkeypatch, "gpu", "8.0", wide) == ("bfloat16", "plain")
-    assert chosen(monkeypatch, "gpu", "9.0", GPTConfig(n_embd=12, n_head=1)) == ("bfloat16", "plain")
-    assert chosen(monkeypatch, "gpu", "9.0", dtype="float32") == ("float32", "plain")
+@pytest.mark.parametrize(
+    ("device", "model", "train", "packed", "expected"),
+    [
+        (CPU, {}, {}, False, "float32, plain attention"),
+        (CPU, {}, {"dtype": "bfloat16", "attention": "xla"}, False, "bfloat16, xla attention"),
+        (TPU, {}, {}, False, "bfloat16, splash attention"),
+        (TPU, {}, {}, True, "bfloat16, splash attention"),
+        (TPU, {"dropout": 0.1}, {}, False, "splash attention (plain in training: it cannot drop weights)"),
+        (
+            TPU,
+            {"block_size": 64},
+            {},
+            False,
+            "plain attention (splash: 64 tokens are fewer than its smallest block, 128)",
+        ),
+        (NVIDIA, {}, {}, False, "bfloat16, cudnn attention"),
+        (NVIDIA, {}, {}, True, "(cudnn: it cannot separate the conversations that are packed into a row)"),
+        (
+            NVIDIA,
+            {},
+            {"dtype": "float32"},
+            False,
+            "float32, plain attention (cudnn: it needs a 16-bit dtype, not float32)",
+        ),
+        (NVIDIA, WIDE, {}, False, "bfloat16, cudnn attention"),
+        (AMPERE, WIDE, {}, False, "plain attention (cudnn: head size 256 is not a multiple of 8 up to 128)"),
+        (NVIDIA, {"n_embd": 12, "n_head": 1}, {}, False, "(cudnn: head size 12 is not a multiple of 8 up to 256)"),
+        (TURING, {}, {}, False, "plain attention (cudnn: compute capability 7.5 is below 8.0)"),
+        (AMD, {}, {}, False, "bfloat16, plain attention (cudnn: the device is AMD Instinct MI300X)"),
+    ],
+)
+def test_what_is_chosen_and_why(device, model, train, packed, expected):
+    options = compute_options(GPTConfig(**model), TrainConfig(**train), device, is_packed=packed)
+    assert options.reason.endswith(expected)
+    assert options.reason.startswith(f"{jnp.dtype(options.dtype)}, {options.attention} attention")
 
 
-def test_kernels_without_dropout_say_so(monkeypatch):
-    device = types.SimpleNamespace(platform="tpu", device_kind="a tpu")
-    options = compute_options(GPTConfig(dropout=0.1), TrainConfig(), device)
-    assert options.reason.endswith("splash attention (plain in training: it cannot drop weights)")
-    options = compute_options(GPTConfig(block_size=64), TrainConfig(), device)
-    assert options.reason.endswith("plain attention (splash: 64 tokens are fewer than its smallest block, 128)")
-
-
-def test_packed_conversations_want_a_kernel_that_keeps_them_apart(monkeypatch):
-    gpu = types.SimpleNamespace(platform="gpu", device_kind="a gpu", compute_capability="9.0")
-    options = compute_options(GPTConfig(), TrainConfig(), gpu, is_packed=True)
-    assert options.reason.endswith(
-        "plain attention (cudnn: it cannot separate the conversations that are packed into a row)"
-    )
+def test_what_is_named_is_taken_or_refused():
     with pytest.raises(UserError, match="train.attention=cudnn is not available here: it cannot separate"):
-        compute_options(GPTConfig(), TrainConfig(attention="cudnn"), gpu, is_packed=True)
-    tpu = types.SimpleNamespace(platform="tpu", device_kind="a tpu")
-    assert compute_options(GPTConfig(), TrainConfig(), tpu, is_packed=True).attention == "splash"
-
-
-def test_what_is_named_is_taken_or_refused(monkeypatch):
-    assert chosen(monkeypatch, "cpu", dtype="bfloat16", attention="xla") == ("bfloat16", "xla")
-    with pytest.raises(UserError, match="train.attention=cudnn is not available here: the device is a cpu"):
-        chosen(monkeypatch, "cpu", attention="cudnn")
-
-
-CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
-TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-NVIDIA = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-AMD = types.SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+        compute_options(GPTConfig(), TrainConfig(attention="cudnn"), NVIDIA, is_packed=True)
 
 
 def test_a_kernel_that_was_named_for_another_device_gives_way():
@@ -85,22 +74,14 @@ def test_a_kernel_that_was_named_for_another_device_gives_way():
         found = compute_options(GPTConfig(), train, device, required=False)
         if attention in ("cudnn", "splash") and device is not {"cudnn": NVIDIA, "splash": TPU}[attention]:
             auto = compute_options(GPTConfig(), TrainConfig(dtype=dtype), device)
-            assert (found.attention, found.dtype) == (auto.attention, auto.dtype)
-            assert (
-                f"{auto.attention} attention instead of {attention} (the device is {device.device_kind})"
-                in found.reason
-            )
+            said = f"{auto.attention} attention instead of {attention} (the device is {device.device_kind})"
+            assert (found.attention, found.dtype) == (auto.attention, auto.dtype) and said in found.reason
             with pytest.raises(UserError, match=f"train.attention={attention} is not available here"):
                 compute_options(GPTConfig(), train, device)
         elif (attention, dtype) == ("cudnn", "float32"):  # of a run that goes on in float32
             assert found.reason.endswith("plain attention instead of cudnn (it needs a 16-bit dtype, not float32)")
         else:
             assert found == compute_options(GPTConfig(), train, device) and attention in ("auto", found.attention)
-
-
-def test_a_device_of_amd_is_not_one_of_nvidia():
-    options = compute_options(GPTConfig(), TrainConfig(), AMD)
-    assert options.reason == "bfloat16, plain attention (cudnn: the device is AMD Instinct MI300X)"
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no driver\nat all")], ids=["assertion", "runtime"])
@@ -140,32 +121,37 @@ def test_a_state_is_counted_as_it_is_placed(monkeypatch, spec, held):
         check_memory(state, 11, devices)
 
 
-class Absent:
-    """A device of a topology, which is not attached."""
-
-    def __init__(self, kind: str, platform: str):
-        self.device_kind, self.platform = kind, platform
-
-    def memory_stats(self):
-        raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
+def test_names_that_jax_has():
+    """Though a name may begin as a known one's: what is unknown is None, never a guess."""
+    flops = {"80GB HBM3": 989e12, "PCIe": 756e12, "NVL": 835e12}  # one board is not another
+    assert {board: PEAKS[f"NVIDIA H100 {board}"].flops for board in flops} == flops
+    assert PEAKS["TPU v5"] is PEAKS["TPU v5p"] and PEAKS["TPU v5 lite"] is PEAKS["TPU v5e"]
+    part_of_one = "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    assert not {"cpu", "TPU v4 lite", "NVIDIA A100X", part_of_one, "NVIDIA H20", "NVIDIA GH200 480GB"} & PEAKS.keys()
 
 
 def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(name, raising=False)
-    h200, v5e = Absent("NVIDIA H200", "gpu"), Absent("TPU v5 lite", "tpu")
+    def memory_stats():
+        raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
+
+    def memory(kind, platform="gpu"):
+        return memory_of(types.SimpleNamespace(platform=platform, device_kind=kind, memory_stats=memory_stats))
+
+    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(old, raising=False)
     whole = PEAKS["NVIDIA H200"].memory
-    assert memory_of(h200) == int(0.75 * whole) and memory_of(v5e) == 16 * 2**30
-    assert memory_of(Absent("NVIDIA H20", "gpu")) is None
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert memory_of(h200) == int(0.9 * whole) and memory_of(v5e) == 16 * 2**30
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert memory("NVIDIA H200") == int(0.75 * whole) and memory("TPU v5 lite", "tpu") == 16 * 2**30
+    assert memory("NVIDIA H20") is None
+    monkeypatch.setenv(old, "0.9")
+    assert memory("NVIDIA H200") == int(0.9 * whole) and memory("TPU v5 lite", "tpu") == 16 * 2**30
+    monkeypatch.setenv(name, "0.9")
     with pytest.raises(UserError, match="are set, but JAX takes one of them"):
-        memory_of(h200)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+        memory("NVIDIA H200")
+    monkeypatch.delenv(old)
+    monkeypatch.setenv(name, "most")
     with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most': needs a number above 0, at most 1"):
-        memory_of(h200)
+        memory("NVIDIA H200")
 
 
 def test_a_system_that_does_not_tell_its_memory(monkeypatch):

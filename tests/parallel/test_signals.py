@@ -39,24 +39,30 @@ def lines(directory):
     return [{k: x.get(k) for k in ("step", "loss", "val_loss")} for x in read_metrics(directory / "metrics.jsonl")]
 
 
+STOP = "SIGTERM"
+
+
+def script(monkeypatch, *losses):
+    """Validations find these losses in turn, and then what they are. STOP sends the signal on the way."""
+    plain, found = fitting.mean_loss, iter(losses)
+
+    def scripted(*arguments):
+        loss = next(found, None)
+        if loss == STOP:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return (loss, 1) if isinstance(loss, float) else plain(*arguments)
+
+    monkeypatch.setattr(fitting, "mean_loss", scripted)
+
+
 @pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_during_validation_saves_first_and_validates_on_return(experiment, whole, tmp_path, monkeypatch, at):
-    directory, plain, seen = tmp_path / "r", fitting.mean_loss, []
-
-    def interrupted(*arguments):
-        seen.append(at)
-        if 2 * len(seen) == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(*arguments)
-
-    monkeypatch.setattr(fitting, "mean_loss", interrupted)
-    with pytest.raises(Preempted, match=f"SIGTERM: saved step {at} of 4"):
-        fit(experiment, directory, progress=False)
-    seen[:] = [at] * (at // 2 - 1)
-    with pytest.raises(Preempted, match=f"SIGTERM: step {at} of 4 is saved"):  # and once more, on return
-        fit(experiment, directory, progress=False)
+    directory = tmp_path / "r"
+    script(monkeypatch, *[None] * (at // 2 - 1), STOP, STOP)
+    for said in ("saved step {} of 4", "step {} of 4 is saved"):  # and once more, on return
+        with pytest.raises(Preempted, match="SIGTERM: " + said.format(at)):
+            fit(experiment, directory, progress=False)
     assert not any(x["step"] == at and x["val_loss"] for x in lines(directory))
-    monkeypatch.undo()
     run = fit(experiment, directory, progress=False)
     assert lines(directory) == lines(whole.directory)
     assert (run.step, run.val_loss) == (whole.step, whole.val_loss)
@@ -65,17 +71,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
-    plain, steps = fitting.mean_loss, iter(["stop", "nan"])
-
-    def scripted(*arguments):
-        match next(steps, None):
-            case "stop":
-                os.kill(os.getpid(), signal.SIGTERM)
-            case "nan":
-                return math.nan, 1
-        return plain(*arguments)
-
-    monkeypatch.setattr(fitting, "mean_loss", scripted)
+    script(monkeypatch, STOP, math.nan)
     with pytest.raises(Preempted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
     fit(experiment, tmp_path / "r", progress=False)
@@ -85,20 +81,15 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
 
 def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, monkeypatch):
     """As it would have been without the signal."""
-    steps = iter(["stop", "stop", "nan"])
-
-    def scripted(*arguments):
-        if next(steps, None) == "stop":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return math.nan, 1
-
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    monkeypatch.setattr(fitting, "mean_loss", scripted)
-    for said in ("saved step 4 of 4", "step 4 of 4 is saved"):
-        with pytest.raises(Preempted, match=said):
+    script(monkeypatch, STOP, STOP, math.nan)
+    for error, said in (
+        (Preempted, "saved step 4 of 4"),
+        (Preempted, "step 4 of 4 is saved"),
+        (Diverged, "the last validation loss is nan"),
+    ):
+        with pytest.raises(error, match=said):
             fit(e, tmp_path / "r", progress=False)
-    with pytest.raises(Diverged, match="the last validation loss is nan"):
-        fit(e, tmp_path / "r", progress=False)
     assert load(tmp_path / "r").step == 4
 
 
@@ -108,17 +99,9 @@ def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, m
 @pytest.mark.filterwarnings("ignore:.*lines are damaged and left out")
 def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch, garbled, third, kept):
     """Whatever metrics.jsonl says, whose lines may be older than their checksums."""
-    values = iter([3.0, None, 5.0, third, 4.5])
-
-    def scripted(*arguments):
-        value = next(values)
-        if value is None:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return value, 1
-
     train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
-    monkeypatch.setattr(fitting, "mean_loss", scripted)
+    script(monkeypatch, 3.0, STOP, 5.0, third, 4.5)
     with pytest.raises(Preempted, match="saved step 2 of 4"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxgpt.runs.log
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS
 from jaxgpt.runs.log import Clock, RunLog
 from jaxgpt.runs.metrics import read_metrics
 from tests.helpers import tiny_experiment

@@ -9,7 +9,7 @@ import pytest
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel import flops
+from jaxgpt.parallel import device
 from jaxgpt.runs.directory import lock_run
 from jaxgpt.tools.overview import count_parameters, format_rows, read_rows, select_rows
 from tests.helpers import run_command
@@ -35,7 +35,7 @@ MODELS = [
 @pytest.mark.parametrize("fields", MODELS, ids=str)
 def test_parameters_are_counted_as_jax_does(fields):
     config = GPTConfig(**{"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 4, "n_embd": 8} | fields)
-    assert count_parameters(config) == flops.count_parameters(config.make_model().shapes())
+    assert count_parameters(config) == device.count_parameters(config.make_model().shapes())
 
 
 @pytest.fixture(scope="module")

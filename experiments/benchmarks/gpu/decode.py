@@ -15,8 +15,7 @@ import jaxgpt
 from gpu.row import Row, failed, unavailable
 from gpu.setting import Setting
 from gpu.steps import gpt2_experiment
-from jaxgpt.parallel.device import first_device
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS, first_device
 
 NUMBERS = 2**30  # float32, 4 GiB: many times a GPU's cache
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +18,16 @@ import jax
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.layers.kernels.splash import computed_scores
-from jaxgpt.parallel.device import all_devices, bytes_per_device, memory_of
-from jaxgpt.parallel.flops import attention_flops, train_flops_per_token
-from jaxgpt.parallel.peaks import PEAKS, Peaks, collective_seconds, ring_bandwidth
-from jaxgpt.parallel.slices import count_slices
+from jaxgpt.parallel.device import (
+    PEAKS,
+    Peaks,
+    all_devices,
+    attention_flops,
+    bytes_per_device,
+    memory_of,
+    train_flops_per_token,
+)
+from jaxgpt.parallel.mesh import count_slices
 from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import Collective, Program, read_program
@@ -370,6 +376,68 @@ def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.
         )
         for (between_slices, kind, n), members in sorted(groups.items())
     )
+
+
+def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
+    """Return the bytes/s that each device of a group can send while all of them send. None: unknown.
+
+    `group` holds indices into `devices`, which are full slices. In a TPU's slice, each dimension in which the group
+    extends adds one link, or two if the dimension is a ring that the group fills. On v5e and v6e, a dimension of 16
+    chips is a ring; on v4 and v5p, every dimension is one if the slice consists of cubes of 4x4x4, which optical
+    switches connect. Between slices, each chip has its share of its host's network cards.
+    On GPUs, the result is the link's bandwidth within one host. Between hosts, NCCL lays several rings through the group,
+    each of which leaves a host by another network card: as many cards send as the host has members of the group.
+    """
+    members = [devices[i] for i in group]
+    limits = PEAKS.get(members[0].device_kind)
+    if limits is None:
+        return None
+    if limits.torus == 0:
+        on_host = Counter(d.process_index for d in members)
+        if len(on_host) == 1:
+            return limits.link_bandwidth
+        network = limits.network_bandwidth
+        return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
+    if len({getattr(d, "slice_index", 0) for d in members}) > 1:
+        return limits.network_bandwidth
+    sizes = [len({d.coords[axis] for d in devices}) for axis in range(limits.torus)]
+    cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
+    links = 0
+    for axis, size in enumerate(sizes):
+        reached = len({d.coords[axis] for d in members})
+        closes = cubes or (limits.torus == 2 and size == 16)
+        if reached > 1:
+            links += 2 if closes and reached == size else 1
+    return links * limits.link_bandwidth or None  # one device, or the cores of one chip: no links
+
+
+def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
+    """Return the seconds that one collective takes if bandwidth is the only limit.
+
+    Each device sends n - 1 of n parts; an all-reduce is a reduce-scatter and an all-gather
+    (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold crosses the
+    middle: n * size / 4 bytes, over the one link of a line or the two of a ring; on a torus of more dimensions this is
+    an upper bound. A permutation is assumed to use all links; between neighbours it uses one. Latency, about a
+    microsecond per link, is not included.
+
+    Args:
+        kind: name of the collective in HLO, such as "all-reduce".
+        size: bytes, as in `hlo.Collective`.
+        n: number of devices in the group.
+        bandwidth: bytes/s, from `ring_bandwidth`.
+        switched: every device reaches every other directly, as GPUs do.
+    """
+    if n == 1:
+        return 0.0
+    share = (n - 1) / n
+    parts = {
+        "all-gather": share,
+        "reduce-scatter": share,
+        "all-reduce": 2 * share,
+        "all-to-all": share if switched else max(share, n / 4),
+        "collective-permute": 1.0,
+    }
+    return parts[kind] * size / bandwidth
 
 
 def _sent(c: Collective) -> float:

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.device import gpu_memory_share
+from jaxgpt.parallel.device import PEAKS, gpu_memory_share
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
-from jaxgpt.parallel.peaks import PEAKS
 
 INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 _MOST_ON_HOST = 8  # GPUs of a DGX or HGX

@@ -18,7 +18,7 @@ from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.flops import count_parameters
+from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
 from jaxgpt.sample import Decoding, Sampling

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS
 from jaxgpt.tools.plan import topology as gpu
 from jaxgpt.tools.plan.topology import TARGETS, gpu_devices, topology_devices
 

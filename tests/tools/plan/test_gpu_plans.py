@@ -9,8 +9,7 @@ import json
 import pytest
 
 from jaxgpt.config.presets import gpt2
-from jaxgpt.parallel.flops import attention_flops
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS, attention_flops
 from jaxgpt.tools.plan.topology import TARGETS
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command

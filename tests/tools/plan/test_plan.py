@@ -8,8 +8,7 @@ import pytest
 
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
-from jaxgpt.parallel.flops import train_flops_per_token
-from jaxgpt.parallel.peaks import PEAKS
+from jaxgpt.parallel.device import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.hlo import Collective, read_program
 from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan
