@@ -22,7 +22,7 @@ def import_model(
     tokenizer: str | None = None,
     json: bool = False,
 ) -> None:
-    """Make a run of a model in Hugging Face's format, or of an exported GGUF.
+    """Make a run of a model of the Hub, or of our GGUF.
 
     Args:
         model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf that jaxgpt export wrote

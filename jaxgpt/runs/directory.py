@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 
@@ -265,6 +264,8 @@ def read_metadata(directory: Path) -> RunMetadata:
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
     """Load the tokenizer of a run. Raises `UserError` if the run was trained with another one."""
+    from jaxgpt.data.tokenizer import fingerprint, load_tokenizer
+
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):

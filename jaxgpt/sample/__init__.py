@@ -35,11 +35,11 @@ class Sampling:
     temperature: NonNegativeFloat | None = None
     # draw from the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); None: from all
     top_k: PositiveInt | None = None
-    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751)
+    # draw from the smallest set of tokens with this much probability (Holtzman et al. 2019, arXiv:1904.09751); None: from all
     top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
-    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082)
+    # draw from tokens at least this likely relative to the most likely (Nguyen et al. 2024, arXiv:2407.01082); None: from all
     min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858)
+    # above 1, tokens of prompt and completion become less likely (Keskar et al. 2019, arXiv:1909.05858); None: no penalty
     repetition_penalty: Annotated[float, Interval(ge=1e-6, le=1e6)] | None = None
     greedy: bool = False  # take the most likely token after the penalty; other filters are ignored
 

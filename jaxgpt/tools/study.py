@@ -97,7 +97,7 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
     for name in others:
         metric = METRIC
         if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
-            bpe = ("data.tokenizer_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
+            bpe = ("data.bpe_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
             metric = (*METRIC, "data.tokenizer", *bpe)
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import json
 import re
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,9 +238,9 @@ def test_label_smoothing_is_optaxs():
     assert count == mask_BT.sum()
 
     def chunked(logits_BTV):
-        return chunked_next_token_loss(
-            lambda head, x: head * x, jnp.ones(()), logits_BTV, targets_BT, mask_BT, chunk=2, smoothing=0.1
-        )[0]
+        model: Any = types.SimpleNamespace(apply=lambda variables, x_BTV, method: variables["params"] * x_BTV)
+        head = jnp.ones(())
+        return chunked_next_token_loss(model, head, logits_BTV, targets_BT, mask_BT, chunk=2, smoothing=0.1)[0]
 
     value, grad = jax.value_and_grad(chunked)(logits_BTV)
     whole, whole_grad = jax.value_and_grad(lambda x: next_token_loss(x, targets_BT, mask_BT, smoothing=0.1)[0])(

@@ -131,7 +131,7 @@ def test_every_field_decides_or_is_said_not_to():
         *("train.steps", "train.batch_size", "train.seed", "train.init_from", "train.eval_tokens")
     }
     assert {name for name in deciding if name.startswith("data.")} == {
-        *("data.tokenizer", "data.tokenizer_vocab_size", "data.val_fraction")
+        *("data.tokenizer", "data.bpe_vocab_size", "data.val_fraction")
     }
     assert not any(name.startswith("parallel.") for name in deciding)
     for group, free in {"optim": {"max_skipped"}, "model": {"remat"}, "lora": set()}.items():
