@@ -1,4 +1,4 @@
-"""The list of mutations fits the tree; that each is noticed takes minutes: `python -m tests.mutations`."""
+"""The list of mutations (mutations.txt) fits the tree; that each is noticed takes minutes: `python -m tests.mutations`."""
 
 from tests.mutations import MUTATIONS, stale
 
