@@ -42,7 +42,6 @@ def prepare(
     block_size: int,
     vocab_size: int | None = None,
     encoder: bool = False,
-    with_prefix: bool = True,
     known: dict[str, Any] | None = None,
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
@@ -55,7 +54,6 @@ def prepare(
         block_size: tokens per window. Each split needs at least `block_size + 1`.
         vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
         encoder: whether the source of a pair goes to an encoder. Otherwise source and target are one text.
-        with_prefix: whether conversations and pairs begin with the tokenizer's prefix.
         known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
             folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
             of the text.
@@ -68,7 +66,7 @@ def prepare(
         known = None
     entry = _find_entry(known, config.is_packed) if known is not None else None
     if config.is_packed:
-        return _open_documents(config, entry, block_size, encoder, with_prefix)
+        return _open_documents(config, entry, block_size, encoder)
     if entry is not None:
         dataset = _from_entry(entry)
     elif shards := find_shards(config.path):
@@ -85,12 +83,10 @@ def prepare(
     return dataset
 
 
-def prepare_for(
-    model: GPTConfig, data: DataConfig, *, with_prefix: bool = True, known: dict[str, Any] | None = None
-) -> Dataset:
+def prepare_for(model: GPTConfig, data: DataConfig, *, known: dict[str, Any] | None = None) -> Dataset:
     """Return the dataset for training a model: see `prepare`."""
     sizes = {"block_size": model.block_size, "vocab_size": model.vocab_size}
-    return prepare(data, **sizes, encoder=model.n_encoder_layer > 0, with_prefix=with_prefix, known=known)
+    return prepare(data, **sizes, encoder=model.n_encoder_layer > 0, known=known)
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
@@ -212,14 +208,12 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
     return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
 
 
-def _open_documents(
-    config: DataConfig, entry: Path | None, block_size: int, encoder: bool, with_prefix: bool
-) -> Dataset:
+def _open_documents(config: DataConfig, entry: Path | None, block_size: int, encoder: bool) -> Dataset:
     """Return the dataset of a file of conversations or pairs, in which the model generates only some of the tokens."""
     kind = "conversation" if config.is_chat else "pair"
     template_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     if entry is None:
-        entry = _encode_documents(config, kind, template_directory, with_prefix)
+        entry = _encode_documents(config, kind, template_directory)
     arrays, tokenizer, made_of, _ = read_tokens(entry)
     documents_of = Pairs if encoder else Conversations
     train, val = (
@@ -233,10 +227,10 @@ def _open_documents(
                 f"block_size={block_size} tokens: raise --model.block-size, or give shorter {kind}s"
             )
     tokenizer_config = None
-    if with_prefix and tokenizer.prefix:  # absent in runs of earlier versions: see `RunMetadata.has_prefix`
+    if tokenizer.prefix:
         made_of["prefix"] = list(tokenizer.prefix)
     if config.is_chat:
-        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        template = chat.find_template(tokenizer, template_directory)
         made_of["template_sha256"], tokenizer_config = chat.fingerprint(template), template.config()
     notes = [
         f"{len(train.lengths):,} training and {len(val.lengths):,} validation {kind}s, in rows of {block_size} tokens "
@@ -250,7 +244,7 @@ def _open_documents(
     return Dataset(train=train, val=val, tokenizer=tokenizer, **record)
 
 
-def _encode_documents(config: DataConfig, kind: str, template_directory: Path | None, with_prefix: bool) -> Path:
+def _encode_documents(config: DataConfig, kind: str, template_directory: Path | None) -> Path:
     """Return the cache entry of a file of conversations or pairs, which is encoded if there is none."""
     path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
     suffix = Path(path).suffix
@@ -261,9 +255,9 @@ def _encode_documents(config: DataConfig, kind: str, template_directory: Path | 
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
     if config.is_chat and tokenizer is not None:
-        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        template = chat.find_template(tokenizer, template_directory)
         spec["template"] = chat.fingerprint(template)
-    elif tokenizer is not None and with_prefix and tokenizer.prefix:
+    elif tokenizer is not None and tokenizer.prefix:
         spec["prefix"] = tokenizer.prefix
     if (directory := _entry(spec)).exists():
         return directory
@@ -289,10 +283,10 @@ def _encode_documents(config: DataConfig, kind: str, template_directory: Path | 
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
     if config.is_chat:
-        template = chat.find_template(tokenizer, template_directory, with_prefix=with_prefix)
+        template = chat.find_template(tokenizer, template_directory)
         encoded = encode_all(path, tokenizer, template)
     else:
-        encoded = encode_pairs(path, tokenizer, with_prefix=with_prefix)
+        encoded = encode_pairs(path, tokenizer)
 
     def split() -> Iterator[tuple[str, np.ndarray]]:
         ends = dict.fromkeys(SPLITS, 0)

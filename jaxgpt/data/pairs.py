@@ -49,15 +49,12 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
         yield where, fields[0], fields[1]
 
 
-def encode_pairs(
-    path: str | Path, tokenizer: Tokenizer, *, with_prefix: bool = True
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def encode_pairs(path: str | Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (ids, mask) of each pair, encoded as source, TARGET_START, target, TARGET_END.
 
-    The mask is True for the tokens to generate, target and TARGET_END. `with_prefix` puts the tokenizer's prefix before
-    each source.
+    The tokenizer's prefix goes before each source. The mask is True for the tokens to generate, target and TARGET_END.
     """
-    prefix = np.array(tokenizer.prefix if with_prefix else (), np.int32)
+    prefix = np.array(tokenizer.prefix, np.int32)
     start, end = encode_target_start(tokenizer), tokenizer.encode(TARGET_END)
     for where, source, target in read_pairs(path):
         try:
@@ -69,7 +66,7 @@ def encode_pairs(
         yield ids, np.arange(len(ids)) >= len(before)
 
 
-def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, with_prefix: bool) -> tuple[list[int], list[int]]:
+def encode_pair_prompt(prompt: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return (ids of the source, ids that begin its target), encoded as by `encode_pairs`.
 
     A prompt is a source, or a source, TARGET_START and the beginning of a target. Raises `UserError` if the source is
@@ -78,9 +75,8 @@ def encode_pair_prompt(prompt: str, tokenizer: Tokenizer, with_prefix: bool) -> 
     source, _, target = prompt.partition(TARGET_START)
     if not source:
         raise UserError("the prompt is empty: give a text to read with --prompt TEXT")
-    prefix = tokenizer.prefix if with_prefix else ()
     begun = [*encode_target_start(tokenizer).tolist(), *tokenizer.encode(target).tolist()]
-    return [*prefix, *tokenizer.encode(source).tolist()], begun
+    return [*tokenizer.prefix, *tokenizer.encode(source).tolist()], begun
 
 
 def encode_target_start(tokenizer: Tokenizer) -> np.ndarray:

@@ -262,14 +262,13 @@ class Jinja:
 ChatTemplate = Turns | Jinja
 
 
-def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: bool = True) -> ChatTemplate:
+def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
     """Return the chat template of a tokenizer. Raises `UserError` for damaged files.
 
     Args:
         tokenizer: the tokenizer.
         directory: the directory of its tokenizer.json. Its own template is in chat_template.jinja, or in
             tokenizer_config.json, perhaps as one of several with names. None means that the tokenizer was made here.
-        with_prefix: whether ChatML and plain begin with the tokenizer's prefix. One in Jinja decides that itself.
     """
     values: Any = {}
     if directory is not None and is_there(directory / "tokenizer_config.json", "Name another tokenizer."):
@@ -301,7 +300,7 @@ def find_template(tokenizer: Tokenizer, directory: Path | None, *, with_prefix: 
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
         ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
-    return dataclasses.replace(ours, begin=_spell_prefix(tokenizer)) if with_prefix and tokenizer.prefix else ours
+    return dataclasses.replace(ours, begin=_spell_prefix(tokenizer)) if tokenizer.prefix else ours
 
 
 def _spell_prefix(tokenizer: Tokenizer) -> str:

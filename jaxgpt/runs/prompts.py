@@ -41,7 +41,7 @@ class PromptFormat:
         if not self.metadata.experiment.data.is_pairs:
             ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
             return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None
-        pairs = [encode_pair_prompt(prompt, self.tokenizer, True) for prompt in prompts]
+        pairs = [encode_pair_prompt(prompt, self.tokenizer) for prompt in prompts]
         if self.metadata.experiment.model.n_encoder_layer:
             return [target for _, target in pairs], [source for source, _ in pairs]
         return [[*source, *target] for source, target in pairs], None

@@ -46,17 +46,15 @@ def pairs_file(directory):
     return path
 
 
-# The tokens that a tokenizer begins texts with, and whether this version trained the run.
-BEGINNINGS = [((), True), (("<s>",), True), (("<s>", "<|system|>"), True)]
+BEGINNINGS = [(), ("<s>",), ("<s>", "<|system|>")]  # tokens that a tokenizer begins texts with
 
 
 @pytest.mark.parametrize("encoder", [False, True])
-@pytest.mark.parametrize(("begin", "with_prefix"), BEGINNINGS)
-def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, with_prefix):
-    """Also by a run that an earlier version trained, whose sources did not begin with the tokenizer's tokens."""
+@pytest.mark.parametrize("begin", BEGINNINGS)
+def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin))
     config = DataConfig(path=str(pairs_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T, encoder=encoder, with_prefix=with_prefix)
+    dataset = prepare(config, block_size=T, encoder=encoder)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T, encoder=encoder)
     texts = [(source, target) for _, source, target in read_pairs(config.path)][:36]
     rows, sources = run.prompt_format.encode([source for source, _ in texts], chat=False)
@@ -68,7 +66,7 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, with_pref
         assert (sources[number] if sources else []) + rows[number] == prompt
         assert begun[number] == rows[number] + run.tokenizer.encode(target[:1]).tolist()
         assert int(ids[-1]) in run.prompt_format.stop_tokens(chat=False)
-        assert not with_prefix or prompt[: len(begin)] == list(run.tokenizer.prefix)
+        assert prompt[: len(begin)] == list(run.tokenizer.prefix)
     if isinstance(dataset.train, Pairs):
         read, written = dataset.train.split(0)
         assert (sources[0], rows[0]) == (read.tolist(), written[:1].tolist())
@@ -78,16 +76,16 @@ def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder, with_pref
             run.prompt_format.encode(["1", empty], chat=False)
 
 
-@pytest.mark.parametrize(("begin", "with_prefix"), BEGINNINGS)
+@pytest.mark.parametrize("begin", BEGINNINGS)
 @pytest.mark.parametrize("kind", ["chatml", "plain", "marked", "instruct"])
-def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, with_prefix):
+def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin, special=kind != "plain"))
     if kind in GOLDEN["templates"] and kind != "chatml":
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps(GOLDEN["tokens"] | {"chat_template": GOLDEN["templates"][kind]})
         )
     config = DataConfig(path=str(chat_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T, with_prefix=with_prefix)
+    dataset = prepare(config, block_size=T)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
     texts = [messages for _, messages in read_messages(config.path)][:36]
     prompts, sources = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
@@ -96,7 +94,7 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin, with
         ids, answers = dataset.train.read(number)
         assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run.prompt_format.stop_tokens(chat=True)
     own = kind in ("marked", "instruct")  # it writes its own
-    first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix) if with_prefix else []
+    first = [run.tokenizer.specials["<s>"]] if own else list(run.tokenizer.prefix)
     assert prompts[0][: len(first)] == first and prompts[0][len(first)] not in run.tokenizer.prefix
 
 
@@ -128,4 +126,3 @@ def test_a_first_token_that_no_text_has_is_told():
     assert tokenizer.prefix == (0,)
     with pytest.raises(UserError, match="begins texts with '<s>', which is not one of its special tokens"):
         find_template(tokenizer, None)
-    assert find_template(tokenizer, None, with_prefix=False) is CHATML
