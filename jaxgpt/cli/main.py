@@ -85,7 +85,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     name, *expanded = ALIASES.get(name, (name,))
     if name in MOVED:
-        raise UserError(f"jaxgpt {name} is an experiment now: in a clone of the repository, {MOVED[name]}")
+        raise UserError(f"jaxgpt {name} is an experiment now: take {MOVED[name]}, in a clone of the repository")
     if name not in COMMANDS:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"

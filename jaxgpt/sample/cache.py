@@ -7,6 +7,7 @@ zeros nor a mask of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +169,7 @@ class KVCache(flax.struct.PyTreeNode):
         `quantize.unstack_layers`): slices of stacked parameters would be copied for each token.
         """
         assert not model.config.scan_layers, "unstack the layers first"
+        model = model.clone(config=dataclasses.replace(model.config, remat="none"))  # the cache would stay in a remat
         index, layers = self.index(positions_BT, model.config.block_size), []
 
         def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
