@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jaxgpt.layers.kernels.splash import splash_attention, why_not_splash
 from jaxgpt.train import Params
 
 
-class Peaks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Peaks:
     """One device's limits, as its vendor states them."""
 
     flops: float  # dense bfloat16 FLOP/s
