@@ -16,8 +16,6 @@ import subprocess
 import sys
 import time
 
-from processor import describe_processor
-
 PROMPT, NEW, BATCHES = 64, 64, (1, 8, 32)
 
 
@@ -139,6 +137,8 @@ def main() -> None:
 
     def median(name: str, batch: int, what: str) -> float:
         return statistics.median(run[str(batch)][what] for run in runs[name])
+
+    from processor import describe_processor  # beside this script
 
     print(f"{describe_processor()}\n")
     print("| system | MB | batch | tokens/s (rounds) | ratio | decode only | ratio | prefill and first token, ms |")
