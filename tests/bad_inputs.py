@@ -349,7 +349,7 @@ OPTIONS = [
     (["runs", "--filter", "🐎"], "needs FIELD, one of"),
     (
         ["track", "runs/tiny", "--to", "wandb"],
-        "an experiment now: in a clone of the repository, python experiments/track.py",
+        "an experiment now: take python experiments/track.py",
     ),
     (["study"], "a Python file with"),
     (["study", "nowhere.py"], "no study 'nowhere.py': give a .py file"),
@@ -455,7 +455,7 @@ OPTIONS = [
     (["export-hf", "runs/tiny", "--outt", "new"], "--out"),
     (
         ["scale", "quickstart", "--minutes", "9"],
-        "an experiment now: in a clone of the repository, python experiments/scaling_laws.py",
+        "an experiment now: take python experiments/scaling_laws.py",
     ),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology"], "Missing value for argument '--topology'"),

@@ -113,8 +113,9 @@ def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, m
 # A save that takes for ever, so that the second signal finds the first one's work unfinished.
 SLOW = """
 import sys, time
-from jaxgpt import fitting, __main__
-fitting.Checkpoints.save = lambda *arguments: time.sleep(1000)
+from jaxgpt import __main__
+from jaxgpt.runs.checkpoint import Checkpoints
+Checkpoints.save = lambda *arguments: time.sleep(1000)
 __main__.main(sys.argv[1:])
 """
 

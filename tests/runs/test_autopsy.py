@@ -71,7 +71,14 @@ def experiment(text_file):
             {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}},
         ),
         pytest.param(
-            *(("wte", "embedding"), 1, np.inf, "wte (Embedding.table)", "wte/embedding", {"parallel": {"strategy": "pmap"}}),
+            *(
+                ("wte", "embedding"),
+                1,
+                np.inf,
+                "wte (Embedding.table)",
+                "wte/embedding",
+                {"parallel": {"strategy": "pmap"}},
+            ),
             marks=pytest.mark.slow,
         ),
     ],

@@ -11,13 +11,16 @@ import threading
 import time
 import warnings
 
+import chex
 import jax
 import numpy as np
 import optax
 import pytest
 
+from jaxgpt.config import OptimConfig
 from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.fitting import fit
+from jaxgpt.optim import make_optimizer
 from jaxgpt.run import load
 from jaxgpt.runs import checkpoint
 from jaxgpt.runs.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, check_files, read_manifest
@@ -41,6 +44,27 @@ def save(directory, steps, losses=(), **policy):
         checkpoints.save(small_state(step), step, loss)
     checkpoints.close()
     return checkpoints
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_output_matrix_that_was_no_module_is_read_as_one(name, tmp_path):
+    """As earlier versions saved it, in the parameters and in the optimiser's state."""
+    optimizer = make_optimizer(OptimConfig(name=name), 10)
+
+    def state(head):
+        params = {"h_0": {"mlp": {"kernel": np.ones((2, 3), np.float32)}}, "lm_head": head}
+        return TrainState(jax.numpy.int32(3), params, init_skip_state(optimizer.init(params)))
+
+    head = np.arange(6, dtype=np.float32).reshape(2, 3)
+    saved, like = state(head), jax.eval_shape(lambda: state({"kernel": head}))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(saved, 3, None)
+    checkpoints.close()
+    params = {"h_0": saved.params["h_0"], "lm_head": {"kernel": head}}
+    chex.assert_trees_all_equal(checkpoints.restore_params(3, like.params), params)
+    found = checkpoints.restore(3, like)
+    chex.assert_trees_all_equal(found.params, params)
+    chex.assert_trees_all_equal(jax.tree.leaves(found.opt_state), jax.tree.leaves(saved.opt_state))
 
 
 @pytest.fixture(scope="module")

@@ -126,3 +126,12 @@ def test_fewer_bits_take_less_memory_and_stay_near():
         assert 1e-4 < np.abs(got - expected).mean() / expected.std() < error, weights
     got = np.concatenate(cached_logits(model, params, cache_dtype="int8"))
     assert 1e-5 < np.abs(got - expected).mean() / expected.std() < 0.02
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_model_that_recomputes_its_blocks_is_cached_as_any_other(remat):
+    """A cache that is written inside of a rematerialised block would stay in it."""
+    model, params = make_model(dataclasses.replace(TINY, block_size=10, n_layer=1))
+    recomputed = model.clone(config=dataclasses.replace(model.config, remat=remat))
+    for got, wanted in zip(cached_logits(recomputed, params), cached_logits(model, params), strict=True):
+        np.testing.assert_array_equal(got, wanted)

@@ -57,7 +57,7 @@ def test_what_is_unknown_is_unknown(here):
 def test_the_roofline(monkeypatch):
     """On a device of 1 TFLOP/s, 1 GB/s, and links of 0.1 GB/s: times are counts over speeds, the longest binds."""
     h100 = PEAKS["NVIDIA H100 80GB HBM3"]
-    limits = h100._replace(flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40)
+    limits = dataclasses.replace(h100, flops=1e12, memory_bandwidth=1e9, link_bandwidth=1e8, memory=2**40)
     monkeypatch.setitem(PEAKS, "cpu", limits)
     found = make_plan(EXPERIMENT, 11)
     tokens = 8 * TINY.block_size
