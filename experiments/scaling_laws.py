@@ -11,7 +11,7 @@ Models      three or four widths of an experiment's architecture, with heads of 
             token at most once, and whose largest model has ten tokens per parameter.
 Command     python experiments/scaling_laws.py quickstart --data.path mytext.txt [--minutes 30] [--run-dir DIR] [--json]
             The first word is an experiment, as for `jaxgpt train`, whose fields are options too. The same command resumes
-            the runs in DIR, runs/scale/NAME by default, also those of `jaxgpt scale` of version 0.2.0.
+            the runs in DIR (default: runs/scale/NAME), which `jaxgpt scale` of version 0.2.0 may have begun.
 Result      DIR/plan.json; prediction.json, written once; scale.json and scale.png. See docs/scaling.md and LOG.md.
 """
 
@@ -42,7 +42,7 @@ from jaxgpt.tools.grid import Curve, format_table, train_or_resume
 
 # The law and its fit. Letters: P points, K terms of the law.
 
-DELTA = 1e-3  # of log L, where the Huber loss turns from square to absolute
+DELTA = 1e-3  # difference of log L at which the Huber loss turns from square to absolute
 RESAMPLES = 200
 LEAST_POINTS = 6  # one more than the unknowns
 # Of the unknowns: a term of less than e^-12 nats is as good as none, and a resample may leave an exponent undetermined.
@@ -164,7 +164,7 @@ def interval(samples: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
 def predict(
     points: Sequence[Point], law: Law, laws: Sequence[Law], parameters: int, tokens: int
 ) -> tuple[float, float, float]:
-    """Return the predicted loss of a run, and its interval: the spread of the resampled laws and that of a run."""
+    """Return the predicted loss of a run, and its interval, from the spread of the resampled laws and of single runs."""
     spread = np.random.default_rng(1).normal(0.0, noise(points, law), len(laws))
     low, high = interval(np.array([x.loss(parameters, tokens) for x in laws]) * np.exp(spread))
     return law.loss(parameters, tokens), low, high
@@ -172,7 +172,7 @@ def predict(
 
 # Sizes of the architecture, and how fast each trains here.
 
-EVAL_TOKENS = 2**17  # of a run's only validation, at most
+EVAL_TOKENS = 2**17  # most tokens of the one validation in each run
 TIMED_STEPS = 16
 
 
@@ -193,8 +193,8 @@ class Size:
 class Speed:
     """Time on this machine, in seconds."""
 
-    overhead: float  # of a run, besides its steps and its validation: compilation, reading data, saving
-    per_token: float  # of training
+    overhead: float  # seconds for compilation, reading data and saving in each run
+    per_token: float  # seconds of training
 
 
 def smallest_n_head(experiment: Experiment) -> int:

@@ -1,6 +1,6 @@
 """Train an experiment in a run directory, from the first check to the last checkpoint: `fit`.
 
-The module has not the name of its function, which `jaxgpt.fit` is: a module of that name would take its place.
+It is not called `fit`: a module of that name would hide the function `jaxgpt.fit`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _train(
         nonlocal is_examined
         if "checksums" in metrics:
             compare(step, metrics["checksums"])
-        if not int(metrics["skipped"]):
+        if not int(metrics["in_a_row"]):  # the step was taken
             return
         why = why_skipped(metrics)
         if int(metrics["skipped"]) == NOT_FINITE and not is_examined:

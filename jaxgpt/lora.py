@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def with_adapters(function: F) -> F:
     """Return the function, in which dense layers add the adapters beside their kernels, and multiply by int8 kernels.
 
-    It calls `model.apply` with parameters of `join_adapters`, for example `train.batch_loss`; jit it after this.
+    It calls `model.apply` with parameters of `join_adapters`, for example the loss of `loss.make_loss`; jit it after this.
     """
 
     @functools.wraps(function)

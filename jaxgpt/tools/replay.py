@@ -153,7 +153,7 @@ def audit(
 
     Args:
         run: directory of the run. None means the newest under `runs/`.
-        steps: most steps to take again, in all. As many as the run has: all of them. None means 3.5% of them.
+        steps: most steps to take again. As many as the run has: all. None means 3.5%, or what one logged step takes.
         seed: of the random draw. None means a new one each time.
         data: path of the text, if it is not where the run read it.
         tolerance: relative difference to accept, for a run of other hardware or versions. 0 demands equal bits.
@@ -164,7 +164,7 @@ def audit(
     """
     metadata = read_metadata(find_run(run))
     config, total = metadata.experiment.data, metadata.experiment.train.steps
-    left = max(1, int(SHARE * total)) if steps is None else check_count("steps", steps)
+    left = int(SHARE * total) if steps is None else check_count("steps", steps)
     seed = secrets.randbits(32) if seed is None else check_whole("seed", seed)
     if metadata.imported is not None:
         raise UserError(f"{metadata.directory} is an imported model: there is no training to audit")
@@ -198,9 +198,16 @@ def audit(
             was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, found))
             findings.append(f"{what} is {was} in the run, {now} here{by}")
 
+    starts = {step: max(state for state in (0, *kept) if state < step) for step in sorted({*log, *kept})}
+    least = min((step - start for step, start in starts.items()), default=0)
+    if steps is not None and left < least:
+        raise UserError(
+            f"steps={steps}: the nearest logged step is {least} steps after a checkpoint: give at least {least}"
+        )
+    left = max(left, least)
     stops: dict[int, int] = {}  # {step to start from, 0 for the seed: the last step to take from there}
-    for step in np.random.default_rng(seed).permutation(sorted({*log, *kept})).tolist():
-        start = max(state for state in (0, *kept) if state < step)
+    for step in np.random.default_rng(seed).permutation(list(starts)).tolist():
+        start = starts[step]
         cost = max(0, step - stops.get(start, start))
         if cost <= left:
             stops[start] = max(step, stops.get(start, start))

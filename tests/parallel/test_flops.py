@@ -85,7 +85,7 @@ def counts_of(trainer: Trainer) -> dict[str, int]:
         "KB of temporaries": round(memory.temp_size_in_bytes / 1e3),
         **{f"{op} instructions": len(re.findall(rf" {op}\(", text)) for op in ("fusion", "copy", "transpose")},
         "dot instructions": len(re.findall(r" (?:dot|convolution)\(", text)),
-        "kernels": sum(times for target, times in program.custom_calls if target == "tpu_custom_call"),
+        "kernels": program.kernels.get("Pallas", 0),
         # Results that lie where arguments lay: what the step returns of its state needs no memory of its own.
         "donated": len(re.findall(r"(?:may|must)-alias", text.split("\n", 1)[0])),
     }

@@ -136,6 +136,21 @@ KINDS = {
 }
 
 
+def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
+    """Also of a run that logged little and kept one checkpoint. Fewer steps than that would accept whatever it says."""
+    run = shutil.copytree(honest, tmp_path / "run")
+    for step in range(KEEP, STEPS, KEEP):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] in (10, STEPS)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        UserError, match="steps=9: the nearest logged step is 10 steps after a checkpoint: give at least 10"
+    ):
+        audit(run, steps=9)
+    found = audit(run)
+    assert found.accepted and found.retaken == 10 and found.compared_steps == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, kind):

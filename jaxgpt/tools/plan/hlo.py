@@ -362,7 +362,6 @@ class Program:
     flops: float  # of matrix products, convolutions and cuDNN's attention; of [M, K] times [K, N], 2 M N K
     bytes_accessed: float  # read from and written to main memory; a TPU's VMEM does not count
     launches: list[list[float]]  # [times, FLOPs and bytes of one] of each instruction of the schedule
-    custom_calls: tuple[tuple[str, int], ...]  # (target, times); tpu_custom_call is a Pallas kernel
     custom_flops: float  # of custom calls that state them (Pallas's cost_estimate)
     silent_kernels: int  # calls of Pallas kernels on a TPU that do not state their FLOPs
     kernels: dict[str, int]  # launches, by the names in `_KERNELS`
@@ -372,7 +371,7 @@ def read_program(text: str) -> Program:
     """Count the cost of one run from `compiled.as_text()`. All branches of a conditional count: an upper bound."""
     module = parse_hlo(text)
     executions = list(module.executed())
-    custom_calls, custom_flops, silent_kernels, launches = [], 0.0, 0, []
+    custom_flops, silent_kernels, launches = 0.0, 0, []
     kernels: Counter[str] = Counter()
     for e in executions:
         x = e.instruction
@@ -380,7 +379,6 @@ def read_program(text: str) -> Program:
             launches.append([e.times, 0.0, count_traffic(module, e.computation, x)])
         launches[-1][1] += count_flops(e.computation, x) + count_attention_flops(x)
         if x.op == "custom-call" and (target := x.attribute(r'custom_call_target="([^"]*)"')) not in BOOKKEEPING:
-            custom_calls.append((target, e.times))
             stated = x.attribute(r'"cost_estimate":\{"flops":"(\d+)"')
             custom_flops += e.times * float(stated or 0)
             silent_kernels += e.times if target == "tpu_custom_call" and not stated else 0
@@ -391,7 +389,6 @@ def read_program(text: str) -> Program:
         flops=sum(times * flops for times, flops, _ in launches),
         bytes_accessed=sum(times * accessed for times, _, accessed in launches),
         launches=launches,
-        custom_calls=tuple(custom_calls),
         custom_flops=custom_flops,
         silent_kernels=silent_kernels,
         kernels={name: kernels[name] for name in _KERNELS if kernels[name]},

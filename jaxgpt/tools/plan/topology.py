@@ -66,14 +66,14 @@ _H100 = Target(
 TARGETS = {
     "h100": _H100,
     "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory_bandwidth=4_800_000_000_000),
-    "a100-80": Target(
+    "a100-80": dataclasses.replace(
+        _H100,
         name="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
         accelerated=False,
         cores=108,
         fpus_per_core=64,
         clock_ghz=1.41,
-        threads_per_core=2048,
         shared_memory_per_core=167_936,
         shared_memory_per_block=166_912,
         l2_cache=41_943_040,
@@ -88,12 +88,12 @@ TARGETS = {
         l2_cache=132_644_864,
         memory_bandwidth=7_672_320_000_000,
     ),
-    "rtx6000pro": Target(
+    "rtx6000pro": dataclasses.replace(
+        _H100,
         name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
         capability=(12, 0),
         accelerated=False,
         cores=188,
-        fpus_per_core=128,
         clock_ghz=2.6,
         threads_per_core=1536,
         shared_memory_per_core=131_072,
