@@ -47,7 +47,11 @@ def shorten(app, what, name, object_, options, signature, returns):
 
 def skip_field(app, what, name, object_, skip, options):
     """Skip a field whose default is a function of a module, which autodoc takes for a method of the class."""
-    is_field = what == "class" and inspect.isfunction(object_) and "." not in object_.__qualname__
+    is_field = (
+        what == "class"
+        and (inspect.isfunction(object_) or inspect.isbuiltin(object_))
+        and "." not in object_.__qualname__
+    )
     return True if is_field else None  # None: let others decide
 
 

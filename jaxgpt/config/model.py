@@ -197,7 +197,7 @@ class GPTConfig:
         return GPT(self, *(compute or Compute()))
 
     def make_block(self, layer: int, compute: Compute) -> nn.Module:
-        """Return a block: (x_BTD, positions_BT, *, segments_BT, train) -> x_BTD. layer: its number, from 0.
+        """Return a block: `(x_BTD, positions_BT, *, segments_BT, train) -> x_BTD`. layer: its number, from 0.
 
         With scan_layers one block, made as layer 0, runs as all of them.
         """
@@ -210,7 +210,7 @@ class GPTConfig:
         return Block(self, layer, compute)
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:
-        """Return the attention of a block: (x_BTD, positions_BT, *, segments_BT, train) -> x_BTD."""
+        """Return the attention of a block: `(x_BTD, positions_BT, *, segments_BT, train) -> x_BTD`."""
         from jaxgpt.layers.attention import Attention
         from jaxgpt.layers.norm import RMSNorm
 
@@ -237,7 +237,7 @@ class GPTConfig:
         )
 
     def make_mlp(self, layer: int, compute: Compute) -> nn.Module:
-        """Return the MLP of a block: (x_BTD, *, train) -> x_BTD."""
+        """Return the MLP of a block: `(x_BTD, *, train) -> x_BTD`."""
         from jaxgpt.layers.mlp import MLP
 
         c = self.explicit()
