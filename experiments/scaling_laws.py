@@ -462,8 +462,8 @@ def run_scale(
     """
     if experiment.train.init_from is not None:
         raise UserError(f"train.init_from={experiment.train.init_from!r} fixes the size: train from random parameters")
-    if experiment.model.n_encoder_layer or experiment.data.is_packed:
-        raise UserError("scaling laws need a decoder that is trained on a text, not on conversations or pairs")
+    if experiment.data.is_packed:
+        raise UserError("scaling laws need a text, not conversations")
     dataset = prepare(experiment.data, block_size=experiment.model.block_size, vocab_size=experiment.model.vocab_size)
     vocab_size = experiment.model.vocab_size or dataset.tokenizer.vocab_size
     size_of = functools.cache(lambda n_head: make_size(experiment, n_head, vocab_size))

@@ -27,9 +27,7 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
     """
 
     def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Metrics]:
-        inputs: dict[str, Any] = {"segments_BT": batch.segments_BT}
-        if batch.source_BS is not None:  # an encoder-decoder's
-            inputs |= {"source_BS": batch.source_BS, "source_segments_BS": batch.source_segments_BS}
+        inputs: dict[str, Any] = {"segments_BT": batch.segments_BT} | (batch.extras or {})
         rngs = None if key is None else {"dropout": key}
         forward: Any = functools.partial(
             model.apply, {"params": params}, batch.inputs_BT, train=key is not None, rngs=rngs, **inputs

@@ -27,7 +27,7 @@ from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.score import LogLikelihood, Score, loglikelihood, score_texts
-from jaxgpt.sample.search import beam_search, speculate
+from jaxgpt.sample.search import speculate
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
@@ -63,20 +63,17 @@ class Run:
         cache_dtype: Precision | None = None,
         slots: int | None = None,
         draft: Run | None = None,
-        beams: int | None = None,
     ) -> str | list[str]:
         """Return the completion of a prompt, without the prompt, or a list of completions of a list of prompts.
 
         It ends after `max_new_tokens`, at the end-of-text token, at an eos_token_id of an imported model, or before one
         of the strings in `stop`. It depends on the prompt and the seed, not on the other prompts. An empty prompt means
-        the end-of-text token, a newline, or token 0: the first of them that exists. A run trained on pairs takes a
-        source and returns the target; a tab and the beginning of the target may follow the source.
+        the end-of-text token, a newline, or token 0: the first of them that exists.
 
         See `Sampling` for `temperature` to `greedy`; no temperature means the experiment's `train.sample_temperature`.
         See `generate` for `cache_dtype` and `slots`. With `chat` each prompt is a user's turn, and the completion the assistant's.
         With a `draft`, a smaller run with the same tokenizer, decoding is speculative (see `speculate`): a seed gives
-        another completion, of the same distribution. With `beams`, as many beams search for the most probable
-        completion instead of sampling (see `beam_search`).
+        another completion, of the same distribution.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not prompts:
@@ -89,17 +86,11 @@ class Run:
             repetition_penalty=repetition_penalty,
             greedy=greedy,
         )
-        sampling_only = {**vars(sampling), "stop": stop, "cache_dtype": cache_dtype, "draft": draft}
-        if beams is not None and (given := [name for name, value in sampling_only.items() if value]):
-            raise UserError(f"beams={beams} searches and does not sample: leave out {', '.join(given)}")
         key, every = jax.random.key(check_count("seed", seed, 0, 2**32 - 1)), STOP_STRINGS_EVERY if stop else None
         decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
-        ids, sources = self.prompt_format.encode(prompts, chat)
-        if beams is not None:
-            found = beam_search(*self.decode_params, ids, decoding, beams=beams, sources=sources)
-            texts = [self.tokenizer.decode(best) for best, *_ in found.tokens]
-        elif draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
+        ids = self.prompt_format.encode(prompts, chat)
+        if draft is None:
+            batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
             texts = join_texts(self.tokenizer, batches, len(ids), stop)
         else:
             texts = []
@@ -144,9 +135,9 @@ class Run:
         )
         key = jax.random.key(check_count("seed", seed, 0, 2**32 - 1))
         decoding = self._decoding(max_new_tokens, sampling, chat, cache_dtype, slots)
-        ids, sources = self.prompt_format.encode([prompt], chat)
+        ids = self.prompt_format.encode([prompt], chat)
         if draft is None:
-            batches = stream(*self.decode_params, ids, decoding, key=key, every=every, sources=sources)
+            batches = stream(*self.decode_params, ids, decoding, key=key, every=every)
             new_ids = (batch[0] for batch in batches)
         else:
             new_ids = self._speculate(draft, ids[0], decoding, key, every)
@@ -193,8 +184,6 @@ class Run:
         if sampling.temperature is None:
             sampling = dataclasses.replace(sampling, temperature=self.experiment.train.sample_temperature)
         max_new_tokens = check_count("max_new_tokens", max_new_tokens)
-        if self.model.config.n_encoder_layer:
-            max_new_tokens = min(max_new_tokens, self.model.config.block_size)
         return Decoding(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -212,8 +201,6 @@ class Run:
                 f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: "
                 "train both on the same data"
             )
-        if self.model.config.n_encoder_layer:
-            raise UserError("a draft needs a model without an encoder: leave it out")
         return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
 

@@ -122,20 +122,6 @@ CHATS = [
     ("\x1b.jsonl", r"no file at \x1b.jsonl"),
 ]
 
-# Pairs that will not do, for --data.path.
-PAIRS = [
-    ("nowhere.tsv", "no file at nowhere.tsv: --data.path NAME.tsv takes"),
-    ("empty.tsv", "empty.tsv has 0 pairs"),
-    ("one.tsv", "one.tsv has 1 pairs"),
-    ("alone.tsv", "alone.tsv:2: got 'alone', needs two texts with one tab between them"),
-    ("three.tsv", "three.tsv:1: got 'a\\tb\\tc', needs two texts"),
-    ("without.tsv", "without.tsv:1: got '\\tb', needs two texts"),
-    ("latin1.tsv", "latin1.tsv:1 is not UTF-8 text: byte 0xf1"),
-    ("long.tsv", "no pair of the training split of long.tsv has texts that end within block_size=8"),
-    ("folder.tsv", "no file at folder.tsv"),
-    ("pipe.tsv", "pipe.tsv is a pipe"),
-]
-
 # Folders of a tokenizer whose chat template will not do.
 TEMPLATES = [
     ("template_syntax", "the chat template is not a Jinja template, line 1"),
@@ -320,14 +306,10 @@ OPTIONS = [
     (["evaluate", "runs/tiny", "--batch-size", "0"], "--batch-size=0: needs at least 1"),
     (["evaluate", "runs/tiny", "--batch-size", "1" + "0" * 30], "needs a number that fits in 64 bits"),
     (["evaluate", "runs/tiny", "--batch-size", "many"], "many"),
-    (["evaluate", "runs/tiny", "--beams", "2"], "beams=2 is for pairs of texts: leave it out"),
     (["evaluate", "runs/tiny", "--beams", "0"], "--beams=0: needs at least 1"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "0"], "--beams=0: needs at least 1"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "2"], "beam search needs a stop token"),
     (["sample", "runs/tiny", "--prompt", "a", "--beams", "2", "--top-k", "3"], "does not sample: leave out top_k"),
-    (["train", "--model.n-encoder-layer", "1", "--data.path", "t.txt"], "an encoder reads the first of two texts"),
-    (["train", "--model.n-encoder-layer", "-1"], "n_encoder_layer=-1: needs at least 0"),
-    (["train", "--model.n-encoder-layer", "1", "--model.scan-layers"], "n_encoder_layer=1 with scan_layers=True"),
     (["train", "--optim.label-smoothing", "1"], "label_smoothing=1.0"),
     (["sample", "runs/tiny", "--prompt", "a", "--average", "9"], "average=9: runs/tiny has 1 checkpoints"),
     (["evaluate", "runs/tiny", "--average", "0"], "average=0: needs at least 1"),
@@ -698,9 +680,7 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [(["evaluate", "runs/tiny", "--data", path], {}, said) for path, said in NO_TEXT]
     rows += [([*TRAIN[:-2], *IDS, "--data.path", path], {}, said) for path, said in SHARDS]
     rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in CHATS]
-    for encoder in ([], ["--model.n-encoder-layer", "1"]):
-        shown = PAIRS if encoder else PAIRS[:4]
-        rows += [([*TRAIN[:-2], *encoder, "--data.path", path], {}, said) for path, said in shown]
+    rows += [([*TRAIN[:-2], "--data.path", "half.tsv"], {}, "pairs are for experiments/transformer_2017")]
     rows += [([*TRAIN[:-2], *IDS, "--data.path", "good.jsonl"], {}, "conversations need char, byte, bpe")]
     rows += [(["evaluate", "runs/tiny", "--data", "half.jsonl"], {}, "half.jsonl:1: not in this tokenizer's")]
     rows += [

@@ -25,7 +25,7 @@ def prepare_place(place: Path, run: Path) -> None:
     _shards(place)
     _tokenizers(place)
     _chats(place)
-    _pairs(place)
+    (place / "half.tsv").write_bytes(b"a\tb\n")
     _experiments(place)
     _runs(place)
     prepare_models(place)
@@ -143,21 +143,6 @@ def _chats(place: Path) -> None:
         directory.mkdir()
         (directory / "tokenizer.json").write_text('{"jaxgpt": "byte"}')
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def _pairs(place: Path) -> None:
-    for name, raw in {
-        "empty": b"",
-        "one": b"a\tb\n",
-        "alone": b"a\tb\nalone\n",
-        "three": b"a\tb\tc\n",
-        "without": b"\tb\n",
-        "latin1": b"a\xf1o\tb\n",
-        "long": b"abcdefghijkl\tb\n" * 9,
-    }.items():
-        (place / f"{name}.tsv").write_bytes(raw)
-    (place / "folder.tsv").mkdir()
-    os.mkfifo(place / "pipe.tsv")
 
 
 GOOD = "from jaxgpt import *\nexperiment = Experiment(name='x')\n"

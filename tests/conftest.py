@@ -106,7 +106,7 @@ LONGEST = (
     "tools/plan/test_gpu_plans.py",
     "test_docs.py",
     "parallel/test_strategies.py",
-    "encdec/test_encoder.py",
+    "test_transformer_2017.py",
     "test_session.py",
     "test_model.py",
     "runs/test_pretrained.py",

@@ -126,13 +126,11 @@ def chat_file(directory: Path) -> Path:
     return path
 
 
-def recorded_run(
-    directory: Path, config: DataConfig, dataset: Dataset, *, block_size: int, encoder: bool = False
-) -> Run:
+def recorded_run(directory: Path, config: DataConfig, dataset: Dataset, *, block_size: int) -> Run:
     """A run that says it was trained on the dataset; it has no parameters."""
     directory.mkdir()
     size = dataset.tokenizer.vocab_size
-    model = GPTConfig(vocab_size=size, block_size=block_size, n_layer=1, n_encoder_layer=int(encoder))
+    model = GPTConfig(vocab_size=size, block_size=block_size, n_layer=1)
     experiment = Experiment(name="recorded", model=model, data=config)
     made = dict(data=dataset.fingerprint, vocab_size=size, tokenizer_config=dataset.tokenizer_config)
     write_metadata(directory, experiment, dataset.tokenizer, **made)

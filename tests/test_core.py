@@ -7,7 +7,7 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        rings = ("data", "sample", "encdec", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "fitting")
+        rings = ("data", "sample", "parallel", "cluster", "runs", "hf", "tools", "cli", "run", "fitting")
         if name.split(".")[0] in {packages} or name.startswith("jaxgpt.") and name.split(".")[1] in rings:
             raise ImportError(f"{{name}} is not of the core")
 

@@ -246,15 +246,13 @@ some_experiments = pytest.mark.parametrize(
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
     init_from = e.train.init_from and request.getfixturevalue("pretrained")
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("".join(f"{'ab' * (n % 3 + 1)}\t{n}\n" for n in range(60)))
     n_head = 2 if e.model.n_kv_head is None else 2 * e.model.n_head // e.model.n_kv_head
-    small = {"n_layer": 1, "n_encoder_layer": min(e.model.n_encoder_layer, 1), "n_head": n_head, "n_embd": 8 * n_head}
+    small = {"n_layer": 1, "n_head": n_head, "n_embd": 8 * n_head}
     model = dataclasses.replace(e.model, vocab_size=None, block_size=8, **small)
     small = dataclasses.replace(
         e,
         model=model,
-        data=dataclasses.replace(e.data, path=str(pairs if e.model.n_encoder_layer else text_file), tokenizer="char"),
+        data=dataclasses.replace(e.data, path=str(text_file), tokenizer="char"),
         optim=dataclasses.replace(e.optim, warmup_steps=1),
         train=dataclasses.replace(e.train, steps=2, batch_size=2, init_from=init_from),
         parallel=dataclasses.replace(e.parallel, micro_batch_size=e.parallel.micro_batch_size and 1),

@@ -9,13 +9,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.layers.kernels import cross_entropy
 from jaxgpt.layers.linear import float32_logits
 from jaxgpt.loss import chunked_next_token_loss, fused_next_token_loss, make_loss, next_token_loss
-from tests.helpers import TINY, make_model, tokens_BT
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tokens_BT
 
 
 def test_against_the_definition():
@@ -138,3 +139,26 @@ def test_the_gradient_of_bfloat16_logits_is_that_of_products_in_bfloat16():
     assert len(products) == 3
     for line in products:
         assert line.count("xbf16>") >= 2 and "xf32>," not in line, line
+
+
+def test_label_smoothing_is_optaxs():
+    rng = np.random.default_rng(0)
+    logits_BTV = jnp.asarray(rng.normal(size=(2, 6, 11)), jnp.float32)
+    targets_BT, mask_BT = jnp.asarray(rng.integers(0, 11, (2, 6))), jnp.asarray(rng.random((2, 6)) < 0.7)
+    nats, count = next_token_loss(logits_BTV, targets_BT, mask_BT, smoothing=0.1)
+    smooth_BTV = optax.smooth_labels(jax.nn.one_hot(targets_BT, 11), 0.1)
+    expected = jnp.sum(optax.softmax_cross_entropy(logits_BTV, smooth_BTV), where=mask_BT)
+    np.testing.assert_allclose(nats, expected, **FLOAT32_REORDERED)
+    assert count == mask_BT.sum()
+
+    def chunked(logits_BTV):
+        model: Any = types.SimpleNamespace(apply=lambda variables, x_BTV, method: variables["params"] * x_BTV)
+        head = jnp.ones(())
+        return chunked_next_token_loss(model, head, logits_BTV, targets_BT, mask_BT, chunk=2, smoothing=0.1)[0]
+
+    value, grad = jax.value_and_grad(chunked)(logits_BTV)
+    whole, whole_grad = jax.value_and_grad(lambda x: next_token_loss(x, targets_BT, mask_BT, smoothing=0.1)[0])(
+        logits_BTV
+    )
+    np.testing.assert_allclose(value, whole, **FLOAT32_REORDERED)
+    np.testing.assert_allclose(grad, whole_grad, **FLOAT32_REORDERED)

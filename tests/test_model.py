@@ -343,11 +343,6 @@ FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, 
         (FLOPS, 50, 4 * 1000 + 6 * 50 + 12 * 3 * 8 * 32),  # no gradient of what is not trained
         (dataclasses.replace(FLOPS, sliding_window=5, global_every=3), 0, 6 * 1000 + 12 * 8 * (5 + 5 + 32)),
         (dataclasses.replace(FLOPS, sliding_window=50), 0, 6 * 1000 + 12 * 3 * 8 * 32),
-        (
-            dataclasses.replace(FLOPS, n_encoder_layer=2),
-            0,
-            6 * 1000 + 12 * (3 + 2 + 3) * 8 * 32,
-        ),  # and each reads the text
     ],
 )
 def test_flops_by_hand(config, adapters, expected):

@@ -52,7 +52,7 @@ def started():
             reached(what)
             return found
         setattr(owner, name, timed)
-    after(training, "prepare_for", "the data is there")
+    after(DataConfig, "open_dataset", "the data is there")
     after(training.Training, "restore_or_init", "the state is there")
     after(fitting.RunLog, "__call__", "the first step is done")
     after(fitting, "mean_loss", "the validation loss is known")

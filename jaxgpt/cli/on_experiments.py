@@ -107,11 +107,10 @@ def plan(*, topology: str | None = None, json: bool = False, experiment: Annotat
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
     configure_jax()
-    from jaxgpt.data.dataset import prepare_for
     from jaxgpt.runs.pretrained import resolve_init_from
     from jaxgpt.tools.plan.plan import format_plan, make_plan
 
     full, _ = resolve_init_from(experiment)
-    vocab_size = full.model.vocab_size or prepare_for(full.model, full.data).tokenizer.vocab_size
+    vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
     found = make_plan(full, vocab_size, topology=topology, say=say)
     print(render_json(found.to_json()) if json else format_plan(found))

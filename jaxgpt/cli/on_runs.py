@@ -56,7 +56,6 @@ def evaluate(
     data: str | None = None,
     stride: int | None = None,
     batch_size: Count | None = None,
-    beams: Count | None = None,
     weights: Precision | None = None,
     json: bool = False,
 ) -> None:
@@ -67,11 +66,10 @@ def evaluate(
     Args:
         run: run directory; None: the newest under runs/
         average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
-        data: a UTF-8 text file, conversations (.jsonl) or pairs (.tsv); None: the run's validation split
+        data: a UTF-8 text file, or conversations (.jsonl); None: the run's validation split
         stride: tokens from one window to the next. Each token has at least block_size - stride tokens before it: a
             smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
         batch_size: windows per batch; None: the run's train.batch_size
-        beams: width of the beam search that generates targets of pairs; None: greedy decoding
         weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
         json: print JSON instead of text
     """
@@ -82,7 +80,7 @@ def evaluate(
 
     model = load(run, average=average)
     model = model if weights is None else model.for_decoding(weights)
-    found = evaluate_run(model, data, stride=stride, batch_size=batch_size, beams=beams)
+    found = evaluate_run(model, data, stride=stride, batch_size=batch_size)
     print(render_json(found) if json else format_evaluation(found))
 
 

@@ -28,7 +28,6 @@ def sample(
     sampling: OmitArgPrefixes[Sampling] = Sampling(),  # noqa: B008, it is frozen
     stop: UseAppendAction[tuple[str, ...]] = (),
     seed: int = 0,
-    beams: Count | None = None,
     draft: str | None = None,
     weights: Precision | None = None,
     cache_dtype: Precision | None = None,
@@ -41,14 +40,13 @@ def sample(
     Args:
         run: run directory; None: the newest under runs/
         average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
-        prompt: text to continue, or the source of a pair; empty: start from the end-of-text token or a newline
+        prompt: text to continue; empty: start from the end-of-text token or a newline
         chat: treat the prompt as a user's turn and print only the assistant's reply
         max_new_tokens: tokens to generate
         num_samples: completions to generate
         sampling: how to draw the next token
         stop: end before this text
         seed: the same seed gives the same text
-        beams: width of a beam search; None: draw tokens instead
         draft: run directory of a smaller model with the same tokenizer, for speculative decoding; None: without it
         weights: dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
         cache_dtype: dtype of keys and values; None: the model's
@@ -66,15 +64,14 @@ def sample(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "chat": chat}
     options |= {"cache_dtype": cache_dtype, "slots": slots, **vars(sampling)}
     options["draft"] = load(draft).for_decoding(weights) if draft else None
-    continues = not (chat or model.experiment.data.is_pairs)
-    if continues and not prompt:
+    if not (chat or prompt):
         say(f"no prompt: starting from {find_start_token(model.tokenizer)[1]}")
-    start = prompt if continues else ""
-    if stream and sys.stdout.isatty() and not (json or beams) and num_samples == 1:
+    start = "" if chat else prompt
+    if stream and sys.stdout.isatty() and not json and num_samples == 1:
         for piece in itertools.chain([start], model.stream(prompt, **options), ["\n"]):
             print(piece, end="", flush=True)
         return
-    texts = model.sample([prompt] * num_samples, beams=beams, **options)
+    texts = model.sample([prompt] * num_samples, **options)
     if json:
         found = [{"prompt": prompt, "text": text} for text in texts]
         print(render_json(found, ensure_ascii=not stdout_is_unicode()))

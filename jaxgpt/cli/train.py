@@ -109,17 +109,14 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
 
 def _print_sample(run: Run, experiment: Experiment) -> str:
     """Print and save the sample that the experiment asks for; return its prompt, without trailing newlines."""
-    config, data, context = experiment.train, experiment.data, run.model.config.block_size
+    config, data = experiment.train, experiment.data
     prompt = config.sample_prompt
     try:
         run.tokenizer.encode(prompt)
     except UserError as e:  # the tokenizer lacks characters of the prompt
         say(f"sampling from an empty prompt instead of {prompt!r}: {e}")
         prompt = ""
-    if data.is_pairs and len(run.tokenizer.prefix) + len(run.tokenizer.encode(prompt)) > context:
-        say(f"no sample of {prompt!r}: it is longer than block_size={context}")
-        prompt = ""
-    if config.sample_tokens and (prompt or not data.is_pairs):
+    if config.sample_tokens:
         sampled = run.sample(
             prompt,
             chat=data.is_chat,

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from jaxgpt.config.experiment import DataConfig as DataConfig
     from jaxgpt.config.experiment import Experiment as Experiment
     from jaxgpt.config.experiment import LoraConfig as LoraConfig
+    from jaxgpt.config.experiment import ObjectiveConfig as ObjectiveConfig
     from jaxgpt.config.experiment import OptimConfig as OptimConfig
     from jaxgpt.config.experiment import ParallelConfig as ParallelConfig
     from jaxgpt.config.experiment import TrainConfig as TrainConfig
     from jaxgpt.config.serialize import differences as differences
     from jaxgpt.config.serialize import from_dict as from_dict
+    from jaxgpt.config.serialize import to_dict as to_dict
 
 Precision = Literal["float32", "bfloat16", "int8"]  # of weights, and of keys and values, for sampling
 
 
 def __getattr__(name: str) -> Any:
-    home = "serialize" if name in ("differences", "from_dict") else "experiment"
+    home = "serialize" if name in ("differences", "from_dict", "to_dict") else "experiment"
     return getattr(import_module(f"jaxgpt.config.{home}"), name)

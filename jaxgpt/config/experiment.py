@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxgpt.config.model import GPTConfig
 from jaxgpt.config.validate import (
@@ -23,7 +23,14 @@ from jaxgpt.config.validate import (
 from jaxgpt.errors import UserError
 
 if TYPE_CHECKING:
+    import jax
     import optax
+    from flax import linen as nn
+
+    from jaxgpt.batch import Batch
+    from jaxgpt.data.pipeline import Dataset
+    from jaxgpt.loss import HeadLoss
+    from jaxgpt.train import LossFn
 
 MAX_NEW_TOKENS = 400  # default length of a sample
 AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
@@ -35,15 +42,13 @@ Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 class DataConfig:
     """The data and the tokenizer."""
 
-    # built-in text: python-docs, shakespeare, sancho, quijote, python-docs.jsonl (conversations) or
-    # spanish-numbers.tsv (pairs)
+    # built-in text: python-docs, shakespeare, sancho, quijote, or python-docs.jsonl (conversations)
     corpus: str = "python-docs"
-    # your text: a UTF-8 file, a folder of .txt files, .bin token shards, conversations (.jsonl) or pairs of source and
-    # target (.tsv); None: data.corpus
+    # your text: a UTF-8 file, a folder of .txt files, .bin token shards, or conversations (.jsonl); None: data.corpus
     path: str | None = None
     tokenizer: str = "char"  # char, byte, bpe (trained on the text), ids, or the path of a tokenizer.json
     bpe_vocab_size: Annotated[int, Interval(ge=257, le=LARGEST_SIZE)] = 4096  # tokens of a BPE trained on the text
-    # share of the characters of each file, of conversations or pairs held out for validation: the last ones
+    # share of the characters of each file, or of conversations, held out for validation: the last ones
     val_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
     def __post_init__(self) -> None:
@@ -59,19 +64,35 @@ class DataConfig:
         return None if self.tokenizer in ("char", "byte", "bpe", "ids") else self.tokenizer
 
     @property
-    def is_pairs(self) -> bool:
-        """Return whether each line has a source and its target, separated by a tab."""
-        return (self.path or self.corpus).endswith(".tsv")
+    def is_chat(self) -> bool:
+        """Return whether each line is a conversation, a JSON object with a list of "messages"."""
+        return (self.path or self.corpus).endswith(".jsonl")
 
     @property
     def is_packed(self) -> bool:
         """Return whether rows hold several documents, with only parts of them as targets."""
-        return self.is_chat or self.is_pairs
+        return self.is_chat
 
-    @property
-    def is_chat(self) -> bool:
-        """Return whether each line is a conversation, a JSON object with a list of "messages"."""
-        return (self.path or self.corpus).endswith(".jsonl")
+    def open_dataset(self, model: GPTConfig, *, known: dict[str, Any] | None = None) -> Dataset:
+        """Return the dataset on which a model is trained.
+
+        known: fingerprint of the dataset of the run to resume, which this one should have. Raises `UserError` if there
+        is nothing to train on.
+        """
+        from jaxgpt.data.dataset import prepare
+
+        return prepare(self, block_size=model.block_size, vocab_size=model.vocab_size, known=known)
+
+    def shape_batch(self, tokens_BT: jax.ShapeDtypeStruct) -> Batch:
+        """Return the shapes of a training batch, given those of its tokens."""
+        import jax
+
+        from jaxgpt.batch import Batch
+
+        if not self.is_packed:
+            return Batch(tokens_BT, tokens_BT)
+        counted_BT = jax.ShapeDtypeStruct(tokens_BT.shape, bool, sharding=tokens_BT.sharding)
+        return Batch(tokens_BT, tokens_BT, counted_BT, tokens_BT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +146,17 @@ class OptimConfig:
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
         return min(100, (*self.horizons, steps)[0] // 10) if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What training minimises: the cross-entropy of the next token. A subclass may have another one, and options."""
+
+    def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
+        """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
+        from jaxgpt.loss import make_loss
+
+        return make_loss(model, head_loss=head_loss, label_smoothing=label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,6 +263,7 @@ class Experiment:
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
@@ -245,11 +278,6 @@ class Experiment:
         if self.lora.rank is not None and self.train.init_from is None:
             raise UserError(
                 f"lora.rank={self.lora.rank} trains adapters of weights that are there: name them with --train.init-from"
-            )
-        if self.model.n_encoder_layer and not self.data.is_pairs:
-            raise UserError(
-                f"model.n_encoder_layer={self.model.n_encoder_layer}: an encoder reads the first of two texts, so the data need "
-                "pairs: give --data.path FILE.tsv, or --data.corpus spanish-numbers.tsv"
             )
         chunk, context = self.parallel.loss_chunk, self.model.block_size
         if chunk is not None and chunk < context and context % chunk:

@@ -8,7 +8,6 @@ import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxgpt.config.validate import (
-    LARGEST_COUNT,
     LARGEST_SIZE,
     Count,
     Fraction,
@@ -48,9 +47,6 @@ class GPTConfig:
     vocab_size: Size | None = None  # number of tokens; None: the tokenizer's
     block_size: Size = 1024  # context, in tokens
     n_layer: Count = 12  # blocks
-    # blocks of an encoder, whose output each of the n_layer blocks reads by cross-attention (arXiv:1706.03762); it is
-    # trained on pairs, --data.path FILE.tsv; 0: no encoder
-    n_encoder_layer: Annotated[int, Interval(ge=0, le=LARGEST_COUNT)] = 0
     n_head: Count = 12  # query heads per block
     # key/value heads, shared by n_head // n_kv_head queries each (GQA, arXiv:2305.13245); None: n_head
     n_kv_head: Count | None = None
@@ -139,11 +135,6 @@ class GPTConfig:
                 f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, so they "
                 "must be alike; take scan_layers=False"
             )
-        for name in ("scan_layers", "sliding_window"):
-            if self.n_encoder_layer and getattr(self, name):
-                raise UserError(
-                    f"n_encoder_layer={self.n_encoder_layer} with {name}={getattr(self, name)}: leave out one of the two"
-                )
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
             raise UserError(
                 f"mup_base_width={self.mup_base_width} with norm_position={self.norm_position}, scale_embeddings="
@@ -190,10 +181,6 @@ class GPTConfig:
         from jaxgpt.layers.hooks import Compute
         from jaxgpt.model import GPT
 
-        if self.n_encoder_layer:
-            from jaxgpt.encdec.model import EncoderDecoderConfig
-
-            return EncoderDecoderConfig(**dataclasses.asdict(self)).make_model(compute)
         return GPT(self, *(compute or Compute()))
 
     def make_block(self, layer: int, compute: Compute) -> nn.Module:
@@ -203,10 +190,6 @@ class GPTConfig:
         """
         from jaxgpt.layers.block import Block
 
-        if self.n_encoder_layer:
-            raise UserError(
-                f"n_encoder_layer={self.n_encoder_layer}: GPT has no encoder; config.make_model() makes one"
-            )
         return Block(self, layer, compute)
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:

@@ -160,15 +160,15 @@ class Conversations(Split):
 
     def __init__(self, ids: np.ndarray, answers: np.ndarray, ends: np.ndarray, block_size: int):
         """Select what fits of the concatenated `ids`; `answers` is their mask, `ends` the end of each conversation."""
-        self._ids, self._answers, self.block_size = ids, answers, block_size
+        self._ids, self.answers, self.block_size = ids, answers, block_size
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         whole = np.array(ends) - starts
-        lengths, sizes = self._fit(starts, whole)
+        lengths, sizes = self.fit(starts, whole)
         kept = (sizes > 0) & (sizes <= block_size)
         self.left_out, self.shortened = int((~kept).sum()), int((kept & (lengths < whole)).sum())
         self.starts, self.lengths, self.sizes = starts[kept], lengths[kept], sizes[kept]
 
-    def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def fit(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens to read of each, inputs that they take up in a row).
 
         n tokens give n - 1 inputs, each with a target of the same conversation.
@@ -176,7 +176,7 @@ class Conversations(Split):
         lengths = lengths.copy()
         for n in np.flatnonzero(lengths > self.block_size + 1):
             # Read one token more, to see whether an answer ends at the last.
-            ahead = np.asarray(self._answers[starts[n] : starts[n] + self.block_size + 2], bool)
+            ahead = np.asarray(self.answers[starts[n] : starts[n] + self.block_size + 2], bool)
             last = np.flatnonzero(ahead[:-1] & ~ahead[1:])
             lengths[n] = last[-1] + 1 if len(last) else 0
         return lengths, lengths - 1
@@ -239,7 +239,7 @@ class Conversations(Split):
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, mask of the assistant's tokens) of one conversation."""
         here = slice(self.starts[number], self.starts[number] + self.lengths[number])
-        return self._ids[here], self._answers[here].astype(bool)
+        return self._ids[here], self.answers[here].astype(bool)
 
     def row(self, members: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return (inputs_T, targets_T, mask_T, segments_T): the members, in segments from 1 on, then padding."""

@@ -13,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxgpt.data.pairs import make_number_pairs
 from jaxgpt.errors import UserError
 from jaxgpt.files import cache_directory, is_there, make_cache, open_file, sha256, write_whole
 
@@ -61,11 +60,10 @@ _CORPORA = (
 )
 CORPORA = {corpus.name: corpus for corpus in _CORPORA}
 
-# Corpora that need no download: Python's reference, conversations made from it, and pairs of number words and digits.
+# Corpora that need no download: Python's reference, and conversations made from it.
 BUILT_IN: dict[str, Callable[[], str]] = {
     "python-docs": lambda: _python_docs(),
     "python-docs.jsonl": lambda: _python_questions(),
-    "spanish-numbers.tsv": make_number_pairs,
 }
 
 
@@ -101,6 +99,8 @@ def find_user_files(path: str) -> list[Path]:
     root, takes = Path(path), "--data.path takes a UTF-8 text file, a folder of .txt files, or .bin token shards"
     if not is_there(root, takes):
         raise UserError(f"no file or folder at {root}: {takes}")
+    if root.suffix == ".tsv":
+        raise UserError(f"{root}: pairs are for experiments/transformer_2017, which has a model with an encoder")
     if not root.is_dir():
         open_file(root).close()
         return [root]

@@ -21,7 +21,6 @@ from jaxgpt.config import DataConfig, GPTConfig
 from jaxgpt.data import template as chat
 from jaxgpt.data.conversations import Conversations, encode_all, read_messages
 from jaxgpt.data.corpus import find_corpus_files, find_user_files, read_text
-from jaxgpt.data.pairs import TARGET_END, TARGET_START, Pairs, encode_pairs, read_pairs
 from jaxgpt.data.pipeline import Dataset, Tokens
 from jaxgpt.data.shards import find_shards, open_shards
 from jaxgpt.data.tokenizer import CharTokenizer, Tokenizer, fingerprint, load_tokenizer, open_tokenizer, train_bpe
@@ -32,7 +31,7 @@ LOG = logging.getLogger(__name__)
 REPORTED = 2**25  # bytes; reading a text of at least this size is reported
 REPORT_EVERY = 5.0  # seconds between lines that tell how much of a text is read
 TEXT_FORMAT = 2  # version of cached texts; increased when the same text gives other tokens
-DOCUMENT_FORMAT = 2  # the same of cached conversations and pairs
+DOCUMENT_FORMAT = 2  # the same of cached conversations
 SPLITS = ("train", "val")
 
 
@@ -41,19 +40,17 @@ def prepare(
     *,
     block_size: int,
     vocab_size: int | None = None,
-    encoder: bool = False,
     known: dict[str, Any] | None = None,
 ) -> Dataset:
     """Return the dataset of a configuration. Text is encoded once and cached as memory-mapped token files.
 
     The split is by position: the last `val_fraction` of the characters of each file is held out. For .bin files without
-    one for validation it is a fraction of the tokens, for conversations and pairs a fraction of their number.
+    one for validation it is a fraction of the tokens, for conversations a fraction of their number.
 
     Args:
         config: the data and their tokenizer.
         block_size: tokens per window. Each split needs at least `block_size + 1`.
         vocab_size: the model's vocabulary size, which tokenizer "ids" needs.
-        encoder: whether the source of a pair goes to an encoder. Otherwise source and target are one text.
         known: fingerprint of an earlier dataset, to split as it was split. Earlier versions held out the last part of a
             folder. Unless `config.path` names an existing file, cached tokens with this fingerprint are used instead
             of the text.
@@ -66,7 +63,7 @@ def prepare(
         known = None
     entry = _find_entry(known, config.is_packed) if known is not None else None
     if config.is_packed:
-        return _open_documents(config, entry, block_size, encoder)
+        return _open_conversations(config, entry, block_size)
     if entry is not None:
         dataset = _from_entry(entry)
     elif shards := find_shards(config.path):
@@ -81,12 +78,6 @@ def prepare(
                 "--data.val-fraction"
             )
     return dataset
-
-
-def prepare_for(model: GPTConfig, data: DataConfig, *, known: dict[str, Any] | None = None) -> Dataset:
-    """Return the dataset for training a model: see `prepare`."""
-    sizes = {"block_size": model.block_size, "vocab_size": model.vocab_size}
-    return prepare(data, **sizes, encoder=model.n_encoder_layer > 0, known=known)
 
 
 def resolve_vocab(model: GPTConfig, tokenizer: Tokenizer) -> GPTConfig:
@@ -208,65 +199,62 @@ def _open_text(config: DataConfig, by_file: bool) -> Dataset:
     return dataclasses.replace(dataset, fingerprint=dataset.fingerprint | ({"split": "by file"} if by_file else {}))
 
 
-def _open_documents(config: DataConfig, entry: Path | None, block_size: int, encoder: bool) -> Dataset:
-    """Return the dataset of a file of conversations or pairs, in which the model generates only some of the tokens."""
-    kind = "conversation" if config.is_chat else "pair"
+def _open_conversations(config: DataConfig, entry: Path | None, block_size: int) -> Dataset:
+    """Return the dataset of a file of conversations, in which the model generates the tokens of the assistant."""
     template_directory = None if config.tokenizer_file is None else Path(config.tokenizer_file).parent
     if entry is None:
-        entry = _encode_documents(config, kind, template_directory)
+        entry = _encode_conversations(config, template_directory)
     arrays, tokenizer, made_of, _ = read_tokens(entry)
-    documents_of = Pairs if encoder else Conversations
     train, val = (
-        documents_of(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
+        Conversations(arrays[name], arrays[f"{name}_answers"], arrays[f"{name}_ends"], block_size) for name in SPLITS
     )
-    for name, documents in (("training", train), ("validation", val)):
-        if not len(documents):
-            fits = "an answer that ends" if config.is_chat else "texts that end"
+    for name, conversations in (("training", train), ("validation", val)):
+        if not len(conversations):
             raise UserError(
-                f"no {kind} of the {name} split of {config.path or config.corpus} has {fits} within "
-                f"block_size={block_size} tokens: raise --model.block-size, or give shorter {kind}s"
+                f"no conversation of the {name} split of {config.path or config.corpus} has an answer that ends within "
+                f"block_size={block_size} tokens: raise --model.block-size, or give shorter conversations"
             )
-    tokenizer_config = None
     if tokenizer.prefix:
         made_of["prefix"] = list(tokenizer.prefix)
-    if config.is_chat:
-        template = chat.find_template(tokenizer, template_directory)
-        made_of["template_sha256"], tokenizer_config = chat.fingerprint(template), template.config()
+    template = chat.find_template(tokenizer, template_directory)
+    made_of["template_sha256"] = chat.fingerprint(template)
     notes = [
-        f"{len(train.lengths):,} training and {len(val.lengths):,} validation {kind}s, in rows of {block_size} tokens "
+        f"{len(train.lengths):,} training and {len(val.lengths):,} validation conversations, in rows of {block_size} tokens "
         f"that are {train.filled:.1%} full"
     ]
     shortened, left_out = train.shortened + val.shortened, train.left_out + val.left_out
     if shortened or left_out:
         ends = f"of which {shortened:,} end after the last answer that fits, and {left_out:,}" if shortened else "which"
-        notes.append(f"longer than block_size={block_size}: {shortened + left_out:,} {kind}s, {ends} are left out")
-    record = {"fingerprint": made_of, "tokenizer_config": tokenizer_config, "notes": tuple(notes)}
-    return Dataset(train=train, val=val, tokenizer=tokenizer, **record)
+        notes.append(
+            f"longer than block_size={block_size}: {shortened + left_out:,} conversations, {ends} are left out"
+        )
+    return Dataset(
+        train=train,
+        val=val,
+        tokenizer=tokenizer,
+        fingerprint=made_of,
+        tokenizer_config=template.config(),
+        notes=tuple(notes),
+    )
 
 
-def _encode_documents(config: DataConfig, kind: str, template_directory: Path | None) -> Path:
-    """Return the cache entry of a file of conversations or pairs, which is encoded if there is none."""
+def _encode_conversations(config: DataConfig, template_directory: Path | None) -> Path:
+    """Return the cache entry of a file of conversations, which is encoded if there is none."""
     path, name = config.path or str(find_corpus_files(config.corpus)[0]), config.tokenizer
-    suffix = Path(path).suffix
-    if not is_there(Path(path), f"Give the path of a {suffix} file.") or Path(path).is_dir():
-        raise UserError(f"no file at {path}: --data.path NAME{suffix} takes a file with a {kind} on each line")
-    tokenizer = open_tokenizer(name, f"{kind}s need")
-    spec: dict[str, Any] = {kind: DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
+    if not is_there(Path(path), "Give the path of a .jsonl file.") or Path(path).is_dir():
+        raise UserError(f"no file at {path}: --data.path NAME.jsonl takes a file with a conversation on each line")
+    tokenizer = open_tokenizer(name, "conversations need")
+    spec: dict[str, Any] = {"conversation": DOCUMENT_FORMAT, "file": sha256(path), "val_fraction": config.val_fraction}
     spec["tokenizer"] = name if tokenizer is None else fingerprint(tokenizer)
     spec |= {"bpe_vocab_size": config.bpe_vocab_size} if name == "bpe" else {}
-    if config.is_chat and tokenizer is not None:
-        template = chat.find_template(tokenizer, template_directory)
-        spec["template"] = chat.fingerprint(template)
-    elif tokenizer is not None and tokenizer.prefix:
-        spec["prefix"] = tokenizer.prefix
+    if tokenizer is not None:
+        spec["template"] = chat.fingerprint(chat.find_template(tokenizer, template_directory))
     if (directory := _entry(spec)).exists():
         return directory
 
     def read() -> Iterator[list[str]]:
-        """Yield the texts of each document."""
-        if config.is_chat:
-            return ([m["content"] for m in messages] for _, messages in read_messages(path))
-        return (texts for _, *texts in read_pairs(path))
+        """Yield the texts of each conversation."""
+        return ([m["content"] for m in messages] for _, messages in read_messages(path))
 
     alphabet, count = set[str](), 0
     for texts in read():  # an invalid line raises here, before any is encoded
@@ -275,18 +263,12 @@ def _encode_documents(config: DataConfig, kind: str, template_directory: Path | 
             alphabet.update(*texts)
     train = int(count * (1.0 - config.val_fraction))
     if not 0 < train < count:
-        raise UserError(f"{path} has {count} {kind}s: needs at least one to train on and one to validate on")
+        raise UserError(f"{path} has {count} conversations: needs at least one to train on and one to validate on")
     if name == "char":
-        tokenizer = CharTokenizer(
-            alphabet | set(chat.list_plain_characters() if config.is_chat else TARGET_START + TARGET_END)
-        )
+        tokenizer = CharTokenizer(alphabet | set(chat.list_plain_characters()))
     elif tokenizer is None:
         tokenizer = train_bpe(itertools.chain.from_iterable(itertools.islice(read(), train)), config.bpe_vocab_size)
-    if config.is_chat:
-        template = chat.find_template(tokenizer, template_directory)
-        encoded = encode_all(path, tokenizer, template)
-    else:
-        encoded = encode_pairs(path, tokenizer)
+    encoded = encode_all(path, tokenizer, chat.find_template(tokenizer, template_directory))
 
     def split() -> Iterator[tuple[str, np.ndarray]]:
         ends = dict.fromkeys(SPLITS, 0)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
@@ -14,7 +15,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 
 PREFETCH = 16  # batches read ahead
 MOST_STEPS = 2**40  # steps of an endless run; also the maximum of `TrainConfig.steps`
-RowReader = Callable[[int], tuple[np.ndarray, ...]]  # index of a row -> that row of each field of a `Batch`
+RowReader = Callable[[int], tuple[Any, ...]]  # index of a row -> that row of each field of a `Batch`
 
 
 class Split(Protocol):
@@ -182,8 +183,8 @@ def validation_batches(
         yield _stack(read(first + row) for row in local)
 
 
-def _stack(rows: Iterable[tuple[np.ndarray, ...]]) -> Batch:
-    return Batch(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
+def _stack(rows: Iterable[tuple[Any, ...]]) -> Batch:
+    return Batch(*jax.tree.map(lambda *arrays: np.stack(arrays), *rows))
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:

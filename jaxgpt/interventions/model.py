@@ -48,7 +48,7 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
         >>> logits_BTV = model.apply({"params": params}, tokens_BT)
 
     Raises:
-        UserError: for a place, layer, index, position or shape that the model does not have, or a model with an encoder.
+        UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
     return model, params | {EDITS: jax.tree.map(lambda x: jnp.asarray(x[0]), edit_arrays(model.config, edits))}
@@ -56,8 +56,6 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
     """Return the model as an `EditedGPT` without edits, and without scan and remat, in which nothing can be edited."""
-    if model.config.n_encoder_layer:
-        raise UserError(f"n_encoder_layer={model.config.n_encoder_layer}: only decoder-only models can be edited")
     model, params = unstack_layers(model, params)
     config = dataclasses.replace(model.config, remat="none")
     return EditedGPT(config, model.dtype, model.attention_fn), {k: v for k, v in params.items() if k != EDITS}

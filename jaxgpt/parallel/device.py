@@ -252,12 +252,9 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
 def attention_flops(config: GPTConfig) -> float:
     """Return the FLOPs per token of one of attention's two products over all layers, masked half included: 2 L N H T.
 
-    In a layer with a sliding window, T is its size. With an encoder, the encoder's layers and cross-attention are
-    added, as if the source were as long as the target; the count is per target token.
+    In a layer with a sliding window, T is its size.
     """
     read = sum(min(config.window(layer) or config.block_size, config.block_size) for layer in range(config.n_layer))
-    if config.n_encoder_layer:
-        read += (config.n_encoder_layer + config.n_layer) * config.block_size
     head_dim = config.explicit().head_dim
     assert head_dim
     return 2.0 * config.n_head * head_dim * read

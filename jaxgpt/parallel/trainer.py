@@ -15,7 +15,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers.hooks import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
-from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss, make_loss
+from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
 from jaxgpt.parallel.mesh import count_slices, make_mesh
@@ -104,7 +104,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     )
     shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
     shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
-    loss_fn = make_loss(model, head_loss=head_loss, label_smoothing=experiment.optim.label_smoothing)
+    make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
+    loss_fn = make_loss(label_smoothing=experiment.optim.label_smoothing)
 
     def one_train_step(state: TrainState, batch: Batch, key: jax.Array, **options: Any) -> tuple[TrainState, Metrics]:
         return train_step(
@@ -119,16 +120,10 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             **options,
         )
 
-    step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss(model, head_loss=head_loss))
+    step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss())
     if lora.rank is not None:
         step, evaluate = with_adapters(step), with_adapters(evaluate)
     tokens = strategy.abstract_tokens(train.batch_size, experiment.model.block_size)
-    batch = Batch(inputs_BT=tokens, targets_BT=tokens)
-    if experiment.data.is_packed:
-        counted = jax.ShapeDtypeStruct(tokens.shape, bool, sharding=tokens.sharding)
-        batch = batch._replace(mask_BT=counted, segments_BT=tokens)
-    if experiment.model.n_encoder_layer:
-        batch = batch._replace(source_BS=tokens, source_segments_BS=tokens)
     return Trainer(
         options=options,
         model=model,
@@ -142,7 +137,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         merge=merge,
         checksums=strategy.jit_checksums(shardings),
         abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
-        abstract_batch=batch,
+        abstract_batch=experiment.data.shape_batch(tokens),
         fallback=fallback,
     )
 

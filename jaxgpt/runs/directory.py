@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxgpt.config import Experiment, GPTConfig, from_dict
+from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
 from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
@@ -174,11 +174,11 @@ def write_metadata(
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
     record = {
         "format": FORMAT,
-        "experiment": dataclasses.asdict(dataclasses.replace(experiment, parallel=here)),
+        "experiment": to_dict(dataclasses.replace(experiment, parallel=here)),
         "vocab_size": vocab_size,
         "data": data,
         "imported": imported,
-        "origin": None if origin is None else dataclasses.asdict(origin),
+        "origin": None if origin is None else to_dict(origin),
         "versions": installed_versions(),
         "device": device_kind(),
         "command": _command(),

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 
 from jaxgpt.data.conversations import encode_messages, find_end_of_turn
-from jaxgpt.data.pairs import TARGET_END, encode_pair_prompt
 from jaxgpt.data.template import ChatTemplate, Message, find_template, fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token
 from jaxgpt.errors import UserError
@@ -17,7 +16,7 @@ from jaxgpt.runs.directory import RunMetadata
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """Encode prompts as plain text, as the user's turn of a conversation, or as the source of a pair."""
+    """Encode prompts as plain text, or as the user's turn of a conversation."""
 
     metadata: RunMetadata
     tokenizer: Tokenizer
@@ -34,17 +33,12 @@ class PromptFormat:
             )
         return template
 
-    def encode(self, prompts: Sequence[str], chat: bool) -> tuple[list[list[int]], list[list[int]] | None]:
-        """Return (ids to continue, ids for the encoder: None for a model without one). chat: as user's turns."""
+    def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+        """Return the ids of each prompt. chat: as user's turns."""
         if chat:
-            return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts], None
-        if not self.metadata.experiment.data.is_pairs:
-            ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
-            return [row or [find_start_token(self.tokenizer)[0]] for row in ids], None
-        pairs = [encode_pair_prompt(prompt, self.tokenizer) for prompt in prompts]
-        if self.metadata.experiment.model.n_encoder_layer:
-            return [target for _, target in pairs], [source for source, _ in pairs]
-        return [[*source, *target] for source, target in pairs], None
+            return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        return [row or [find_start_token(self.tokenizer)[0]] for row in ids]
 
     def encode_messages(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation and of the header of the assistant's turn."""
@@ -53,8 +47,6 @@ class PromptFormat:
     def stop_tokens(self, chat: bool) -> list[int]:
         """Return the ids that end a completion. chat: also the end of the assistant's turn."""
         ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
-        if self.metadata.experiment.data.is_pairs:
-            ends.append(int(self.tokenizer.encode(TARGET_END)[0]))
         # A run with init_from was trained on other data, perhaps with other stop tokens.
         if self.metadata.experiment.train.init_from is None:
             ends += [end for end in end_tokens(self.metadata.directory) if 0 <= end < self.tokenizer.vocab_size]

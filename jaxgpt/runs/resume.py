@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import DataConfig, Experiment, differences
-from jaxgpt.data.dataset import prepare_for
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer
 from jaxgpt.errors import UserError, shell_line
@@ -128,7 +127,7 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     """
     data = data or metadata.experiment.data
     try:
-        dataset = prepare_for(metadata.model, data, known=metadata.data)
+        dataset = data.open_dataset(metadata.model, known=metadata.data)
     except UserError:
         if data.path is None or is_there(Path(data.path), "Name another text."):
             raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import DataConfig, Experiment
-from jaxgpt.data.dataset import prepare_for, resolve_vocab
+from jaxgpt.data.dataset import resolve_vocab
 from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
 from jaxgpt.lora import freeze, thawed_shapes
 from jaxgpt.parallel.device import check_memory
@@ -138,7 +138,7 @@ def open_training(
         check_same_configuration(recorded, experiment)
     resolved, weights = resolve_init_from(experiment, recorded)
     if recorded is None:
-        dataset = prepare_for(resolved.model, resolved.data)
+        dataset = resolved.data.open_dataset(resolved.model)
     else:
         remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
         dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)

@@ -23,6 +23,7 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Sampling
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import (
@@ -37,10 +38,8 @@ from jaxgpt.sample.state import (
     cache_columns,
     check_ids,
     check_prompt,
-    check_source,
     chunk_size,
     decode,
-    encode_source,
     has_unbounded_positions,
     insert,
     known_ids,
@@ -65,7 +64,6 @@ class Request:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_tokens: Sequence[int] = ()  # the completion ends before the first of these
     top_logprobs: int | None = None  # alternatives of each token, 0 to MAX_TOP. None: no log-probabilities
-    source: Sequence[int] | None = None  # for a model with an encoder, the ids that it reads
 
 
 class Piece(NamedTuple):
@@ -100,7 +98,6 @@ class Engine:
         vocab_size: int | None = None,
         cache_dtype: Precision | None = None,
         columns: int | None = None,
-        source_columns: int | None = None,
         max_stops: int = MAX_STOPS,
         prefix_bytes: int = 0,
         slides: bool = False,
@@ -108,13 +105,12 @@ class Engine:
         """Allocate the state.
 
         Args:
-            model: a GPT or an encoder-decoder; with `params`, see `for_decoding`.
+            model: a GPT; with `params`, see `for_decoding`.
             params: its parameters.
             slots: requests that are decoded together.
             vocab_size: ids from it on are never drawn. None means all may be.
             cache_dtype: of keys and values. None means the model's.
             columns: tokens that a slot has room for, at most the context. None means the context.
-            source_columns: the same for the encoder's sources.
             max_stops: stop tokens that a request may have.
             prefix_bytes: host memory for keys and values of prompts, which later prompts with the same beginning reuse.
             slides: at the end of the context go on, with the window of `generate`, and not end the completion.
@@ -122,20 +118,9 @@ class Engine:
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
-        self._source_columns = model.config.block_size if source_columns is None else source_columns
-        self._no_source = [0] if model.config.n_encoder_layer else None
         like = jax.tree.leaves(params)[0]
-        scratch, cache = (
-            encode_source(
-                model,
-                params,
-                allocate_cache(like, model, rows, columns, cache_dtype),
-                self._no_source,
-                self._source_columns,
-            )
-            for rows in (1, slots)
-        )
-        self._scratch = scratch  # of the prompt that is being read
+        scratch, cache = (allocate_cache(like, model, rows, columns, cache_dtype) for rows in (1, slots))
+        self._scratch: KVCache = scratch  # of the prompt that is being read
         self._state = DecodeState(cache=cache, rows=allocate_rows(like, slots, max_stops, self.vocab_size))
         self._prefixes = PrefixStore(prefix_bytes)
         self._slots: list[_Slot | None] = [None] * slots
@@ -161,7 +146,7 @@ class Engine:
         """Compile all that a request can need."""
         assert self.is_idle, "requests are running"
         prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
-        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1, source=self._no_source)
+        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1)
         for _ in range(2):  # the second restores the chunk of the first
             slot = self.submit(request)
             self.step()
@@ -171,12 +156,11 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Put a request into the first free slot and return the slot. `step` reads the prompt.
 
-        Raises `UserError` for a prompt or a source that the model cannot read, and for too many stop tokens.
+        Raises `UserError` for a prompt that the model cannot read, and for too many stop tokens.
         """
         check_prompt(self.model, request.prompt)
         if len(request.stop_tokens) > self.max_stops:
             raise UserError(f"{len(request.stop_tokens)} stop tokens: needs at most {self.max_stops}")
-        check_source(self.model, request.source, self._source_columns)
         left = request.max_new_tokens
         if not self.slides:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
@@ -241,10 +225,9 @@ class Engine:
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
         slot, found = self._waiting[0]
-        unread, source = found.tokens[found.first : -1], found.request.source  # the last is read with the first draw
+        unread = found.tokens[found.first : -1]  # the last is read with the first draw
         if self._reading is None:
-            self._scratch = encode_source(self.model, self.params, self._scratch, source, self._source_columns)
-            self._reading = split_chunks(unread, chunk_size(self.model), source)
+            self._reading = split_chunks(unread, chunk_size(self.model))
         for chunk in self._reading:
             restored = self._prefixes.restore(self._scratch, chunk)
             if restored is None:
@@ -306,7 +289,6 @@ def generate(
     cache_dtype: Precision | None = None,
     bucket: int = BUCKET,
     slots: int | None = None,
-    sources: Sequence[Sequence[int]] | None = None,
 ) -> Generated:
     """Continue each prompt, a list of ids of any length, by up to `max_new_tokens` ids.
 
@@ -315,7 +297,7 @@ def generate(
     one: a full window is recomputed from its last block_size // 2 tokens at positions from 0.
 
     Args:
-        model: a GPT or an encoder-decoder. `for_decoding` gives a faster form of it and `params`.
+        model: a GPT. `for_decoding` gives a faster form of it and `params`.
         params: its parameters.
         prompts: lists of ids, none empty, else `UserError`. Beyond block_size only the end is read, with a warning.
         key: of all draws. Each prompt has its own, derived from it and from how many equal prompts come before it.
@@ -327,7 +309,6 @@ def generate(
         cache_dtype: of keys and values. None means the model's dtype. "int8" takes a quarter of float32's memory.
         bucket: the cache has room for `bucket` tokens, or twice that, or four times: other lengths rarely recompile.
         slots: prompts that are decoded together; None means all. Another number may round a logit differently.
-        sources: for a model with an encoder, the ids that it reads for each prompt, at most block_size.
     """
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -339,7 +320,7 @@ def generate(
         bucket=bucket,
         slots=slots,
     )
-    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key=key, every=None, sources=sources)
+    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key=key, every=None)
     if not logprobs:
         return Generated(tokens=tokens)
     read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
@@ -354,7 +335,6 @@ def stream(
     *,
     key: jax.Array,
     every: int | None = 8,
-    sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[list[int]]]:
     """Continue prompts like `generate`, by the same compiled programs, but yield new ids as they are drawn.
 
@@ -362,7 +342,7 @@ def stream(
     of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
     are checked at the first `next`.
     """
-    for tokens, _ in _decode(model, params, prompts, decoding, key=key, every=every, sources=sources):
+    for tokens, _ in _decode(model, params, prompts, decoding, key=key, every=every):
         yield tokens
 
 
@@ -374,12 +354,10 @@ def _decode(
     *,
     key: jax.Array,
     every: int | None,
-    sources: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
     """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
     burst, most = 1, BURST if every is None else check_count("every", every)
     ids = truncate_prompts(model, prompts)
-    source_columns = check_sources(model, sources, len(ids))
     engine = Engine(
         model,
         params,
@@ -387,11 +365,10 @@ def _decode(
         vocab_size=decoding.vocab_size,
         cache_dtype=decoding.cache_dtype,
         columns=cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + decoding.max_new_tokens)),
-        source_columns=source_columns,
         max_stops=next_bucket(4, len(decoding.stop_tokens)),
         slides=True,
     )
-    keys, waiting, running = prompt_keys(key, ids, sources), list(range(len(ids)))[::-1], {}
+    keys, waiting, running = prompt_keys(key, ids), list(range(len(ids)))[::-1], {}
     tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
     while waiting or running:
         while waiting and engine.num_free:
@@ -403,7 +380,6 @@ def _decode(
                 sampling=decoding.sampling,
                 stop_tokens=decoding.stop_tokens,
                 top_logprobs=0 if decoding.logprobs else None,
-                source=None if sources is None else sources[row],
             )
             running[engine.submit(request)] = row
         engine.finish_reading()
@@ -433,39 +409,18 @@ def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[
     return [prompt[-window:].tolist() for prompt in ids]
 
 
-def check_sources(model: GPT, sources: Sequence[Sequence[int]] | None, size: int) -> int:
-    """Return the number of columns that hold each of the sources.
-
-    Raises `UserError` unless there is one for each of `size` prompts, or none for a model without an encoder.
-    """
-    if model.config.n_encoder_layer and (sources is None or len(sources) != size):
-        raise UserError(f"a model with an encoder needs a source for each of {size} prompts, got {len(sources or ())}")
-    for number, source in enumerate(sources or [None]):
-        check_source(model, source, model.config.block_size, f"source {number}")
-    return min(next_bucket(16, max(map(len, sources or [()]))), model.config.block_size)
-
-
-def prompt_keys(
-    key: jax.Array, prompts: Sequence[Sequence[int]], sources: Sequence[Sequence[int]] | None = None
-) -> list[jax.Array]:
-    """Derive a key from each prompt, its source, and how many equal pairs come before it in the batch."""
+def prompt_keys(key: jax.Array, prompts: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """Derive a key from each prompt, and how many equal ones come before it in the batch."""
     earlier, keys = collections.Counter(), []
-    for source, prompt in zip([()] * len(prompts) if sources is None else sources, prompts, strict=True):
-        both = tuple(map(int, source)), tuple(prompt)
-        keys.append(prompt_key(key, prompt, source, earlier=earlier[both]))
-        earlier[both] += 1
+    for prompt in prompts:
+        keys.append(prompt_key(key, prompt, earlier=earlier[tuple(prompt)]))
+        earlier[tuple(prompt)] += 1
     return keys
 
 
-def prompt_key(
-    key: jax.Array, prompt: Sequence[int], source: Sequence[int] | None = None, *, earlier: int = 0
-) -> jax.Array:
-    """Derive one key of `prompt_keys`. earlier: equal pairs before it in the batch."""
-    # After a source, negative numbers mark where the prompt goes on: ([1, 2], [3]) and ([1], [2, 3]) have other keys.
-    # A prompt alone, and a source with one start token, keep the keys of earlier versions.
-    is_alone = source is None or not len(source)
-    ids = prompt if is_alone else [*source, *prompt[:1], *(-1 - int(i) for i in prompt[1:])]
-    return _fold_in(key, np.array([zlib.crc32(np.asarray(ids, np.int32).tobytes()), earlier], np.uint32))
+def prompt_key(key: jax.Array, prompt: Sequence[int], *, earlier: int = 0) -> jax.Array:
+    """Derive one key of `prompt_keys`. earlier: equal prompts before it in the batch."""
+    return _fold_in(key, np.array([zlib.crc32(np.asarray(prompt, np.int32).tobytes()), earlier], np.uint32))
 
 
 @jax.jit

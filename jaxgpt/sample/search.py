@@ -1,17 +1,15 @@
-"""Beam search, and speculative decoding: each one jitted program on caches of its own.
+"""Speculative decoding: one jitted program on caches of its own.
 
-A beam search looks for the most probable completion. In speculative decoding a small draft model proposes tokens, and
-the model checks several of them in one pass (Leviathan, Kalman and Matias 2022, arXiv:2211.17192; Chen et al. 2023,
-arXiv:2302.01318). A completion has exactly the model's own distribution, and a greedy one is the same token for token;
+A small draft model proposes tokens, and the model checks several of them in one pass (Leviathan, Kalman and Matias
+2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). A completion has exactly the model's own distribution, and a greedy one is the same token for token;
 a bad draft only costs time.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -23,184 +21,19 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import Decoding
 from jaxgpt.sample.cache import KVCache
-from jaxgpt.sample.engine import check_sources, prompt_keys, truncate_prompts
+from jaxgpt.sample.engine import prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, unstack_layers
 from jaxgpt.sample.state import (
     allocate_cache,
     cache_columns,
     chunk_size,
-    encode_source,
     has_unbounded_positions,
     known_ids,
     next_bucket,
     pad_stop_tokens,
     read,
-    read_prompt,
 )
-
-NEVER = -1e30  # score of an impossible completion; the sum of two is still finite
-
-
-class BeamResult(NamedTuple):
-    """At most `beams` completions of each prompt, best first."""
-
-    tokens: list[list[list[int]]]  # without the prompt and the stop token
-    scores: list[list[float]]  # log-probability in nats over the length penalty
-
-
-def beam_search(
-    model: GPT,
-    params: dict,
-    prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
-    *,
-    beams: int,
-    length_penalty: float = 0.6,
-    sources: Sequence[Sequence[int]] | None = None,
-) -> BeamResult:
-    """Continue each prompt up to a stop token, keeping the `beams` most probable partial completions at every token.
-
-    The score of a completion is its log-probability, divided by ((5 + tokens) / 6) ^ length_penalty; both include the
-    stop token (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's). The search for a prompt
-    ends when no unfinished completion could still beat the finished ones. At max_new_tokens, or when prompt and
-    completion have block_size + 1 tokens, unfinished completions compete as they are. The result for a prompt does not
-    depend on the others.
-
-    `decoding` must have a stop token; its sampling is ignored, since nothing is drawn. `length_penalty` is at least 0,
-    which compares log-probabilities only. Other arguments: see `generate`. Raises `UserError` for a prompt of more than
-    block_size tokens.
-    """
-    W, block_size = check_count("beams", beams), model.config.block_size
-    if not decoding.stop_tokens:
-        raise UserError("beam search needs a stop token: without one, the shortest text would always be the likeliest")
-    if not 0 <= length_penalty < math.inf:
-        raise UserError(f"length_penalty={length_penalty}: needs a finite number of at least 0")
-    room_B = [block_size + 1 - len(prompt) for prompt in prompts]  # the last token of a completion is not read
-    if min(room_B, default=1) < 1:
-        raise UserError(
-            f"a prompt has {block_size + 1 - min(room_B)} tokens: needs at most block_size={block_size}, within which a search stays"
-        )
-    max_new_tokens = min(decoding.max_new_tokens, max(room_B, default=decoding.max_new_tokens))
-    source_columns = check_sources(model, sources, len(prompts))
-    limit_B = np.minimum(room_B, max_new_tokens).astype(np.int32)
-    ids = truncate_prompts(model, prompts)
-    X = next_bucket(64, max_new_tokens)
-    columns = cache_columns(model, next_bucket(decoding.bucket, max(map(len, ids)) + max_new_tokens))
-    like = jax.tree.leaves(params)[0]
-    one, cache = (allocate_cache(like, model, rows, columns, decoding.cache_dtype) for rows in (1, len(ids) * W))
-    for number, prompt in enumerate(ids):  # read up to its last token, into the rows of its beams
-        if sources is not None:
-            one = encode_source(model, params, one, sources[number], source_columns)
-            cache = cache if number else encode_source(model, params, cache, sources[number], source_columns)
-        one = read_prompt(model, params, one, prompt[:-1])
-        for row in range(number * W, (number + 1) * W):
-            cache = _insert(cache, one, np.int32(row), np.int32(len(prompt)))
-    state = Beams(
-        tokens_RX=jnp.zeros((len(ids) * W, X), jnp.int32),
-        last_R=jnp.repeat(jnp.array([prompt[-1] for prompt in ids]), W),
-        position_R=jnp.repeat(jnp.array([len(prompt) - 1 for prompt in ids]), W),
-        count=jnp.int32(0),
-        cache=cache,
-        # At first all beams of a prompt are equal: only one of them counts.
-        logprob_BW=jnp.tile(jnp.where(jnp.arange(W) == 0, 0.0, NEVER), (len(ids), 1)),
-        finished_BWX=jnp.zeros((len(ids), W, X), jnp.int32),
-        length_BW=jnp.zeros((len(ids), W), jnp.int32),
-        score_BW=jnp.full((len(ids), W), NEVER),
-    )
-    stops, V = pad_stop_tokens(decoding.stop_tokens), known_ids(model, decoding.vocab_size)
-    results = jax.device_get(_search(model, params, state, stops, limit_B, length_penalty, V))
-    result = BeamResult([], [])
-    for tokens_WX, length_W, score_W in zip(*results, strict=True):
-        real = [w for w in np.argsort(-score_W, kind="stable").tolist() if score_W[w] > NEVER / 2]
-        result.tokens.append([tokens_WX[w, : length_W[w]].tolist() for w in real])
-        result.scores.append([float(score_W[w]) for w in real])
-    return result
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(cache: KVCache, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
-    """Copy the first `columns` columns of the one row of a cache into row `number` of another."""
-    return cache.insert(row, number, columns)
-
-
-class Beams(flax.struct.PyTreeNode):
-    """For each of B prompts, W unfinished completions, best first, in R = B W rows, and the best W finished ones."""
-
-    tokens_RX: jax.Array  # int32: the completions
-    last_R: jax.Array  # int32: last tokens, not in the cache yet
-    position_R: jax.Array  # int32: their positions
-    count: jax.Array  # int32: tokens in each completion
-    cache: KVCache
-    logprob_BW: jax.Array
-    finished_BWX: jax.Array
-    length_BW: jax.Array  # tokens of the finished ones
-    score_BW: jax.Array
-
-    def finish(self, length: jax.Array, score_BW: jax.Array) -> Beams:
-        """Merge the first `length` tokens of each row into the finished completions, and keep the best W."""
-        (B, W), X = score_BW.shape, self.tokens_RX.shape[-1]
-        all_BRX = jnp.concatenate([self.finished_BWX, self.tokens_RX.reshape(B, W, X)], axis=1)
-        length_BR = jnp.concatenate([self.length_BW, jnp.full((B, W), length)], axis=1)
-        top_BW, at_BW = jax.lax.top_k(jnp.concatenate([self.score_BW, score_BW], axis=1), W)
-        b_B1 = jnp.arange(B)[:, None]
-        return self.replace(finished_BWX=all_BRX[b_B1, at_BW], length_BW=length_BR[b_B1, at_BW], score_BW=top_BW)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _search(model, params, state: Beams, stops, limit_B, alpha, V: int) -> Any:
-    """Return (tokens_BWX, length_BW, score_BW) of the best finished completions. limit_B: tokens at which to stop."""
-    model, params = unstack_layers(model, params)
-    B, W = state.logprob_BW.shape
-    is_stop_V = jnp.isin(jnp.arange(V), stops)[None, None]
-
-    def is_unfinished(beams: Beams):
-        # A log-probability can only fall, and the longest possible completion has the largest divisor.
-        bound_B = over_length(beams.logprob_BW[:, 0], limit_B + 1, alpha)
-        return ((beams.count < limit_B) & (bound_B > beams.score_BW[:, -1])).any()
-
-    def step(beams: Beams) -> Beams:
-        """Add a token to every beam: keep the best of the W V continuations that stop, and the best that do not."""
-        x_R1D, cache = beams.cache.decode(model, params, beams.last_R[:, None], beams.position_R[:, None])
-        logits = apply_model(model, params, x_R1D, method="unembed")
-        logprob_BWV = jax.nn.log_softmax(logits[:, 0, :V], axis=-1).reshape(B, W, V)
-        logprob_BWV = logprob_BWV + beams.logprob_BW[:, :, None]
-        tokens = beams.count + 1  # including the new one
-
-        # A stop counts only among the W most probable continuations: with one beam, that is greedy decoding.
-        least_B1 = jax.lax.top_k(logprob_BWV.reshape(B, W * V), W)[0][:, -1:]
-        stopping_BW = jnp.where(is_stop_V, logprob_BWV, NEVER).max(axis=-1)
-        stops_BW = (stopping_BW >= least_B1) & (stopping_BW > NEVER / 2)
-        beams = beams.finish(beams.count, jnp.where(stops_BW, over_length(stopping_BW, tokens, alpha), NEVER))
-
-        going_BR = jnp.where(is_stop_V, NEVER, logprob_BWV).reshape(B, W * V)
-        logprob_BW, at_BW = jax.lax.top_k(going_BR, W)
-        rows_R = (jnp.arange(B)[:, None] * W + at_BW // V).reshape(-1)
-        # The encoder's keys and values are the same for all beams of a prompt: only `cache.layers` is reordered.
-        layers = jax.tree.map(lambda x: x[rows_R], cache.layers)
-        token_R = (at_BW % V).reshape(-1)
-        # At its limit a completion is taken as it is.
-        is_cut_B1 = (tokens >= limit_B)[:, None]
-        beams = beams.replace(
-            tokens_RX=jax.lax.dynamic_update_slice_in_dim(
-                beams.tokens_RX[rows_R], token_R[:, None], beams.count, axis=1
-            ),
-            last_R=token_R,
-            position_R=beams.position_R + 1,
-            count=tokens,
-            cache=cache.replace(layers=layers),
-            logprob_BW=jnp.where(is_cut_B1, NEVER, logprob_BW),
-        )
-        is_real_BW = is_cut_B1 & (logprob_BW > NEVER / 2)
-        return beams.finish(tokens, jnp.where(is_real_BW, over_length(logprob_BW, tokens, alpha), NEVER))
-
-    beams = jax.lax.while_loop(is_unfinished, step, state)
-    return beams.finished_BWX, beams.length_BW, beams.score_BW
-
-
-def over_length(logprob: jax.Array, tokens: jax.Array, alpha: jax.Array) -> jax.Array:
-    """Return the score of a completion: its log-probability over the length penalty."""
-    return logprob / ((5.0 + tokens) / 6.0) ** alpha
 
 
 def speculate(

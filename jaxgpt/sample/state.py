@@ -119,15 +119,12 @@ class Chunk(NamedTuple):
 
     start: int
     tokens_1T: np.ndarray  # int32, padded with 0
-    digest: bytes | None  # of the source, if any, and all tokens up to its end; None if padding makes it unlike others
+    digest: bytes | None  # of all tokens up to its end; None if padding makes it unlike others
 
 
-def split_chunks(tokens: Sequence[int], size: int, source: Sequence[int] | None = None) -> Iterator[Chunk]:
-    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one.
-
-    source: ids that the encoder reads, on which keys and values depend too.
-    """
-    tokens_T, digest = np.asarray(tokens, np.int32), np.asarray(source or (), np.int32).tobytes()
+def split_chunks(tokens: Sequence[int], size: int) -> Iterator[Chunk]:
+    """Yield the chunks of a prompt. Prompts with a common prefix have common chunks, up to the last full one."""
+    tokens_T, digest = np.asarray(tokens, np.int32), b""
     for start in range(0, len(tokens_T), size):
         part_T = tokens_T[start : start + size]
         digest, padding = hashlib.sha256(digest + part_T.tobytes()).digest(), size - len(part_T)
@@ -178,41 +175,6 @@ def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int])
     for chunk in split_chunks(tokens, chunk_size(model)):
         cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
     return cache
-
-
-def encode_source(model: GPT, params: dict, cache: KVCache, source: Sequence[int] | None, columns: int) -> KVCache:
-    """Return a cache with the encoder's keys and values of a source, padded to `columns`, in each row.
-
-    Without an encoder that is the cache itself. Raises `UserError` for a source that the model cannot read.
-    """
-    ids = check_source(model, source, columns)
-    if ids is None:
-        return cache
-    batch, padding = cache.layers[0].k_BKSH.shape[0], (0, columns - len(ids))
-    rows = (np.repeat(np.pad(x, padding)[None], batch, axis=0) for x in (ids, np.ones_like(ids)))
-    return _encode(model, params, cache, *rows)
-
-
-def check_source(model: GPT, source: Sequence[int] | None, columns: int, name: str = "the source") -> np.ndarray | None:
-    """Return a source as int32, or None for a model without an encoder.
-
-    Raises `UserError` for a source that the model cannot read.
-    """
-    if not model.config.n_encoder_layer:
-        if source is not None:
-            raise UserError("sources are for a model with an encoder: leave them out, or give a text as its prompt")
-        return None
-    if source is None:
-        raise UserError("a model with an encoder needs a source")
-    ids = check_ids(model, source, name)
-    if not 1 <= len(ids) <= columns:
-        raise UserError(f"{name} has {len(ids)} tokens: needs 1 to {columns}, the context of the model")
-    return ids
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _encode(model: GPT, params: dict, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> Any:
-    return apply_model(model, params, cache, source_BS, segments_BS, method="init_cross_cache")
 
 
 class Rows(flax.struct.PyTreeNode):

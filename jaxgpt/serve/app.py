@@ -39,8 +39,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
     """
     run, tokenizer, is_chat = served.run, served.run.tokenizer, served.run.experiment.data.is_chat
     own = {"context": served.block_size, "chat": is_chat, "temperature": served.temperature, "slots": served.slots}
-    own |= {"step": run.step, "encoder": bool(run.model.config.n_encoder_layer)}
-    own |= {"chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
+    own |= {"step": run.step, "chat_stop_token_ids": served.chat_stop_tokens if is_chat else None}
     described = {"id": served.name, "object": "model", "created": 0, "owned_by": "jaxgpt", "jaxgpt": own}
     # As lm-evaluation-harness asks for it.
     info = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "pad_token": None}

@@ -2,12 +2,11 @@
 // The playground: try the server's model, token by token. Without a framework; h, table, arrows and others are of page.js.
 
 // It holds nothing of the run and asks the server for everything:
-// GET /v1/models: the first model, and of its field `jaxgpt` chat, encoder, context, temperature, chat_stop_token_ids.
+// GET /v1/models: the first model, and of its field `jaxgpt` chat, context, temperature, chat_stop_token_ids.
 // POST /tokenize: the ids of a prompt as completions read it, or of a conversation as the template renders it.
 // POST /v1/completions: always streamed, with the ids as prompt and 20 alternatives; a conversation adds stop_token_ids.
 //   To continue from another token, it sends the ids before it, and the other one.
 // POST /detokenize: the text of an answer, for the next turn.
-// A model with an encoder gets its prompts as text, and does not continue from another token.
 
 const $ = (id) => document.getElementById(id);
 const DARKEST = 8; // bits
@@ -181,7 +180,7 @@ class Pane {
   }
 
   // The prompt from which the model continues a branch.
-  ids = (branch = this.shown) => (facts.encoder ? branch.given : [...branch.prompt, ...branch.tokens.map((token) => token.id)]);
+  ids = (branch = this.shown) => [...branch.prompt, ...branch.tokens.map((token) => token.id)];
 
   // Continue a branch.
   write(branch) {
@@ -257,13 +256,13 @@ class Pane {
     const all = token.top.some(own) ? token.top : [...token.top, token];
     const choices = all.map((other) => {
       const p = Math.exp(other.logprob);
-      const label = `${visible(other.text)}, ${percent(p)}${own(other) ? ", the present one" : ""}${facts.encoder ? "" : ": continue with it"}`;
-      return h("li", {}, h("button", { type: "button", tabindex: own(other) ? 0 : -1, "aria-current": own(other) ? "true" : null, "aria-label": label, onclick: () => facts.encoder || this.fork(t, other) },
+      const label = `${visible(other.text)}, ${percent(p)}${own(other) ? ", the present one" : ""}: continue with it`;
+      return h("li", {}, h("button", { type: "button", tabindex: own(other) ? 0 : -1, "aria-current": own(other) ? "true" : null, "aria-label": label, onclick: () => this.fork(t, other) },
         h("span", { class: "code" }, named(other.text)), h("span", { class: "share" }, percent(p)), bar(p)));
     });
     this.panel.hidden = false;
     replace(this.panel, h("h3", {}, `Token ${t + 1}: `, h("span", { class: "code" }, named(token.text)), `, ${inBits(bitsOf(token.logprob))}`),
-      h("p", { class: "quiet" }, "Probabilities before temperature and filters. ", facts.encoder ? "" : "Choose a token to continue from there in a new branch."),
+      h("p", { class: "quiet" }, "Probabilities before temperature and filters. Choose a token to continue from there in a new branch."),
       h("ol", { class: "choices", "aria-label": `alternatives to token ${t + 1}` }, ...choices));
   }
 
@@ -292,7 +291,7 @@ function refresh() {
     pane.strip.classList.toggle("writing", Boolean(pane.control));
     pane.strip.setAttribute("aria-busy", Boolean(pane.control));
     pane.part(".actions").hidden = pane.control !== null || !some;
-    pane.part(".more").hidden = facts.encoder || (some && pane.ids().length > facts.context);
+    pane.part(".more").hidden = some && pane.ids().length > facts.context;
     pane.part(".plain").textContent = pane.control || !some ? "" : pane.shown.tokens.map((token) => token.text).join("");
     pane.element.hidden = !pane.shown && !pane.part(".wrong").textContent && !pane.control;
   }

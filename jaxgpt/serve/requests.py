@@ -213,7 +213,6 @@ class Row:
     index: int  # in its request
     prompt: tuple[int, ...]
     text: str | None = None  # from which the prompt was encoded; None: ids were given, or messages
-    source: tuple[int, ...] | None = None  # for a model with an encoder
     seed: int
     earlier: int = 0  # equal prompts before it in its request, whose draws differ
     max_new_tokens: int  # 0: only the scores of the prompt
@@ -289,50 +288,42 @@ class Served:
     def plan(self, p: CompletionParameters | ChatParameters) -> list[Row]:
         """Return the choices to generate: n of the first prompt, n of the second, and so on."""
         if isinstance(p, ChatParameters):
-            prompts = [(None, self.encode_messages(p.messages), None)]
+            prompts = [(None, self.encode_messages(p.messages))]
             length = p.max_tokens if p.max_completion_tokens is None else p.max_completion_tokens
             length, stop_tokens = length or self.block_size, self.chat_stop_tokens or ()
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
         else:
-            prompts = [(prompt if isinstance(prompt, str) else None, *self.encode(prompt)) for prompt in p.prompts]
+            prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
             length, stop_tokens = p.max_tokens, (*self.stop_tokens, *p.stop_token_ids)
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
-            if p.echo and any(source is not None for _, _, source in prompts):
-                raise RequestError("echo is for models without an encoder: leave it out", param="echo")
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
-        for text, ids, source in prompts:
+        for text, ids in prompts:
             for _ in range(p.n):
                 row = Row(
                     index=len(rows),
                     prompt=ids,
                     text=text,
-                    source=source,
                     seed=seed,
-                    earlier=earlier[ids, source],
+                    earlier=earlier[ids],
                     max_new_tokens=length,
                     sampling=p.sampling,
                     stop_tokens=stop_tokens,
                     top_logprobs=top,
                     is_scored=is_scored,
                 )
-                earlier[ids, source] += 1
+                earlier[ids] += 1
                 rows.append(row)
         return rows
 
-    def encode(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Return (ids to continue, ids for the encoder or None) of a prompt.
-
-        Raises `RequestError` for text or ids that the model cannot read.
-        """
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt. Raises `RequestError` for text or ids that the model cannot read."""
         with _naming("prompt"):
             if isinstance(prompt, str):
-                (ids,), sources = self.run.prompt_format.encode([prompt], chat=False)
-                source = None if sources is None else self._check_ids(sources[0], "prompt")
-                return self._check_ids(ids, "prompt"), source
-            if self.run.model.config.n_encoder_layer:
-                raise UserError("prompt has token ids: a model with an encoder needs a text")
-            return self._check_ids(check_ids(self.run.model, prompt, "prompt").tolist(), "prompt"), None
+                (ids,) = self.run.prompt_format.encode([prompt], chat=False)
+            else:
+                ids = check_ids(self.run.model, prompt, "prompt").tolist()
+            return self._check_ids(ids, "prompt")
 
     def encode_messages(self, messages: Any) -> tuple[int, ...]:
         """Return the ids of a conversation. Raises `RequestError` for one that the model cannot read."""
@@ -348,7 +339,7 @@ class Served:
         if p.prompt is None:
             return list(self.encode_messages(p.messages))
         if p.as_prompt:
-            return list(self.encode(p.prompt)[0])
+            return list(self.encode(p.prompt))
         if p.prompt in tokenizer.specials:
             return [tokenizer.specials[p.prompt]]
         with _naming("prompt"):

@@ -197,7 +197,7 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         each = self._choices[:: self.parameters.n]  # each prompt once
-        prompt = sum(len(choice.row.prompt) + len(choice.row.source or ()) for choice in each)
+        prompt = sum(len(choice.row.prompt) for choice in each)
         completion = sum(choice.num_tokens for choice in self._choices)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in each)}}

@@ -204,8 +204,7 @@ def make_request(row: Row) -> Request:
     """Return what the engine is asked. The key is that of the row in a batch with the equal prompts before it."""
     return Request(
         prompt=row.prompt,
-        source=row.source,
-        key=prompt_key(jax.random.key(row.seed), row.prompt, row.source, earlier=row.earlier),
+        key=prompt_key(jax.random.key(row.seed), row.prompt, earlier=row.earlier),
         max_new_tokens=row.max_new_tokens,
         sampling=row.sampling,
         stop_tokens=row.stop_tokens,

@@ -80,7 +80,7 @@ def make_server(
 
     # The key of a row is derived by a program of its own.
     make_request(Row(index=0, prompt=(0,), seed=0, max_new_tokens=1, sampling=Sampling()))
-    for width in () if model.config.n_encoder_layer else prompt_widths(model):  # which has no echo
+    for width in prompt_widths(model):
         score([0] * width)
     scheduler = Scheduler(engine, score, queue=queue, log=say)
 

@@ -138,8 +138,6 @@ def count_parameters(config: GPTConfig) -> int:
     mlp = (2 if c.gated else 1) * dense(c.n_embd, c.mlp_dim, c.bias) + dense(c.mlp_dim, c.n_embd, c.bias)
     block = attention + mlp + 2 * norms * norm
     count = c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + c.n_layer * block + last_norm
-    if c.n_encoder_layer:
-        count += c.n_encoder_layer * block + last_norm + c.n_layer * (attention + norms * norm)
     return count + (c.block_size * c.n_embd if c.position == "learned" else 0)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
-from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.multihost import initialize
@@ -124,7 +123,7 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
         else:
             initialize(experiment.parallel)
             full, _ = resolve_init_from(experiment)
-            data[name] = prepare_for(full.model, full.data).fingerprint
+            data[name] = full.data.open_dataset(full.model).fingerprint
     first, *others = variants
     for name in others:
         if changed := describe_data_changes(data[first], data[name]):

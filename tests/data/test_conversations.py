@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import Conversations, encode_all, pack_best_fit, read_messages
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pairs import collect_documents
 from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.template import ETX, PLAIN
 from jaxgpt.data.tokenizer import ByteTokenizer
@@ -76,11 +75,16 @@ def test_good_lines_are_read(tmp_path):
     ]
 
 
+def collect(encoded, block_size):
+    ids, answers = zip(*encoded, strict=True)
+    return Conversations(np.concatenate(ids), np.concatenate(answers), np.cumsum([len(x) for x in ids]), block_size)
+
+
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
     """(path, Conversations) of 40 whose lengths and numbers of turns differ."""
     path = chat_file(tmp_path_factory.mktemp("chat"))
-    return path, collect_documents(encode_all(path, ByteTokenizer(), PLAIN), T)
+    return path, collect(encode_all(path, ByteTokenizer(), PLAIN), T)
 
 
 def test_a_conversation_ends_after_its_last_answer_that_fits():
@@ -178,7 +182,7 @@ def test_validation_has_every_conversation_once(held, batch_size):
 def test_rows_are_packed_once(held, monkeypatch):
     """Best fit takes seconds where there are a million conversations, and every validation asks for its rows."""
     path, _ = held
-    conversations = collect_documents(encode_all(path, ByteTokenizer(), PLAIN), T)
+    conversations = collect(encode_all(path, ByteTokenizer(), PLAIN), T)
     packed = []
     monkeypatch.setattr(
         "jaxgpt.data.conversations.pack_best_fit", lambda *given: packed.append(given) or pack_best_fit(*given)
@@ -200,9 +204,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_all_conversations(held):
 
     packed = sums(validation_batches(conversations, block_size=T, batch_size=4))
     whole = [conversations.read(n) for n in range(40)]
-    alone = sums(
-        next(iter(validation_batches(collect_documents([pair], T), block_size=T, batch_size=4))) for pair in whole
-    )
+    alone = sums(next(iter(validation_batches(collect([pair], T), block_size=T, batch_size=4))) for pair in whole)
     assert packed[1] == alone[1] == sum(answers[1:].sum() for _, answers in whole)
     np.testing.assert_allclose(packed[0], alone[0], rtol=1e-5)
 

@@ -16,6 +16,7 @@ from jaxgpt.runs.resume import reopen_dataset
 from tests.conftest import TEXT
 from tests.helpers import chat_file, recorded_run
 
+CONVERSATION = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 BEFORE: dict = {}  # the fingerprint of a run of an earlier version, as far as it decides the split
 
 
@@ -110,10 +111,10 @@ def test_the_end_of_a_document_is_not_a_newline_in_the_cache(tmp_path, files):
 
 @pytest.mark.parametrize(
     ("name", "tokenizer", "times"),
-    [("t.txt", "char", 1), ("t.txt", "bpe", 1), ("t.txt", "bpe", 2), ("t.tsv", "byte", 1)],
+    [("t.txt", "char", 1), ("t.txt", "bpe", 1), ("t.txt", "bpe", 2), ("t.jsonl", "byte", 1)],
 )
 def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monkeypatch, name, tokenizer, times):
-    path, text = tmp_path / name, TEXT if name == "t.txt" else "a\tb\n" * 20
+    path, text = tmp_path / name, TEXT if name == "t.txt" else CONVERSATION * 20
     path.write_text(text)
     config = DataConfig(path=str(path), tokenizer=tokenizer, bpe_vocab_size=270)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
@@ -123,18 +124,18 @@ def test_what_changes_between_readings_is_refused_and_not_cached(tmp_path, monke
         def changed(*args):
             yield from read(*args)
             if next(readings) == times:
-                path.write_text(text.replace("a", "e"))
+                path.write_text(text.replace('"a"' if name == "t.jsonl" else "a", '"e"' if name == "t.jsonl" else "e"))
 
         return changed
 
     with monkeypatch.context() as m:
         m.setattr(dataset, "read_text", change(dataset.read_text))
-        m.setattr(dataset, "read_pairs", change(dataset.read_pairs))
+        m.setattr(dataset, "read_messages", change(dataset.read_messages))
         with pytest.raises(UserError, match=rf"{name} changed while it was read"):
-            prepare(config, block_size=8)
+            prepare(config, block_size=32)
     assert not list((tmp_path / "cache").glob("*/*"))
     path.write_text(text)
-    d = prepare(config, block_size=8)
+    d = prepare(config, block_size=32)
     assert name != "t.txt" or d.tokenizer.decode(ids(d.train) + ids(d.val)) == TEXT
 
 
@@ -198,15 +199,9 @@ def test_texts_that_will_not_do_are_told(tmp_path, text, kwargs, said):
         prepare(DataConfig(**{"path": str(path)} | kwargs), block_size=8)
 
 
-@pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
+@pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_what_is_known_is_found_in_the_cache_without_its_text(kind, text_file, tmp_path):
-    if kind == "text":
-        path = shutil.copy(text_file, tmp_path / "text.txt")
-    elif kind == "conversations":
-        path = chat_file(tmp_path)
-    else:
-        path = tmp_path / "pairs.tsv"
-        path.write_text("".join(f"{n}\t{n} {n}\n" for n in range(40)))
+    path = shutil.copy(text_file, tmp_path / "text.txt") if kind == "text" else chat_file(tmp_path)
     config = DataConfig(path=str(path))
     before = prepare(config, block_size=64)
     Path(path).unlink()

@@ -1,4 +1,4 @@
-"""One law for conversations and pairs: a run is asked by the tokens that it was trained on."""
+"""One law for conversations: a run is asked by the tokens that it was trained on."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ import pytest
 from jaxgpt.config import DataConfig
 from jaxgpt.data.conversations import read_messages
 from jaxgpt.data.dataset import prepare
-from jaxgpt.data.pairs import Pairs, read_pairs
 from jaxgpt.data.template import CHATML, PLAIN, find_template, fingerprint
 from jaxgpt.data.tokenizer import BPETokenizer
 from jaxgpt.errors import UserError
@@ -40,40 +39,7 @@ def tokenizer_json(begin=(), special=True):
     return json.dumps(held)
 
 
-def pairs_file(directory):
-    path = directory / "pairs.tsv"
-    path.write_text("".join(f"{n} {'x' * (n % 5)}\t{'y' * (n % 7 + 1)}\n" for n in range(40)))
-    return path
-
-
 BEGINNINGS = [(), ("<s>",), ("<s>", "<|system|>")]  # tokens that a tokenizer begins texts with
-
-
-@pytest.mark.parametrize("encoder", [False, True])
-@pytest.mark.parametrize("begin", BEGINNINGS)
-def test_pairs_are_asked_as_they_were_learnt(tmp_path, begin, encoder):
-    (tmp_path / "tokenizer.json").write_text(tokenizer_json(begin))
-    config = DataConfig(path=str(pairs_file(tmp_path)), tokenizer=str(tmp_path / "tokenizer.json"))
-    dataset = prepare(config, block_size=T, encoder=encoder)
-    run = recorded_run(tmp_path / "run", config, dataset, block_size=T, encoder=encoder)
-    texts = [(source, target) for _, source, target in read_pairs(config.path)][:36]
-    rows, sources = run.prompt_format.encode([source for source, _ in texts], chat=False)
-    begun, same_sources = run.prompt_format.encode([f"{source}\t{target[:1]}" for source, target in texts], chat=False)
-    assert sources == same_sources and (sources is not None) == encoder
-    for number, (_, target) in enumerate(texts):
-        ids, answers = dataset.train.read(number)
-        prompt = ids[: answers.argmax()].tolist()
-        assert (sources[number] if sources else []) + rows[number] == prompt
-        assert begun[number] == rows[number] + run.tokenizer.encode(target[:1]).tolist()
-        assert int(ids[-1]) in run.prompt_format.stop_tokens(chat=False)
-        assert prompt[: len(begin)] == list(run.tokenizer.prefix)
-    if isinstance(dataset.train, Pairs):
-        read, written = dataset.train.split(0)
-        assert (sources[0], rows[0]) == (read.tolist(), written[:1].tolist())
-    assert run.tokenizer.prefix == tuple(run.tokenizer.specials[token] for token in begin)
-    for empty in ("", "\tx"):
-        with pytest.raises(UserError, match="the prompt is empty: give a text to read"):
-            run.prompt_format.encode(["1", empty], chat=False)
 
 
 @pytest.mark.parametrize("begin", BEGINNINGS)
@@ -88,8 +54,7 @@ def test_conversations_are_asked_as_they_were_learnt(tmp_path, kind, begin):
     dataset = prepare(config, block_size=T)
     run = recorded_run(tmp_path / "run", config, dataset, block_size=T)
     texts = [messages for _, messages in read_messages(config.path)][:36]
-    prompts, sources = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
-    assert sources is None
+    prompts = run.prompt_format.encode([messages[0]["content"] for messages in texts], chat=True)
     for number, prompt in enumerate(prompts):
         ids, answers = dataset.train.read(number)
         assert ids[: answers.argmax()].tolist() == prompt and int(ids[-1]) in run.prompt_format.stop_tokens(chat=True)
@@ -102,13 +67,10 @@ def test_without_such_a_token_everything_is_what_it_always_was(tmp_path):
     """Templates and data by their SHA-256, as experiment.json has had them: runs that are there go on."""
     assert fingerprint(CHATML) == "d0040cb544013248b89c116147d655a1be2dc04f0d713f4999642b1a20fe379e"
     assert fingerprint(PLAIN) == "c1c3b15308915f46a931fe54525fe8b0871860f2da8b381bf3cb040753efea65"
-    (tmp_path / "p.tsv").write_text("".join(f"{n} \t{'y' * (n % 7 + 1)}\n" for n in range(40)))
     (tmp_path / "t.txt").write_text("En un lugar\nde la Mancha\n" * 40)
     for path, tokenizer, expected in (
         (chat_file(tmp_path), "byte", "0809f0f366912ee412f533616c1830b99d12815e3ba5994a8dc61dcce22b7499"),
         (tmp_path / "chat.jsonl", "char", "e0382fff18efed966189a9a9ceba949f46d01350fe23ce44aca6743ae7ee4f66"),
-        (tmp_path / "p.tsv", "byte", "4a9f16505bf830c5287ee1f1f4eb9bf59f5e0ef7c4d0eb7bc49176973ba4be1f"),
-        (tmp_path / "p.tsv", "char", "1ceca9089c4946faea35b117f300714a6f4f3d5dba65f96d8d776fe2b871253b"),
         (tmp_path / "t.txt", "byte", "40ca933ac88c38c95e628b4fdc81cff09c4ac673880e3d69ec736e721cc94357"),
         (tmp_path / "t.txt", "char", "2020b669de10a8d2114cd4a209eea937f05aca4e8d10c1f2f6f1be6ee5c8b362"),
     ):

@@ -118,15 +118,8 @@ def conversations() -> str:
     return "\n".join(lines) + "\n"
 
 
-def pairs() -> str:
-    """Words, and the same backwards."""
-    draw = random.Random(2)
-    words = ["".join(draw.choice("abcdefg") for _ in range(draw.randint(2, 10))) for _ in range(200)]
-    return "".join(f"{word}\t{word[::-1]}\n" for word in words)
-
-
-TEXTS = {"text.txt": text, "sums.jsonl": conversations, "words.tsv": pairs}
-CHAT, PAIRS = {"data": {"path": "sums.jsonl"}}, {"data": {"path": "words.tsv"}}
+TEXTS = {"text.txt": text, "sums.jsonl": conversations}
+CHAT = {"data": {"path": "sums.jsonl"}}
 
 # Experiments: what differs from `experiment`'s values, by part.
 
@@ -172,7 +165,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "olmo2": LLAMA | dict(norm_position="output", qk_norm=True, qk_norm_over="heads"),
 }
-ENCODER = dict(n_encoder_layer=2, norm_position="post", activation="relu", position="sinusoidal", scale_embeddings=True)
 MESH = dict(strategy="mesh")
 RUNS: dict[str, dict[str, Any]] = {
     **{family: {"model": model} for family, model in FAMILIES.items()},
@@ -193,11 +185,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "targets": ("q", "v", "c_proj")}, "train": {"init_from": "gpt2"}},
     "finetune": {"train": {"init_from": "llama"}, "model": {"dropout": 0.1}},
     "chat": CHAT | {"model": LLAMA, "optim": {"label_smoothing": 0.1}},
-    "pairs-decoder": PAIRS,
-    "encoder": PAIRS | {"model": ENCODER, "optim": {"label_smoothing": 0.1, "beta2": 0.98, "eps": 1e-9}},
-    "encoder-dropout": PAIRS
-    | {"model": ENCODER | {"dropout": 0.1, "norm_position": "pre", "position": "rope"}}
-    | {"parallel": {"micro_batch_size": 4}},
     "muon": {"model": LLAMA, "optim": {"name": "muon"}},
     "muon-scan": {"model": LLAMA | {"scan_layers": True}, "optim": {"name": "muon", "schedule": "wsd"}},
     "adamw-constant": {"optim": {"schedule": "constant", "grad_clip": None, "weight_decay": 0.0}},
@@ -222,7 +209,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": LLAMA | {"scan_layers": True, "n_kv_head": 2},
         "optim": {"name": "muon"},
     },
-    "mesh-encoder": PAIRS | {"devices": 8, "parallel": MESH | {"fsdp": 2, "tensor": 2}, "model": ENCODER},
     "mesh-lora": {
         "devices": 8,
         "parallel": MESH | {"fsdp": 2, "tensor": 2},
@@ -338,7 +324,7 @@ def _resumed(name: str) -> dict[str, Any]:
     return found | {"equal": found == curve(whole)}
 
 
-for _name in ("gpt2", "dropout", "muon-scan", "lora", "chat", "encoder", "pmap8", "mesh-mixed"):
+for _name in ("gpt2", "dropout", "muon-scan", "lora", "chat", "pmap8", "mesh-mixed"):
     case(f"resume.{_name}", process_of(_name))(functools.partial(_resumed, _name))
 
 
@@ -480,20 +466,6 @@ def _speculate() -> Any:
     return found | {"text": run.sample(["The ", "The "], draft=draft, max_new_tokens=20, seed=1)}
 
 
-@case("sample.pairs", "1b")
-def _pairs() -> dict[str, Any]:
-    """Of an encoder, and of a decoder that reads both texts."""
-    found = {}
-    for name in ("encoder", "encoder-dropout", "pairs-decoder"):
-        run, words = trained(name), ["abc", "gfedcba", "de\te"]
-        found[name] = {
-            "greedy": run.sample(words, greedy=True, max_new_tokens=12),
-            "drawn": run.sample(words, temperature=1.0, max_new_tokens=12, seed=7),
-            "beams": run.sample(words, beams=3, max_new_tokens=12),
-        }
-    return found
-
-
 @case("sample.chat", "1b")
 def _chat() -> Any:
     run = trained("chat")
@@ -537,11 +509,9 @@ def _evaluate() -> dict[str, Any]:
         return {key: value.hex() if isinstance(value, float) else value for key, value in found.items()}
 
     return {
-        **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat", "encoder")},
+        **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat")},
         "stride": exact(evaluate_text(trained("llama"), "held.txt", stride=8)),
         "int8": exact(evaluate_text(quantized(trained("gpt2"), "int8"), "held.txt", batch_size=3)),
-        "beams": exact(evaluate_text(trained("encoder"), beams=2)),
-        "decoder": exact(evaluate_text(trained("pairs-decoder"))),
     }
 
 
@@ -558,7 +528,7 @@ def _program(name: str, devices: int) -> str:
     return hashlib.sha256(lowered.encode()).hexdigest()
 
 
-PROGRAMS = ("gpt2", "gemma3_text", "scan-dropout-remat", "muon", "dropout-accumulate", "encoder", "chat", "pmap2")
+PROGRAMS = ("gpt2", "gemma3_text", "scan-dropout-remat", "muon", "dropout-accumulate", "chat", "pmap2")
 for _name in (*PROGRAMS, "mesh-fsdp", "mesh-mixed", "mesh-muon-scan"):
     _devices = RUNS[_name].get("devices", 1)
     # Whatever the text: the vocabulary is given.

@@ -180,5 +180,3 @@ def test_what_cannot_be_edited_is_one_clear_line(model_params):
     edited, edited_params = edit(model, params, [zero("pattern", 1)])
     with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
         generate_greedily(edited, edited_params, [1, 2])
-    with pytest.raises(UserError, match="n_encoder_layer=1: only decoder-only models can be edited"):
-        edit(GPT(GPTConfig(**SIZE, n_encoder_layer=1)), {}, [])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 import sys
 import tempfile
@@ -26,7 +27,11 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.train import NOT_FINITE, TAKEN
+from tests.conftest import REPOSITORY
 from tests.helpers import tiny_experiment
+
+sys.path.insert(0, str(REPOSITORY / "experiments" / "transformer_2017"))
+encoder_decoder, pairs = importlib.import_module("encoder_decoder"), importlib.import_module("pairs")
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -82,7 +87,7 @@ class Run:
         experiment = Experiment(
             name="eight",
             model=model,
-            data=DataConfig(corpus="spanish-numbers.tsv" if model.n_encoder_layer else "python-docs"),
+            data=DataConfig() if type(model) is GPTConfig else pairs.PairsConfig(),
             optim=OptimConfig(name=optimizer, warmup_steps=2, learning_rate=1e-2, label_smoothing=SMOOTHING),
             train=TrainConfig(steps=STEPS, batch_size=BATCH, init_from=lora.rank and "random weights, here"),
             lora=lora,
@@ -273,15 +278,17 @@ def check_dropout() -> None:
 
 def check_encoder() -> None:
     """A model with an encoder, whose rows hold two pairs, learns the same everywhere."""
-    model = dataclasses.replace(CONFIG, n_encoder_layer=1, n_layer=1, scan_layers=False, norm_position="post")
+    fields = dataclasses.asdict(CONFIG) | dict(n_layer=1, scan_layers=False, norm_position="post")
+    model = encoder_decoder.EncoderDecoderConfig(**fields, n_encoder_layer=1)
     expected = None
     for name in ("single", "pmap", "all, in pieces"):
         run = Run(name, "muon", model=model)
         state, losses = run.init_state(jax.random.key(0)), []
         for t in range(4):
             text = tokens(t)
-            pairs = Batch(text[:, :-1], text[:, 1:], DOCUMENTS > 0, DOCUMENTS, text[:, 1:], DOCUMENTS)
-            state, metrics = run.step(state, run.strategy.shard_batch(pairs), jax.random.key(1))
+            source = {"source_BS": text[:, 1:], "source_segments_BS": DOCUMENTS}
+            batch = Batch(text[:, :-1], text[:, 1:], DOCUMENTS > 0, DOCUMENTS, source)
+            state, metrics = run.step(state, run.strategy.shard_batch(batch), jax.random.key(1))
             losses.append(float(metrics["loss"]))
         expected = expected or losses
         assert_equal(losses, expected, name)

@@ -27,13 +27,12 @@ from tests.test_model import ARCHITECTURES
 
 CONFIGS = {name: dataclasses.replace(TINY, **kind) for name, kind in ARCHITECTURES.items()}
 CONFIGS |= {f"{kind} of hf": FAMILIES[kind].read(MODELS[kind]) for kind in FAMILIES}
-CONFIGS["encoder"] = dataclasses.replace(TINY, n_encoder_layer=1, norm_position="sandwich")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_parameter_has_exactly_one_rule(config):
     configs = [dataclasses.replace(config, tie_embeddings=tied) for tied in (True, False)]
-    if config.global_every is None and not config.n_encoder_layer:
+    if config.global_every is None:
         configs.append(dataclasses.replace(config, scan_layers=True))
     for config in configs:
         params = config.make_model().shapes()

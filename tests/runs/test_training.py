@@ -9,16 +9,15 @@ import pytest
 
 from jaxgpt.fitting import fit, open_training
 from jaxgpt.parallel.trainer import Trainer
-from tests.data.test_documents import pairs_file
 from tests.helpers import chat_file, tiny_experiment
 
 STEPS = 7  # of no other test: trainers with equal fields are shared
 
 
 def experiment(kind, text_file, directory, **train):
-    path = {"conversations": chat_file, "pairs": pairs_file}.get(kind, lambda _: text_file)(directory)
+    path = chat_file(directory) if kind == "conversations" else text_file
     made = tiny_experiment(path, steps=STEPS, **train)
-    sizes = {"conversations": {"block_size": 112}, "pairs": {"block_size": 16, "n_encoder_layer": 1}}.get(kind, {})
+    sizes = {"block_size": 112} if kind == "conversations" else {}
     return dataclasses.replace(made, model=dataclasses.replace(made.model, n_layer=1, dropout=0.1, **sizes))
 
 
@@ -36,7 +35,7 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(on_event)
 
 
-@pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
+@pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_the_step_is_compiled_once(kind, text_file, tmp_path, compiled):
     """The first two steps run the program that the thread compiled."""
     session = open_training(experiment(kind, text_file, tmp_path), tmp_path / "r", None)

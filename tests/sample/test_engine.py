@@ -111,13 +111,12 @@ def test_log_probabilities_and_alternatives_are_the_models():
         assert dict(best)[token] == logprob  # of three that could be drawn, among the best five
 
 
-@pytest.mark.parametrize("encoder", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_after_the_warm_up_nothing_compiles(encoder):
-    config = dataclasses.replace(CONFIG, block_size=300, n_encoder_layer=encoder, position="learned")
+def test_after_the_warm_up_nothing_compiles():
+    config = dataclasses.replace(CONFIG, block_size=300, position="learned")
     engine = Engine(*make_model(config), slots=3, prefix_bytes=10**6)
     engine.warm_up()
     wanted = [
-        dataclasses.replace(request, prompt=(request.prompt * 6)[: 300 - number], source=[1, 2] if encoder else None)
+        dataclasses.replace(request, prompt=(request.prompt * 6)[: 300 - number])
         for number, request in enumerate(requests(20, seed=1))
     ]
     compiled = []
@@ -153,15 +152,6 @@ def test_a_common_beginning_is_read_once_and_changes_no_bit():
     small = Engine(model, params, slots=1, prefix_bytes=20_000)  # one chunk of 64 tokens takes 16,384 bytes
     assert serve(small, wanted + wanted) == plain + plain
     assert len(small._prefixes._chunks) == 1
-
-
-def test_a_prompt_is_read_again_for_another_source():
-    model, params = make_model(dataclasses.replace(CONFIG, block_size=128, n_encoder_layer=1))
-    request = Request(prompt=[1] * 100, key=jax.random.key(0), max_new_tokens=4, top_logprobs=3)
-    wanted = [dataclasses.replace(request, source=source) for source in ([1, 2], [3], [1, 2])]
-    engine = Engine(model, params, slots=1, prefix_bytes=10**6)
-    assert serve(engine, wanted) == serve(Engine(model, params, slots=1), wanted)
-    assert engine.cached_tokens(0) == 64
 
 
 def test_a_cancelled_request_leaves_its_slot_and_the_others_alone():

@@ -9,7 +9,7 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.cache import KVCache
-from jaxgpt.sample.engine import generate, prompt_keys, stream
+from jaxgpt.sample.engine import generate, stream
 from jaxgpt.sample.quantize import for_decoding
 from jaxgpt.sample.state import decode
 from tests.helpers import TINY, apply, make_model, run_command
@@ -215,16 +215,6 @@ def test_options_of_decoding_are_a_value_of_any_kind_of_numbers():
     plain = run(model, params, prompts)
     assert run(model, params, np.array(prompts, np.uint16), new=np.int64(12), vocab_size=np.int32(11)) == plain
     assert run(model, params, jnp.array(prompts), new=jnp.int32(12), bucket=np.int8(64)) == plain
-
-
-def test_equal_ids_of_different_pairs_are_no_equal_pairs():
-    """A key is of a source and a prompt, and not of how many other pairs have the same ids in a row."""
-    key = jax.random.key(0)
-    both = prompt_keys(key, [[3], [2, 3]], [[1, 2], [1]])
-    alone = prompt_keys(key, [[2, 3]], [[1]])
-    assert both[1] == alone[0]
-    assert both[0] != both[1]
-    assert len(set(map(str, prompt_keys(key, [[2], [2]], [[1], [1]])))) == 2
 
 
 @pytest.mark.slow

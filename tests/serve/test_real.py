@@ -1,14 +1,10 @@
 """The server over the engine of a model."""
 
 import concurrent.futures
-import dataclasses
 
 import pytest
 
-from jaxgpt.config import DataConfig
-from jaxgpt.data.dataset import prepare
-from tests.helpers import make_model, recorded_run
-from tests.serve.conftest import BLOCK, CHAT, HELLO, Client, start_server
+from tests.serve.conftest import BLOCK, CHAT, HELLO
 
 PROMPTS = ["In a village", "x", "the lance-rack, an old buckler, a lean hack", "né"]
 
@@ -78,19 +74,3 @@ def test_usage_tells_what_was_not_computed_again(real):
     real.ask(**body)
     details = real.ask(**body).json()["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] > 0
-
-
-@pytest.mark.slow  # compiles another model
-def test_a_model_with_an_encoder_reads_the_prompt_as_the_source(tmp_path):
-    (tmp_path / "pairs.tsv").write_text("one\tuno\ntwo\tdos\n" * 50)
-    config = DataConfig(path=str(tmp_path / "pairs.tsv"), tokenizer="char")
-    dataset = prepare(config, block_size=16)
-    run = recorded_run(tmp_path / "run", config, dataset, block_size=16, encoder=True)
-    run = dataclasses.replace(run, params=make_model(run.model.config)[1])
-    expected = [run.sample(source, seed=2, max_new_tokens=12) for source in ("one", "two")]
-    with Client(start_server(run)) as client:
-        body = client.ask(prompt=["one", "two"], seed=2, max_tokens=12).json()
-        assert [choice["text"] for choice in body["choices"]] == expected
-        assert client.ask(prompt="one", echo=True).status_code == 400
-        assert client.ask(prompt=[1, 2]).status_code == 400
-        assert client.ask(prompt="o" * 17).status_code == 400

@@ -19,8 +19,8 @@ MODELS = [
     {},
     {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_head": 2, "n_embd": 16},
     {"norm_position": "sandwich", "qk_norm": True, "tie_embeddings": False, "head_dim": 6, "mlp_dim": 7},
-    {"norm_position": "post", "n_encoder_layer": 3, "qkv_bias": False, "out_bias": False},
-    {"norm_position": "sandwich", "n_encoder_layer": 1, "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1},
+    {"norm_position": "post", "qkv_bias": False, "out_bias": False},
+    {"norm_position": "sandwich", "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1},
     {"norm_position": "output", "scan_layers": True, "position": "none", "bias": False, "qkv_bias": True},
     {
         "parallel_residual": True,

@@ -56,36 +56,30 @@ class Activations(NamedTuple):
     logits_V: np.ndarray  # at the last position
     lens: list[Guess]  # the logit lens after the embedding and after each of the L blocks
     weights_LNTS: list[np.ndarray]  # attention weights of query T on key S
-    cross_LNTS: list[np.ndarray]  # with an encoder: attention weights of query T on token S of the source
-    encoder_LNSS: list[np.ndarray]  # with an encoder: attention weights among the tokens of the source
     hidden_LTF: list[np.ndarray]  # hidden units of the MLPs, after the activation
     start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
     branches: list[Branch]  # in the order of computation
     norms: list[Norm]  # in the order of computation
 
 
-def capture_activations(
-    model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None, source: list[int] | None = None
-) -> Activations:
+def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None) -> Activations:
     """Return all activations on one text.
 
     Args:
-        model: the model, with or without an encoder.
+        model: the model.
         params: its parameters.
         tokens: at most block_size token ids.
         vocab_size: the number of token ids that are not padding. None means all.
-        source: the encoder's input. None for a model without an encoder.
     """
     model, params = _unroll(model, params)
-    source_S = None if source is None else jnp.asarray(source, jnp.int32)
-    seen = _forward(model, params, jnp.asarray(tokens, jnp.int32), vocab_size, source_S)
+    seen = _forward(model, params, jnp.asarray(tokens, jnp.int32), vocab_size)
     guess, logits_V, lens, inner, weights = jax.device_get(seen)
     c = model.config
     blocks = {f"h_{i}/": inner[f"h_{i}"] for i in range(c.n_layer)}
     start_TD = inner["drop"]["__call__"][-1][0].astype(np.float32)
     branches, norms, stream_TD = [], [], start_TD
     for path, block in blocks.items():
-        for branch, norm in (("attn", "ln_1"), ("cross", "ln_cross"), ("mlp", "ln_2")):
+        for branch, norm in (("attn", "ln_1"), ("mlp", "ln_2")):
             if branch in block:
                 added = {"output": norm, "sandwich": f"{norm}_out"}.get(c.norm_position, branch)
                 added_TD = _output(block[added])
@@ -100,16 +94,11 @@ def capture_activations(
             bias_D = np.asarray(learned["bias"], np.float32) if "bias" in learned else None
             norms.append(Norm(path + name, before_TD, _output(modules[name]), scale_D, bias_D))
 
-    def attended(block: str, module: str, layers: int) -> list[np.ndarray]:
-        return [weights[f"{block}_{i}"][module]["weights_BTNS"][0][0].swapaxes(0, 1) for i in range(layers)]
-
     return Activations(
         guess=guess,
         logits_V=logits_V,
         lens=[Guess(*(x[layer] for x in lens)) for layer in range(c.n_layer + 1)],
-        weights_LNTS=attended("h", "attn", c.n_layer),
-        cross_LNTS=attended("h", "cross", c.n_layer) if c.n_encoder_layer else [],
-        encoder_LNSS=attended("encoder", "attn", c.n_encoder_layer),
+        weights_LNTS=[weights[f"h_{i}"]["attn"]["weights_BTNS"][0][0].swapaxes(0, 1) for i in range(c.n_layer)],
         hidden_LTF=[block["mlp"]["hidden_BTF"][0][0].astype(np.float32) for block in blocks.values()],
         start_T=np.linalg.norm(start_TD, axis=-1),
         branches=branches,
@@ -163,9 +152,7 @@ def _unroll(model: GPT, params: Params) -> tuple[GPT, Params]:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 @with_decode_matrices
-def _forward(
-    model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | None, source_S: jax.Array | None
-) -> Any:
+def _forward(model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | None) -> Any:
     """Return (guess, logits_V at the last position, lens, intermediates, attention weights)."""
 
     def sow_inputs(call, args, kwargs, context):
@@ -173,12 +160,10 @@ def _forward(
             context.module.sow("intermediates", "input", args[0])
         return call(*args, **kwargs)
 
-    source: Any = {} if source_S is None else {"source_BS": source_S[None]}
     with nn.intercept_methods(sow_inputs):
         logits_BTV, kept = model.apply(
             {"params": params},
             tokens_T[None],
-            **source,
             capture_intermediates=True,
             mutable=["intermediates", WEIGHTS],
         )

@@ -279,7 +279,7 @@ class Engine {
         if (t > 1) [t - 1, 0, t].forEach((s, i) => (shares[n][i] += row[s] / (T - 2)));
       }
     }
-    return { name, queries: "text", keys: "text", roots: { values: roots, shape: [N, T, T] }, shares: T > 2 ? shares : null };
+    return { name, roots: { values: roots, shape: [N, T, T] }, shares: T > 2 ? shares : null };
   }
 
   norm(norm) {

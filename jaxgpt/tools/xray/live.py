@@ -56,8 +56,6 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     model, params, V = run.model, run.params, run.tokenizer.vocab_size
     if weights not in ("int8", "float32"):
         raise UserError(f"weights={weights!r}: needs int8 or float32")
-    if model.config.n_encoder_layer:
-        raise UserError(f"{run.directory} has an encoder, which the page cannot run: jaxgpt xray shows such models")
     if EDITS in params:
         raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:

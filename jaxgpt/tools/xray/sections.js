@@ -167,32 +167,31 @@ function headDialog() {
     const roots = array(map.roots).subarray(n * T * S, (n + 1) * T * S);
     const weight = (t, s) => (roots[t * S + s] / 255) ** 2;
     title.textContent = `${map.name}, head ${n + 1}`;
-    const same = map.queries === map.keys;
     const pick = (t, fixed) => {
-      if (fixed) state.t = t;
-      if (same && fixed && map.queries === "text") select(t, true);
+      if (fixed) {
+        state.t = t;
+        select(t, true);
+      }
       draw(t ?? state.t);
     };
-    const queries = strip(same ? "the text" : `the ${map.queries}, which attends`, texts[map.queries], pick);
-    const keys = same ? queries : strip(`the ${map.keys}, which is attended to`, texts[map.keys], () => {});
-    replace(strips, ...(same ? [] : [h("h3", {}, `keys: the ${map.keys}`), keys.element, h("h3", {}, `queries: the ${map.queries}`)]), queries.element);
+    const tokens = strip("the text", texts.text, pick);
+    replace(strips, tokens.element);
     draw = (t) => {
       state.shown = t;
-      queries.mark(t);
-      if (!same) queries.shade(() => 0, () => "");
+      tokens.mark(t);
       const most = (Math.max(...roots.subarray(t * S, (t + 1) * S)) / 255) ** 2 || 1;
-      keys.shade((s) => weight(t, s) / most, (s) => percent(weight(t, s)));
+      tokens.shade((s) => weight(t, s) / most, (s) => percent(weight(t, s)));
       paint(canvas, roots, T, S, t);
       const order = [...Array(S).keys()].sort((a, b) => weight(t, b) - weight(t, a)).slice(0, 6);
-      const rows = order.filter((s) => weight(t, s) > 0).map((s) => [code(named(word(texts[map.keys][s]))), s + 1, percent(weight(t, s)), bar(weight(t, s))]);
-      replace(weights, table(`largest attention weights of position ${t + 1}, ${named(word(texts[map.queries][t]))}`, ["token", "position", "weight", ""], rows));
+      const rows = order.filter((s) => weight(t, s) > 0).map((s) => [code(named(word(texts.text[s]))), s + 1, percent(weight(t, s)), bar(weight(t, s))]);
+      replace(weights, table(`largest attention weights of position ${t + 1}, ${named(word(texts.text[t]))}`, ["token", "position", "weight", ""], rows));
     };
     canvas.onpointermove = (event) => {
       const t = Math.floor((event.offsetY / canvas.clientHeight) * T);
       if (t >= 0 && t < T && t !== state.shown) draw(t);
     };
     canvas.onpointerleave = () => draw(state.t);
-    state.t = same && map.queries === "text" ? selection.fixed : Math.min(state.t, T - 1);
+    state.t = selection.fixed;
     draw(state.t);
     if (element.open) return;
     element.showModal();
@@ -204,14 +203,14 @@ function headDialog() {
 
 // The residual stream and its norms ------------------------------------------------------------------------------------
 
-const branchName = (name) => name.replace(/^h_(\d+)\/cross$/, (_, i) => `cross-attention ${Number(i) + 1}`).replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
-const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2|cross)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP", cross: "cross-attention" }[n]}${out ? " output" : ""}`).replace(/^ln_f$/, "final norm");
+const branchName = (name) => name.replace(/^h_(\d+)\/attn$/, (_, i) => `attention ${Number(i) + 1}`).replace(/^h_(\d+)\/mlp$/, (_, i) => `MLP ${Number(i) + 1}`);
+const normName = (name) => name.replace(/^h_(\d+)\/ln_(1|2)(_out)?$/, (_, i, n, out) => `layer ${Number(i) + 1}, ${{ 1: "attention", 2: "MLP" }[n]}${out ? " output" : ""}`).replace(/^ln_f$/, "final norm");
 
 function stream() {
   const panel = h("div", {});
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const names = ["embedding", ...data.branches.map((b) => branchName(b.name))];
-  const short = ["emb", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", c: "cross", m: "mlp" }[kind]} ${Number(i) + 1}`))];
+  const short = ["emb", ...data.branches.map((b) => b.name.replace(/^h_(\d+)\/(.).*$/, (_, i, kind) => `${{ a: "att", m: "mlp" }[kind]} ${Number(i) + 1}`))];
   onSelect((t) => {
     const at = (pick) => data.branches.map((b) => pick(b));
     const norms = [data.start[t], ...at((b) => b.stream[t])];

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -14,15 +13,12 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
-from jaxgpt.data.pairs import TARGET_END, TARGET_START
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.resume import reopen_dataset
-from jaxgpt.sample import Decoding, Sampling
-from jaxgpt.sample.engine import stream
 from jaxgpt.sample.quantize import DECODE_MATRIX
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
@@ -53,7 +49,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
 
     Args:
         run: the run.
-        prompt: the text, or its token ids; for a model with an encoder, the source.
+        prompt: the text, or its token ids.
         data: a UTF-8 file to search for the top activating examples of each MLP unit. None: the run's training text.
         corpus_tokens: tokens of that text to read, spread evenly over it. 0 means none.
 
@@ -72,13 +68,10 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
             f"the prompt has {len(ids)} tokens, and the context of {run.directory} is {config.block_size}: "
             f"give at most {config.block_size}"
         )
-    texts = {"text": _generate_target(run, ids), "source": ids} if config.n_encoder_layer else {"text": ids}
-    tokens = max(map(len, texts.values()))
-    fits = int((MOST_WEIGHTS / (config.n_layer + config.n_encoder_layer) / config.n_head) ** 0.5)
-    if tokens > fits:
-        raise UserError(f"{tokens} tokens have too many attention weights for a page: give at most {fits} tokens")
-    vocab_size, source = run.tokenizer.vocab_size, texts.get("source")
-    activations = capture_activations(run.model, run.params, texts["text"], vocab_size, source)
+    fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
+    if len(ids) > fits:
+        raise UserError(f"{len(ids)} tokens have too many attention weights for a page: give at most {fits} tokens")
+    activations = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
     if np.isnan(activations.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
@@ -98,7 +91,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     content: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
-        "texts": {name: arrays.put_tokens(ids) for name, ids in texts.items()},
+        "texts": {"text": arrays.put_tokens(ids)},
         "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
         "guess": put_guess(activations.guess),
         "lens": [put_guess(guess) for guess in activations.lens],
@@ -117,7 +110,7 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
         if examples is None
         else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
         "why_no_corpus": why,
-        "embedding": map_embedding(run, texts, examples, arrays),
+        "embedding": map_embedding(run, {"text": ids}, examples, arrays),
         "sampling": {
             "ids": arrays.put_tokens(order_V[:NAMED]),
             "logits": arrays.put(activations.logits_V[order_V].astype(np.float32)),
@@ -128,22 +121,9 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     return render_html(PROGRAMS, content["title"], content, arrays)
 
 
-def _generate_target(run: Run, source: list[int]) -> list[int]:
-    """Translate a source greedily with an encoder-decoder; return the tokens that its decoder reads."""
-    start, end = (int(run.tokenizer.encode(text)[0]) for text in (TARGET_START, TARGET_END))
-    T, vocab_size = run.model.config.block_size, run.tokenizer.vocab_size
-    greedy = Sampling(greedy=True)
-    decoding = Decoding(max_new_tokens=max(T - 1, 1), sampling=greedy, stop_tokens=[end], vocab_size=vocab_size)
-    key = jax.random.key(0)
-    ((target,),) = stream(*run.decode_params, [[start]], decoding, key=key, every=None, sources=[source])
-    return [start, *target][:T]
-
-
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
     """Return windows spread evenly over the run's training text, or over the file `data`; or None and the reason."""
     T = run.model.config.block_size
-    if run.model.config.n_encoder_layer:
-        return None, "The run was trained on pairs of texts, not on a text."
     if not tokens:
         return None, "The search is switched off (--corpus-tokens 0)."
     if data is not None:
@@ -159,7 +139,7 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
             return None, f"The training text could not be read ({e}): name a text with --data FILE."
         text = dataset.train
         if not isinstance(text, Tokens):
-            return None, "The run was trained on conversations or pairs: name a text with --data FILE."
+            return None, "The run was trained on conversations: name a text with --data FILE."
     count = min(max(tokens // T, 1), len(text) // T)
     starts = np.linspace(0, len(text) - T, count).astype(np.int64)
     return np.stack([text.read(int(start), T) for start in starts]), ""
@@ -168,13 +148,12 @@ def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None
 def describe_run(run: Run) -> list[tuple[str, str]]:
     """Return the facts at the head of a page: (name, value)."""
     config = run.model.config
-    layers = f"{config.n_encoder_layer} + {config.n_layer}" if config.n_encoder_layer else str(config.n_layer)
     return [
         ("run", str(run.directory)),
         ("step", f"{run.step:,}"),
         ("validation loss", "not measured" if run.val_loss is None else f"{run.val_loss:.4f} nats per token"),
         ("parameters", f"{count_parameters(run.model.shapes()):,}"),
-        ("layers, heads, width", f"{layers}, {config.n_head}, {config.n_embd}"),
+        ("layers, heads, width", f"{config.n_layer}, {config.n_head}, {config.n_embd}"),
         ("norm", f"{config.norm}, {config.norm_position}"),
         ("MLP", f"{config.explicit().mlp_dim} units, {config.activation}"),
         ("positions", config.position),
@@ -237,24 +216,15 @@ def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, Any]]:
-    """Return the maps of each decoder layer, self-attention then cross-attention, and those of the encoder."""
-    maps = []  # (name, the texts whose tokens are the rows and the columns, weights_NTS)
-    for i, weights_NTS in enumerate(activations.weights_LNTS):
-        maps.append((f"layer {i + 1}", "text", "text", weights_NTS))
-        if activations.cross_LNTS:
-            maps.append((f"layer {i + 1}, cross-attention", "text", "source", activations.cross_LNTS[i]))
-    for i, weights_NSS in enumerate(activations.encoder_LNSS):
-        maps.append((f"encoder, layer {i + 1}", "source", "source", weights_NSS))
+    """Return the map of each layer."""
     return [
         {
-            "name": name,
-            "queries": queries,
-            "keys": keys,
+            "name": f"layer {i + 1}",
             # The page shades square roots, in 256 levels, because most weights are small.
             "roots": arrays.put(np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)),
-            "shares": round_numbers(attention_shares(weights_NTS), 3) if queries == keys else None,
+            "shares": round_numbers(attention_shares(weights_NTS), 3),
         }
-        for name, queries, keys, weights_NTS in maps
+        for i, weights_NTS in enumerate(activations.weights_LNTS)
     ]
 
 

@@ -134,16 +134,11 @@ def test_a_text_stands_after_the_tokens_that_its_tokenizer_begins_texts_with(run
 
 @pytest.fixture
 def unread(tmp_path, monkeypatch):
-    """A run of bytes with room for 33 tokens, whose loss on anything is 1, and which has every second pair right."""
+    """A run of bytes with room for 33 tokens, whose loss on anything is 1."""
     path = chat_file(tmp_path)
     config = DataConfig(path=str(path), tokenizer="byte")
     run = recorded_run(tmp_path / "run", config, prepare(config, block_size=33), block_size=33)
     monkeypatch.setattr("jaxgpt.tools.evaluate.evaluate.mean_loss", lambda *args: (1.0, 7))
-    half = {"exact": 0.5, "exact_error": 0.1, "missed": []}
-    monkeypatch.setattr(
-        "jaxgpt.tools.evaluate.evaluate.count_exact_matches",
-        lambda run, held, beams: half | {"pairs": len(held.lengths)},
-    )
     return run
 
 
@@ -155,26 +150,14 @@ def test_conversations_that_do_not_fit_are_counted(unread, own):
     long = [m for m in conversations if len(PLAIN.write(m).text.strip()) > 34]
     assert found["left_out"] == sum(len(PLAIN.write(m[:2]).text.strip()) > 34 for m in long)
     assert found["left_out"] + found["shortened"] == len(long)
-    assert found["shortened"] > 0 and "pairs" not in found
+    assert found["shortened"] > 0
     left_out, shortened = found["left_out"], found["shortened"]
     said = f"longer than the context: {left_out} conversations are left out, and {shortened} are cut after"
     assert said in format_evaluation(found)
 
 
-def test_pairs_that_do_not_fit_are_counted(unread, tmp_path):
-    path = tmp_path / "pairs.tsv"
-    path.write_text(f"a\tb\n{'a' * 40}\tb\nc\td\n")
-    found = evaluate_run(unread, str(path))
-    assert (found["left_out"], found["pairs"]) == (1, 2) and "shortened" not in found
-    exact = "50.00% of {} pairs exact (standard error 10.00%)"
-    assert format_evaluation(found).endswith(f"{exact.format(2)}; 1 more do not fit in the context")
-    path.write_text("a\tb\n")
-    assert format_evaluation(evaluate_run(unread, str(path))).endswith(exact.format(1))
-
-
-@pytest.mark.parametrize(("name", "said"), [("x.jsonl", "needs a conversation on"), ("x.tsv", "needs a pair on")])
 @pytest.mark.parametrize("text", ["", "\n\n"])
-def test_a_file_without_documents_is_told(unread, tmp_path, name, said, text):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"{name} is empty: {said} each line"):
-        evaluate_run(unread, str(tmp_path / name))
+def test_a_file_without_documents_is_told(unread, tmp_path, text):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(UserError, match="x.jsonl is empty: needs a conversation on each line"):
+        evaluate_run(unread, str(tmp_path / "x.jsonl"))

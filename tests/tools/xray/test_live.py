@@ -228,7 +228,6 @@ def test_what_it_refuses(base, monkeypatch):
     refused = [
         (dict(weights="int4"), run, "weights='int4': needs int8 or float32"),
         (dict(prompt="a Z"), run, r"'Z' \(U\+005A\)"),
-        ({}, with_model(base, dataclasses.replace(NARROW, n_encoder_layer=1)), "has an encoder, .*jaxgpt xray"),
         ({}, run.for_decoding("int8"), "converted by for_decoding"),
         ({}, dataclasses.replace(run, tokenizer=IdTokenizer(30)), "bare ids"),
         ({}, dataclasses.replace(run, params=jax.tree.map(lambda x: x * jnp.nan, run.params)), "is not finite"),

@@ -1,4 +1,7 @@
-"""The encoder-decoder: a GPT whose blocks also attend to an encoder's states of a source text."""
+"""The encoder-decoder of Vaswani et al. 2017, arXiv:1706.03762: a GPT whose blocks also attend to an encoder's states.
+
+It is built by a configuration of its own, from the norms, attention and MLP of `GPTConfig`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxgpt.config import GPTConfig
+from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
-from jaxgpt.layers.attention import WEIGHTS, Attention
+from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.hooks import Compute
 from jaxgpt.layers.kernels.plain import plain_attention
@@ -33,14 +37,20 @@ class EncoderConfig(GPTConfig):
         """Return attention without a causal mask."""
         return super().make_attention(layer, compute).clone(causal=False)
 
-    def make_block(self, layer: int, compute: Compute) -> nn.Module:
-        """Return a block of the encoder."""
-        return Block(self, layer, compute)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderConfig(GPTConfig):
-    """The architecture of the decoder, whose blocks also attend to the encoder's states."""
+    """The architecture of the decoder, whose blocks also attend to the encoder's states, and of its encoder."""
+
+    n_encoder_layer: Count = 6  # blocks of the encoder, which differ from the decoder's in reading both ways
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        if self.scan_layers or self.sliding_window:
+            raise UserError(
+                f"scan_layers={self.scan_layers}, sliding_window={self.sliding_window}: an encoder-decoder has neither"
+            )
 
     def make_model(self, compute: Compute | None = None) -> EncoderDecoder:
         """Return the encoder-decoder."""
@@ -49,6 +59,12 @@ class EncoderDecoderConfig(GPTConfig):
     def make_block(self, layer: int, compute: Compute) -> nn.Module:
         """Return a block of the decoder."""
         return CrossBlock(self, layer, compute)
+
+    def make_encoder_block(self, layer: int, compute: Compute) -> nn.Module:
+        """Return a block of the encoder."""
+        fields = dataclasses.asdict(self)
+        del fields["n_encoder_layer"]
+        return EncoderConfig(**fields).make_block(layer, compute)
 
     def make_cross_attention(self, compute: Compute) -> CrossAttention:
         """Return the attention to the encoder's states."""
@@ -103,16 +119,19 @@ class CrossAttention(Attention):
         source_segments_BS: jax.Array,
         train: bool,
     ) -> jax.Array:
-        """Return the weighted values, out_BTNH. If the weights are requested, sow them."""
-        documents = {"segments_BT": segments_BT, "key_segments_BS": source_segments_BS}
-        scores: Any = {"scale": self.scale, "softcap": self.softcap, "causal": False} | documents
-        key = self.make_rng("dropout") if train and self.dropout else None
-        out_BTNH = plain_attention(q_BTNH, k_BSKH, v_BSKH, dropout=self.dropout, key=key, **scores)
-        if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
-            B, S, K, _ = k_BSKH.shape
-            eye_BSKS = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, K, S))
-            self.sow(WEIGHTS, "weights_BTNS", plain_attention(q_BTNH, k_BSKH, eye_BSKS, **scores))
-        return out_BTNH
+        """Return the weighted values, out_BTNH."""
+        return plain_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            scale=self.scale,
+            softcap=self.softcap,
+            causal=False,
+            segments_BT=segments_BT,
+            key_segments_BS=source_segments_BS,
+            dropout=self.dropout,
+            key=self.make_rng("dropout") if train and self.dropout else None,
+        )
 
 
 class CrossBlock(Block):
@@ -165,50 +184,6 @@ class CrossBlock(Block):
         return self.compute.sharding.constrain(x_BTD)
 
 
-class CrossCache(KVCache):
-    """A KV cache that also has each layer's keys and values of the encoder's states."""
-
-    encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
-    source_length_B: jax.Array = flax.struct.field(kw_only=True)  # tokens; padding follows them
-
-    def insert(self, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
-        """Return the cache with one row of another in row `number`: see `KVCache.insert`."""
-        assert isinstance(row, CrossCache)
-        cache = super().insert(row, number, columns)
-
-        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new, number, axis=0)
-
-        return cache.replace(
-            encoder_kv=jax.tree.map(put, self.encoder_kv, row.encoder_kv),
-            source_length_B=put(self.source_length_B, row.source_length_B),
-        )
-
-    def decode(
-        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        """Return the decoder's states of the next tokens, which read this source. Arguments: see `KVCache.decode`."""
-        S, number = self.encoder_kv[0].columns, 0
-        # As if all tokens were at the source's last position.
-        last_BT = jnp.broadcast_to(self.source_length_B[:, None] - 1, positions_BT.shape)
-        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
-
-        def read_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
-            nonlocal number
-            module, method = context.module, context.method_name
-            if isinstance(module, EncoderDecoder) and method == "read_source":
-                return None, None
-            if isinstance(module, CrossAttention) and method == "project_keys_values":
-                return None, None
-            if isinstance(module, CrossAttention) and method == "attend_to_source":
-                encoder_kv, number = self.encoder_kv[number], number + 1
-                return encoder_kv.attend(args[0], source, scale=module.scale, softcap=module.softcap)
-            return call(*args, **kwargs)
-
-        with nn.intercept_methods(read_cache):
-            return super().decode(model, params, tokens_BT, positions_BT)
-
-
 class EncoderDecoder(GPT):
     """A GPT with an encoder of `config.n_encoder_layer` blocks without causal mask, and cross-attention to it.
 
@@ -219,8 +194,8 @@ class EncoderDecoder(GPT):
 
     def setup(self) -> None:
         """Create the encoder and the decoder."""
-        c = EncoderConfig(**dataclasses.asdict(self.config))
-        self.encoder = [c.make_block(layer, self.compute) for layer in range(c.n_encoder_layer)]
+        c: Any = self.config
+        self.encoder = [c.make_encoder_block(layer, self.compute) for layer in range(c.n_encoder_layer)]
         if c.norm_position != "post":
             self.encoder_ln_f = c.make_norm()
         super().setup()
@@ -273,9 +248,7 @@ class EncoderDecoder(GPT):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the encoder's states of a source, and the document of each token. Decoding has both in its cache."""
         if source_BS is None:
-            raise UserError(
-                f"a model with n_encoder_layer={self.config.n_encoder_layer} needs source_BS, tokens to read"
-            )
+            raise UserError("an encoder-decoder needs source_BS, tokens to read")
         if segments_BS is None:
             segments_BS = jnp.ones(source_BS.shape, jnp.int32)
         return self.encode(source_BS, segments_BS, train=train), segments_BS
@@ -302,3 +275,34 @@ class EncoderDecoder(GPT):
         layers = (layer.cross.project_keys_values(states_BSD) for layer in self.h)
         encoder_kv = tuple(LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in layers)
         return CrossCache(cache.layers, cache.block, encoder_kv=encoder_kv, source_length_B=segments_BS.sum(axis=1))
+
+
+class CrossCache(KVCache):
+    """A KV cache that also has each layer's keys and values of the encoder's states."""
+
+    encoder_kv: tuple[LayerCache, ...] = flax.struct.field(kw_only=True)
+    source_length_B: jax.Array = flax.struct.field(kw_only=True)  # tokens; padding follows them
+
+    def decode(
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """Return the decoder's states of the next tokens, which read this source. Arguments: see `KVCache.decode`."""
+        S, number = self.encoder_kv[0].columns, 0
+        # As if all tokens were at the source's last position.
+        last_BT = jnp.broadcast_to(self.source_length_B[:, None] - 1, positions_BT.shape)
+        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
+
+        def read_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+            nonlocal number
+            module, method = context.module, context.method_name
+            if isinstance(module, EncoderDecoder) and method == "read_source":
+                return None, None
+            if isinstance(module, CrossAttention) and method == "project_keys_values":
+                return None, None
+            if isinstance(module, CrossAttention) and method == "attend_to_source":
+                encoder_kv, number = self.encoder_kv[number], number + 1
+                return encoder_kv.attend(args[0], source, scale=module.scale, softcap=module.softcap)
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(read_cache):
+            return super().decode(model, params, tokens_BT, positions_BT)

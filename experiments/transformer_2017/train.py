@@ -6,8 +6,9 @@ Reference   Vaswani et al. 2017, arXiv:1706.03762: post-norm residuals LayerNorm
             by sqrt(width), Adam with beta2 0.98 and eps 1e-9, the learning rate of equation 3, label smoothing 0.1.
 Change      two layers of width 128 instead of six of 512 (`base` has those); no dropout, since every pair is new.
 Data        200,000 generated numbers up to 999,999,999, each in both directions; the last 10,000 are held out.
-Command     python experiments/transformer_2017.py && jaxgpt evaluate runs/transformer-2017 --average 5
-            jaxgpt train experiments/transformer_2017.py:base --data.path PAIRS.tsv  (the paper's size; an accelerator)
+Command     python experiments/transformer_2017/train.py
+            python experiments/transformer_2017/translate.py runs/transformer-2017 --average 5
+            jaxgpt train experiments/transformer_2017/train.py:base --data.path PAIRS.tsv  (the paper's; an accelerator)
 Expected    99.5% of the held-out numbers exact, within ten minutes on two CPU cores.
 Result      99.83% of 20,000 pairs (10,000 numbers; standard error 0.03%) after 262 s on two CPU cores, 2026-11-22.
 Verdict     it can, with the paper's averaging of checkpoints: the best single checkpoint has 98.51%.
@@ -15,12 +16,15 @@ Verdict     it can, with the paper's averaging of checkpoints: the best single c
 
 import dataclasses
 
+from encoder_decoder import EncoderDecoderConfig
+from pairs import PairsConfig
+
 import jaxgpt
-from jaxgpt import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
+from jaxgpt import Experiment, OptimConfig, TrainConfig
 
 experiment = Experiment(
     name="transformer-2017",
-    model=GPTConfig(
+    model=EncoderDecoderConfig(
         block_size=24,
         n_layer=2,
         n_encoder_layer=2,
@@ -32,7 +36,7 @@ experiment = Experiment(
         scale_embeddings=True,
     ),
     # With 352 tokens most words are one token, and every digit is a token of its own.
-    data=DataConfig(corpus="spanish-numbers.tsv", tokenizer="bpe", bpe_vocab_size=352, val_fraction=0.05),
+    data=PairsConfig(tokenizer="bpe", bpe_vocab_size=352, val_fraction=0.05),
     optim=OptimConfig(
         learning_rate=(128 * 1000) ** -0.5,  # 1 / sqrt(n_embd warmup_steps)
         schedule="inverse_sqrt",
@@ -50,8 +54,7 @@ experiment = Experiment(
         eval_tokens=50_000,
         checkpoint_every=100,
         keep_last=5,
-        sample_prompt="dos mil diecisiete",
-        sample_temperature=0.0,
+        sample_tokens=0,  # translate.py does that
     ),
 )
 

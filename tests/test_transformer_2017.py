@@ -1,0 +1,391 @@
+"""experiments/transformer_2017: who reads whom, cached and not; the sizes of 2017; beams; pairs; from file to target."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.config import Experiment, GPTConfig, OptimConfig
+from jaxgpt.data.pipeline import training_batches, validation_batches
+from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer
+from jaxgpt.errors import UserError
+from jaxgpt.fitting import fit
+from jaxgpt.optim import learning_rate, muon_labels
+from jaxgpt.parallel.device import count_parameters
+from jaxgpt.run import load
+from jaxgpt.sample.cache import KVCache
+from jaxgpt.sample.quantize import for_decoding
+from tests.conftest import REPOSITORY
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model, run_command, tiny_experiment
+
+FOLDER = REPOSITORY / "experiments" / "transformer_2017"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(FOLDER))
+    beams, encoder_decoder, pairs, train, translate = map(
+        importlib.import_module, ("beams", "encoder_decoder", "pairs", "train", "translate")
+    )
+
+CONFIG = encoder_decoder.EncoderDecoderConfig(
+    **dataclasses.asdict(TINY)
+    | dict(norm_position="post", activation="relu", position="sinusoidal", scale_embeddings=True, n_encoder_layer=2)
+)
+EVERY = {
+    "2017": {},
+    "modern": {"norm_position": "pre", "position": "rope", "norm": "rmsnorm", "qk_norm": True, "n_kv_head": 1},
+    "sandwich": {"norm_position": "sandwich", "activation": "swiglu", "position": "learned"},
+    "parallel": {"norm_position": "pre", "parallel_residual": True, "remat": "full"},
+}
+SOURCE = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
+SEGMENTS = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+TARGET = jnp.array([[7, 8, 2, 1], [7, 1, 8, 3]])
+
+
+# But for one, the architectures by `-m slow`: each of their laws compiles a program or two.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "modern" else pytest.mark.slow) for name in EVERY],
+)
+def model(request):
+    return make_model(dataclasses.replace(CONFIG, **EVERY[request.param]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, params, target, source, segments=None, target_segments=None):
+    read = {"source_BS": source, "source_segments_BS": segments, "segments_BT": target_segments}
+    return model.apply({"params": params}, target, **read)
+
+
+def test_who_reads_whom(model):
+    """By the gradient of a token's features to every embedding: the target up to itself, the source but for padding."""
+    model, params = model
+
+    def features(rows_ND, t):
+        # Each token an id of its own, so that the gradient to its row is that to its place.
+        swapped = {**params, "wte": {"embedding": rows_ND}}
+        source = {"source_BS": 4 + jnp.arange(5)[None], "source_segments_BS": jnp.array([[1, 1, 1, 0, 0]])}
+        x_BTD = model.apply({"params": swapped}, jnp.arange(4)[None], **source, method="hidden_states")
+        return jnp.abs(x_BTD[0, t]).sum()
+
+    table_VD = params["wte"]["embedding"]
+    reach = jax.jit(jax.vmap(jax.grad(features), in_axes=(None, 0)))(table_VD, jnp.arange(4))[:, :9]
+    expected_TN = np.concatenate([np.tri(4, dtype=bool), np.tile([True, True, True, False, False], (4, 1))], axis=1)
+    np.testing.assert_array_equal(np.abs(reach).sum(axis=-1) > 0, expected_TN)
+
+    def encoded(table_VD, s):
+        swapped = {**params, "wte": {"embedding": table_VD}}
+        x_BSD = model.apply({"params": swapped}, jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32), method="encode")
+        return jnp.abs(x_BSD[0, s]).sum()
+
+    reach = jax.jit(jax.vmap(jax.grad(encoded), in_axes=(None, 0)))(table_VD, jnp.arange(4))
+    assert (np.abs(reach[:, :4]).sum(axis=-1) > 0).all(), "the encoder reads both ways"
+
+
+def test_documents_of_a_row_do_not_read_each_other(model):
+    """Two pairs in one row, and padding, give what each gives alone."""
+    model, params = model
+    together = logits(
+        model,
+        params,
+        jnp.array([[7, 8, 7, 1, 8, 0]]),
+        jnp.array([[3, 1, 4, 9, 2, 8]]),
+        jnp.array([[1, 1, 1, 2, 2, 0]]),
+        jnp.array([[1, 1, 2, 2, 2, 0]]),
+    )
+    for target, source, here in (([7, 8], [3, 1, 4], slice(0, 2)), ([7, 1, 8], [9, 2], slice(2, 5))):
+        alone = logits(model, params, jnp.array([target]), jnp.array([source]))
+        np.testing.assert_allclose(together[0, here], alone[0], **FLOAT32_REORDERED)
+
+
+def test_cached_equals_uncached(model):
+    model, params = model
+    c = model.config.explicit()
+    whole = logits(model, params, TARGET, SOURCE, SEGMENTS)
+    cache = KVCache.empty(batch=2, columns=8, n_layer=c.n_layer, n_kv_head=c.n_kv_head, head_dim=c.head_dim)
+    cache = model.apply({"params": params}, cache, SOURCE, SEGMENTS, method="init_cross_cache")
+
+    @jax.jit
+    def step(cache, tokens_BT, t):
+        x_BTD, cache = cache.decode(model, params, tokens_BT, jnp.broadcast_to(t, (2, 1)))
+        return model.apply({"params": params}, x_BTD, method="unembed"), cache
+
+    for t in range(4):
+        one, cache = step(cache, TARGET[:, t : t + 1], jnp.asarray(t))
+        np.testing.assert_allclose(one[:, 0], whole[:, t], **FLOAT32_REORDERED)
+
+
+def test_what_the_model_refuses():
+    model, params = make_model(CONFIG)
+    with pytest.raises(UserError, match="needs source_BS"):
+        model.apply({"params": params}, TARGET)
+    for change in ({"scan_layers": True}, {"sliding_window": 4}):
+        with pytest.raises(UserError, match="an encoder-decoder has neither"):
+            dataclasses.replace(CONFIG, **change)
+
+
+# The paper's numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_the_base_model_of_2017():
+    """Table 3 of arXiv:1706.03762: N=6, d_model=512, d_ff=2048, h=8, d_k=64, about 37,000 shared tokens, 65 million."""
+    shapes = dataclasses.replace(train.base.model, vocab_size=37_000).make_model().shapes()
+    D, F, attention = 512, 2048, 4 * (512 * 512 + 512)
+    mlp, norm = D * F + F + F * D + D, 2 * D
+    assert shapes["h_5"]["cross"]["k"]["kernel"].shape == (D, 8 * 64)
+    assert set(shapes["h_0"]) == {"attn", "cross", "mlp", "ln_1", "ln_cross", "ln_2"} and "lm_head" not in shapes
+    expected = 37_000 * D + 6 * (attention + mlp + 2 * norm) + 6 * (2 * attention + mlp + 3 * norm)
+    assert count_parameters(shapes) == expected == 63_082_496
+    labels = muon_labels(shapes)
+    assert labels["encoder_1"]["mlp"]["c_fc"] == {"kernel": "muon", "bias": "adamw"}
+    assert labels["h_0"]["cross"]["v"]["kernel"] == "muon" and labels["wte"]["embedding"] == "adamw"
+
+
+def test_the_schedule_of_2017():
+    """Equation 3: d_model^-0.5 min(step^-0.5, step warmup^-1.5), steps from 1; ours warms up one step longer."""
+    config = OptimConfig(schedule="inverse_sqrt", warmup_steps=4000, learning_rate=(512 * 4001) ** -0.5)
+    rate = learning_rate(config, 100_000)
+    for step in (1, 100, 4001, 20_000, 100_000):
+        paper = 512**-0.5 * min(step**-0.5, step * 4001**-1.5)
+        assert float(rate(step - 1)) == pytest.approx(paper, rel=1e-4)  # optax counts in float32
+
+
+# Beams -----------------------------------------------------------------------------------------------------------------
+
+START, END = 1, 3
+
+
+def search(model, params, sources, **how):
+    how = {"start": START, "end": END, "vocab_size": model.config.vocab_size} | how
+    return beams.beam_search(*for_decoding(model, params), sources, **how)
+
+
+def with_opinions(config, seed):
+    model, params = make_model(config, seed=seed)
+    return model, jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
+
+
+@pytest.mark.parametrize("alpha", [0.6, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 2.0))])
+def test_a_wide_search_finds_the_best_of_all_targets(alpha):
+    """Every target of up to block_size tokens, scored by the whole model."""
+    model, params = with_opinions(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), 3)
+    source, others = [1, 2, 0], [token for token in range(5) if token != END]
+    scored = []
+    for length in (1, 2, 3):
+        texts = [[*text, END] for text in itertools.product(others, repeat=length - 1)]
+        texts += [list(text) for text in itertools.product(others, repeat=3)] if length == 3 else []
+        rows_BT = jnp.array([[START, *text] for text in texts])
+        logprobs_BTV = jax.nn.log_softmax(
+            logits(model, params, rows_BT[:, :-1], jnp.tile(jnp.array(source), (len(texts), 1)))
+        )
+        nats_B = jnp.take_along_axis(logprobs_BTV, rows_BT[:, 1:, None], axis=2)[:, :, 0].sum(axis=1)
+        scored += zip((nats_B / ((5 + length) / 6) ** alpha).tolist(), texts, strict=True)
+    score, best = max(scored)
+    found = search(model, params, [source], beams=64, length_penalty=alpha)
+    assert found.tokens[0][0] == [token for token in best if token != END]
+    assert found.scores[0][0] == pytest.approx(score, abs=1e-4)
+    assert found.scores[0] == sorted(found.scores[0], reverse=True)
+    assert len({tuple(text) for text in found.tokens[0]}) == len(found.tokens[0])  # none twice
+
+
+def test_one_beam_is_greedy_and_the_batch_does_not_matter():
+    model, params = with_opinions(CONFIG, 1)
+    sources = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3], [5, 8]]
+    found = search(model, params, sources, beams=1, length_penalty=0.0)
+    for source, (written,) in zip(sources, found.tokens, strict=True):
+        target = [START]
+        while len(target) <= CONFIG.block_size:
+            padded = jnp.array([[*target, *[0] * (CONFIG.block_size - len(target))]])  # what comes later is not read
+            target.append(int(logits(model, params, padded, jnp.array([source]))[0, len(target) - 1].argmax()))
+        assert written == list(itertools.takewhile(lambda token: token != END, target[1:]))
+    wide = search(model, params, sources, beams=5, length_penalty=0.0)
+    assert all(w[0] >= n[0] - 1e-5 for w, n in zip(wide.scores, found.scores, strict=True))
+    assert search(model, params, sources[:1], beams=5, length_penalty=0.0).tokens[0] == wide.tokens[0]
+
+
+def test_a_search_waits_for_a_longer_target_that_may_yet_win():
+    """Tokens that follow each other by a table. After 0 the end is the likeliest, and 1 the next: then for ever 1."""
+    sizes = dict(vocab_size=4, n_layer=1, n_encoder_layer=1, position="none", scale_embeddings=False, block_size=6)
+    config = dataclasses.replace(CONFIG, **sizes, norm="rmsnorm", norm_position="pre", tie_embeddings=False)
+    model, params = make_model(config)
+    params = jax.tree.map(np.zeros_like, params)
+    params["wte"]["embedding"] += np.eye(4, 8, dtype=np.float32)  # whose norm is sqrt(8) times it
+    params["ln_f"]["scale"] += 1.0
+    after_0, after_1 = np.log([0.02, 0.45, 0.03, 0.5]), np.log([0.01, 0.97, 0.01, 0.01])
+    params["lm_head"]["kernel"][:2] += np.float32([after_0, after_1]) / 8**0.5
+    found = search(model, params, [[2]], beams=1, start=0, length_penalty=2.0)
+    assert found.tokens == [[[1] * 6]]
+    assert found.scores[0][0] == pytest.approx((np.log(0.45) + 5 * np.log(0.97)) / (11 / 6) ** 2, rel=1e-4)
+    shorter = search(model, params, [[2]], beams=1, start=0, length_penalty=0.0)
+    assert (shorter.tokens, shorter.scores[0][0]) == ([[[]]], pytest.approx(np.log(0.5), rel=1e-4))  # the end counts
+
+
+# Pairs -----------------------------------------------------------------------------------------------------------------
+
+TEXTS = [(f"{n} " + "x" * (n % 5), "y" * (n % 7 + 1)) for n in range(40)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\ufeff" + "\n".join(f"{source}\t{target}" for source, target in TEXTS) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "raw, said",
+    [
+        (b"a\tb\nonly one\n", ":2: got 'only one', needs two texts with one tab"),
+        (b"a\tb\tc\n", "needs two texts with one tab"),
+        (b"\tb\n", "needs two texts"),
+        (b"a\tb\na\t\xf1o\n", ":2 is not UTF-8 text: byte 0xf1"),
+    ],
+)
+def test_lines_that_will_not_do(tmp_path, raw, said):
+    (tmp_path / "bad.tsv").write_bytes(raw)
+    with pytest.raises(UserError, match=said):
+        list(pairs.read_pairs(tmp_path / "bad.tsv"))
+
+
+def test_each_pair_once_an_epoch_and_whole(path):
+    """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
+    assert list(pairs.read_pairs(path)) == TEXTS
+    tokenizer, T = ByteTokenizer(), 16
+    split = pairs.Pairs.encode(TEXTS, tokenizer, T)
+    for batches in (
+        validation_batches(split, block_size=T, batch_size=4),
+        itertools.islice(training_batches(split, block_size=T, batch_size=1, seed=3), split.rows),
+    ):
+        found = []
+        for batch in batches:
+            for row in range(len(batch.inputs_BT)):
+                source_S, read_S = (batch.extras[name][row] for name in ("source_BS", "source_segments_BS"))
+                for number in range(1, batch.segments_BT[row].max() + 1):
+                    here = batch.segments_BT[row] == number
+                    assert batch.mask_BT[row, here].all() and batch.inputs_BT[row, here][0] == ord("\t")
+                    target = tokenizer.decode(batch.targets_BT[row, here])
+                    found.append((tokenizer.decode(source_S[read_S == number]), target.removesuffix("\n")))
+        assert sorted(found) == sorted(TEXTS)
+    short = pairs.Pairs.encode(TEXTS, tokenizer, 6)
+    assert short.left_out == sum(max(len(source), len(target) + 1) > 6 for source, target in TEXTS) > 0
+    with pytest.raises(UserError, match="no single token for a tab"):
+        pairs.target_ids(IdTokenizer(5))
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_prepared_and_split(path, tokenizer):
+    config = pairs.PairsConfig(path=str(path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.25)
+    dataset = config.open_dataset(GPTConfig(block_size=16))
+    assert len(dataset.train.lengths) == 30 and len(dataset.val.lengths) == 10
+    assert dataset.tokenizer.decode(dataset.val.read(0)[0]) == "\t".join(TEXTS[30]) + "\n"
+    with pytest.raises(UserError, match="no pair fits into block_size=1"):
+        config.open_dataset(GPTConfig(block_size=1))
+
+
+@pytest.mark.parametrize(
+    "n, words",
+    [
+        (0, "cero"),
+        (16, "dieciséis"),
+        (21, "veintiuno"),
+        (100, "cien"),
+        (715, "setecientos quince"),
+        (21_000, "veintiún mil"),
+        (31_022, "treinta y un mil veintidós"),
+        (101_101, "ciento un mil ciento uno"),
+        (1_001_001, "un millón mil uno"),
+        (121_500_900, "ciento veintiún millones quinientos mil novecientos"),
+    ],
+)
+def test_spanish(n, words):
+    assert pairs.spell_number(n) == words
+
+
+def test_the_numbers():
+    found = list(pairs.spanish_numbers())
+    numbers = [int(digits) for _, digits in found[::2]]
+    assert found[1::2] == [(digits, words) for words, digits in found[::2]]
+    assert len(set(numbers)) == len({words for words, _ in found[::2]}) == pairs.COUNT
+    assert [words for words, _ in found[:2000:2]] == [pairs.spell_number(n) for n in numbers[:1000]]
+    # What is held out at 0.05, as the experiment does: whole numbers, both ways, and none that is trained on.
+    assert int(2 * pairs.COUNT * (1.0 - 0.05)) == 380_000
+
+
+# From the file to the target -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on pairs that are turned round: it has seen them all, and knows them."""
+    directory = tmp_path_factory.mktemp("encoder")
+    path, rng = directory / "pairs.tsv", np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcd"), rng.integers(1, 5))) for _ in range(60)]
+    path.write_text("".join(f"{word}\t{word[::-1].upper()}\n" for word in words))
+    plain: Experiment = tiny_experiment(path, steps=8, eval_every=4)
+    experiment = dataclasses.replace(
+        plain,
+        model=dataclasses.replace(CONFIG, vocab_size=None, norm_position="pre"),
+        data=pairs.PairsConfig(path=str(path), tokenizer="char"),
+        optim=OptimConfig(warmup_steps=2, schedule="inverse_sqrt", label_smoothing=0.1),
+    )
+    return experiment, fit(experiment, directory / "run", progress=False)
+
+
+def test_a_run_is_opened_and_extended(trained):
+    """Its classes are named in experiment.json, and found again."""
+    experiment, run = trained
+    record = json.loads((run.directory / "experiment.json").read_text())["experiment"]
+    assert record["model"]["class"] == "encoder_decoder:EncoderDecoderConfig"
+    again = load(run.directory, which="last")
+    assert again.experiment.model == experiment.model and again.experiment.data == experiment.data
+    longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=10))
+    assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
+    done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
+    assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr
+
+
+def test_a_target_that_the_run_writes_is_exact(trained):
+    _, run = trained
+    sources = ["abc", "d", "ca", "bb"]
+    written = translate.translate(run, sources)
+    assert written == translate.translate(run, sources[::-1])[::-1] and all(len(text) <= 8 for text in written)
+    fits = [(source, text) for source, text in zip(sources, written, strict=True) if text and len(text) < 8]
+    spoilt = [*fits, ("aa", "AAAA" if translate.translate(run, ["aa"]) != ["AAAA"] else "B")]
+    split = pairs.Pairs.encode(spoilt, run.tokenizer, 8)
+    right, missed = translate.count_exact(run, split)
+    assert right == len(fits) and [(source, target) for source, target, _ in missed] == spoilt[-1:]
+
+
+def test_all_targets_of_a_run_that_is_always_right_are_exact(monkeypatch):
+    """In batches of any size, to the last token of the context; and none where the end is missing."""
+    tokenizer = ByteTokenizer()
+    texts = [("a" * 20, "b" * 4), ("c" * 4, "d" * 20), ("e", "f"), ("g" * 3, "h" * 28), ("i" * 28, "j" * 3)]
+    known, run = dict(texts), types.SimpleNamespace(tokenizer=tokenizer)
+    for size, wrong in itertools.product((1, 2, 256), ("", "z")):
+        monkeypatch.setattr(translate, "PAIRS_AT_ONCE", size)
+        monkeypatch.setattr(
+            translate,
+            "search",
+            lambda run, sources, beams, wrong=wrong: [
+                tokenizer.encode(known[tokenizer.decode(source)] + wrong).tolist() for source in sources
+            ],
+        )
+        right, missed = translate.count_exact(run, pairs.Pairs.encode(texts, tokenizer, 32))
+        assert (right, len(missed)) == ((5, 0) if not wrong else (0, 5))
+
+
+@pytest.mark.slow
+def test_the_programs_run(trained, tmp_path):
+    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --train.steps 2"
+    more = f"--optim.warmup-steps 1 --train.batch-size 2 --data.path {trained[0].data.path} --data.tokenizer char"
+    done = run_command(str(FOLDER / "train.py"), *options.split(), *more.split(), "--run-dir", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_command(str(FOLDER / "translate.py"), "r", "--beams", "2", cwd=tmp_path)
+    assert done.returncode == 0 and "of 6 pairs exact" in done.stdout, done.stderr
+    done = run_command(str(FOLDER / "translate.py"), "r", "abc", "d", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("\n") == 2, done.stderr
