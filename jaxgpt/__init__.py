@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxgpt.config import Experiment as Experiment
     from jaxgpt.config import GPTConfig as GPTConfig
     from jaxgpt.config import LoraConfig as LoraConfig
+    from jaxgpt.config import ObjectiveConfig as ObjectiveConfig
     from jaxgpt.config import OptimConfig as OptimConfig
     from jaxgpt.config import ParallelConfig as ParallelConfig
     from jaxgpt.config import TrainConfig as TrainConfig
@@ -42,6 +43,7 @@ _HOME = {
     "GPTConfig": "config",
     "Generated": "sample.engine",
     "LoraConfig": "config",
+    "ObjectiveConfig": "config",
     "OptimConfig": "config",
     "ParallelConfig": "config",
     "Run": "run",
