@@ -17,7 +17,7 @@ from tyro.conf import arg
 
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
-from jaxgpt.config import Experiment
+from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
@@ -85,7 +85,8 @@ def train(
     prompt = _print_sample(run, experiment)
     chat = ["--chat"] if experiment.data.is_chat else []
     words = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt] if prompt else []
-    print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
+    if type(run.model.config) is GPTConfig:  # commands do not know the classes of an experiment's own file
+        print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
 
 
 def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:

@@ -233,16 +233,6 @@ def test_a_failed_answer_is_asked_again(visit, fake):
     assert asked == [{"role": "user", "content": "Hello again"}] and not page.is_visible(f"text={fake.message}")
 
 
-def test_a_model_with_an_encoder_reads_text(visit, fake):
-    fake.encoder = True
-    page = visit()
-    begin(page)
-    assert fake.bodies("/v1/completions")[0]["prompt"] == PROMPT
-    page.locator(".tok").nth(2).click()
-    page.locator(".choices button").nth(1).click()
-    assert len(fake.bodies("/v1/completions")) == 1 and not page.is_visible("text=Continue")
-
-
 def test_by_keyboard_alone(visit, fake):
     page = visit()
     page.keyboard.press("Tab")
