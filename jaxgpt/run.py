@@ -245,19 +245,18 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    tries = 5  # a process that trains may remove a checkpoint before it is read
-    while True:
+    for attempt in range(5):  # a process that trains may remove a checkpoint before it is read
         try:
             checkpoints = open_checkpoints(metadata.directory)
             steps = _choose_steps(checkpoints, metadata.directory, which, average)
+            val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
             params = restore_merged_params(metadata, checkpoints, steps[0], like)
             for count, step in enumerate(steps[1:], start=2):
                 more = restore_merged_params(metadata, checkpoints, step, like)
                 params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
             break
         except CheckpointRemoved:
-            tries -= 1
-            if not tries:
+            if attempt == 4:
                 raise
     return Run(
         directory=metadata.directory,
@@ -267,7 +266,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         params=one_copy(params),
         tokenizer=tokenizer,
         step=steps[0],
-        val_loss=checkpoints.val_loss(steps[0]) if len(steps) == 1 else None,
+        val_loss=val_loss,
     )
 
 
@@ -281,15 +280,15 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
             )
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
-    if step is None:
+    steps: list[int] = []
+    while step is not None:
+        steps.append(step)
+        if len(steps) == (average or 1):
+            return steps
+        step = checkpoints.latest_valid(before=step)
+    if not steps:
         raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were being read")
-    steps = [step]
-    while len(steps) < (average or 1):
-        earlier = checkpoints.latest_valid(before=steps[-1])
-        if earlier is None:
-            raise UserError(
-                f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {step}. Give "
-                f"{len(steps)} or fewer; --train.keep-last keeps more"
-            )
-        steps.append(earlier)
-    return steps
+    raise UserError(
+        f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {steps[0]}. Give "
+        f"{len(steps)} or fewer; --train.keep-last keeps more"
+    )

@@ -24,8 +24,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.runs.autopsy import NonFiniteReport, autopsy_directory, debug_step, format_report, gather_params
-from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, open_checkpoints
+from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report, gather_params
+from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import reopen_training
@@ -41,7 +41,7 @@ class ReplayResult:
 
     step: int
     start: int  # the step whose state the replay started from
-    origin: str  # where that state is from: the autopsy of the step, a checkpoint, or the seed
+    origin: str  # where that state is from: a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
     skipped: str | None  # reason; None: the step was taken
@@ -53,7 +53,7 @@ class ReplayResult:
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
     """Repeat the steps of a run up to `step`, with its configuration and data. Writes nothing.
 
-    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed.
+    The replay starts from the newest checkpoint before that step, else from the seed.
 
     Args:
         run: directory of the run. None means the newest under `runs/`.
@@ -69,13 +69,8 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     if not 1 <= step <= steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
     training = reopen_training(metadata, remedy="to replay a step, put that text back")
-    start, origin = 0, "the seed"
-    examined = Checkpoints(autopsy_directory(directory, step) / "state")
-    for name, checkpoints in (("the state in the autopsy", examined), ("the checkpoint", training.checkpoints)):
-        if (newest := checkpoints.latest_valid(before=step)) is not None:
-            start, origin = newest, f"{name}, after step {newest}"
-            training = dataclasses.replace(training, checkpoints=checkpoints)
-            break
+    start = training.checkpoints.latest_valid(before=step) or 0
+    origin = f"the checkpoint, after step {start}" if start else "the seed"
     trainer = training.trainer
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     taken = training.take_steps(training.restore_or_init(start), start, step)

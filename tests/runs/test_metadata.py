@@ -18,7 +18,7 @@ from jaxgpt.run import load
 from jaxgpt.runs.directory import read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.runs.resume import CHANGEABLE
+from jaxgpt.runs.training import CHANGEABLE
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from tests.conftest import REPOSITORY, TEXT

@@ -24,7 +24,7 @@ from jaxgpt.loss import make_loss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run
-from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
 from jaxgpt.sample.quantize import with_decode_matrices

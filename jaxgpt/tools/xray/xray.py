@@ -20,7 +20,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
-from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import stream
 from jaxgpt.sample.quantize import DECODE_MATRIX
