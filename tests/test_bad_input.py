@@ -27,8 +27,8 @@ ROWS = table()
 
 # Words that tell what to do, or what would have done.
 REMEDY = re.compile(
-    r"needs?\b|needed|give|take|see |did you mean|name |repair|delete|put back|there (is|are)|it has|outside|reads|"
-    r"train (it|one)|known are|download|of another model|import those|leave|lower|correct it|unset|lies|Look at|fetch|unpack|exceeds|is not|damaged|cannot|only",
+    r"needs?\b|needed|give|take|see |did you mean|name |delete|put back|there (is|are)|it has|outside|reads|train (it|one)|"
+    r"known are|download|import those|leave|lower|correct it|unset|Look at|unpack|exceeds|is not|damaged|cannot|only",
     re.I,
 )
 
