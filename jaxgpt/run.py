@@ -245,7 +245,8 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    for attempt in range(5):  # a process that trains may remove a checkpoint before it is read
+    tries = 5  # a process that trains may remove a checkpoint before it is read
+    while True:
         try:
             checkpoints = open_checkpoints(metadata.directory)
             steps = _choose_steps(checkpoints, metadata.directory, which, average)
@@ -256,7 +257,8 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
                 params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
             break
         except CheckpointRemoved:
-            if attempt == 4:
+            tries -= 1
+            if not tries:
                 raise
     return Run(
         directory=metadata.directory,

@@ -163,8 +163,6 @@ def _experiments(place: Path) -> None:
         "field": "from jaxgpt import *\nexperiment = Experiment(name='x', layers=3)\n",
         "coding": "# coding: klingon\n" + GOOD,
         "other": "from jaxgpt import *\nmine = Experiment(name='x')\n",
-        "variants_list": "variants = [1]\n",
-        "variants_one": GOOD + "variants = {'a': experiment}\n",
         "variants_data": GOOD
         + "variants = {'a': experiment, 'b': Experiment(name='x', data=DataConfig(tokenizer='byte'))}\n",
     }.items():

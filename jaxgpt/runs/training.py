@@ -26,7 +26,7 @@ from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
-from jaxgpt.runs.pretrained import Weights, load_base, resolve_init_from
+from jaxgpt.runs.pretrained import Weights, resolve_init_from
 from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys
 
 # Prefixes of the fields that may differ when a run is resumed. All others decide the result.
@@ -106,9 +106,15 @@ class Training:
             return next(batches)
 
     def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
-        train, T = self.experiment.train, self.experiment.model.block_size
-        more: dict[str, Any] = {"seed": train.seed, "start_step": start, "rows": rows, "prefetch": prefetch}
-        return training_batches(self.dataset.train, block_size=T, batch_size=train.batch_size, **more)
+        return training_batches(
+            self.dataset.train,
+            block_size=self.experiment.model.block_size,
+            batch_size=self.experiment.train.batch_size,
+            seed=self.experiment.train.seed,
+            start_step=start,
+            rows=rows,
+            prefetch=prefetch,
+        )
 
     def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
         """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
@@ -120,23 +126,34 @@ class Training:
 
     def validation_windows(self) -> Iterator[Batch]:
         """Yield the batches over which the validation loss is measured, sharded over the devices."""
-        strategy, T = self.trainer.strategy, self.experiment.model.block_size
+        strategy = self.trainer.strategy
         size = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
-        more: dict[str, Any] = {"max_tokens": self.experiment.train.eval_tokens, "rows": strategy.local_rows(size)}
-        windows = validation_batches(self.dataset.val, block_size=T, batch_size=size, **more)
+        windows = validation_batches(
+            self.dataset.val,
+            block_size=self.experiment.model.block_size,
+            batch_size=size,
+            max_tokens=self.experiment.train.eval_tokens,
+            rows=strategy.local_rows(size),
+        )
         yield from map(strategy.shard_batch, windows)
 
 
 def open_training(
-    experiment: Experiment, directory: Path, recorded: RunMetadata | None, *, extend: bool | None = None
+    experiment: Experiment,
+    directory: Path,
+    recorded: RunMetadata | None,
+    *,
+    extend: bool | None = None,
+    remedy: str = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh",
 ) -> Training:
     """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
 
     Args:
         experiment: the experiment as the user configured it.
         directory: the run directory.
-        recorded: the metadata of the run to resume. None means a new run.
+        recorded: the metadata of the run to resume, or to take steps of again. None means a new run.
         extend: see `jaxgpt.fit`.
+        remedy: see `reopen_dataset`.
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
@@ -145,7 +162,6 @@ def open_training(
     if recorded is None:
         dataset = prepare_for(resolved.model, resolved.data)
     else:
-        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
         dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
@@ -160,23 +176,6 @@ def open_training(
         trainer=trainer,
         weights=weights,
         checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
-    )
-
-
-def reopen_training(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Training:
-    """Return a run as it was trained, to take its steps again. Nothing is written.
-
-    Raises `UserError` if the text is missing or has changed. Arguments: see `reopen_dataset`.
-    """
-    experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
-    return Training(
-        directory=metadata.directory,
-        given=metadata.given,
-        experiment=experiment,
-        dataset=reopen_dataset(metadata, data, remedy=remedy),
-        trainer=make_trainer(experiment, recorded=experiment),
-        weights=None if metadata.origin is None else functools.partial(load_base, metadata),
-        checkpoints=Checkpoints(metadata.directory / "checkpoints"),
     )
 
 

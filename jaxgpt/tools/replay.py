@@ -28,7 +28,7 @@ from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report, gath
 from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import reopen_training
+from jaxgpt.runs.training import open_training
 from jaxgpt.train import NOT_FINITE, why_skipped
 
 SHARE = 0.035  # of a run's steps to take again by default
@@ -68,7 +68,8 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     step, steps = check_whole("step", step), metadata.experiment.train.steps
     if not 1 <= step <= steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
-    training = reopen_training(metadata, remedy="to replay a step, put that text back")
+    remedy = "to replay a step, put that text back"
+    training = open_training(metadata.experiment, directory, metadata, remedy=remedy)
     start = training.checkpoints.latest_valid(before=step) or 0
     origin = f"the checkpoint, after step {start}" if start else "the seed"
     trainer = training.trainer
@@ -168,7 +169,9 @@ def audit(
         if not is_there(Path(data), "Name another text with --data."):
             raise UserError(f"no file or folder at {data}: name another text with --data")
         config = dataclasses.replace(config, path=data)
-    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    experiment = dataclasses.replace(metadata.experiment, data=config)
+    remedy = "to audit it, name that text with --data"
+    training = open_training(experiment, metadata.directory, metadata, remedy=remedy)
     lines = read_metrics(training.metrics)
     log = {line["step"]: line for line in lines if "val_loss" not in line}
     val_losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
