@@ -12,6 +12,7 @@ without a manifest. It cannot record a validation loss later, and opening it is 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import jax
 from flax import struct
 
 from jaxgpt.errors import CheckpointSaveError, UserError, reason_of, shell_line
-from jaxgpt.files import json_sha256, sha256, write_whole
+from jaxgpt.files import json_sha256, write_whole
 from jaxgpt.parallel import multihost
 from jaxgpt.train import Params, SkipState, TrainState
 
@@ -376,9 +377,14 @@ def _finite(loss: float | None) -> float | None:
 
 def _measure(directory: Path) -> dict[str, list]:
     """Return {relative path: [bytes, SHA-256]} of all files but the manifest."""
+
+    def measure(path: Path) -> list:
+        with path.open("rb") as f:  # an `OSError` if training has removed it
+            return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
+
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        found = pool.map(lambda path: [path.stat().st_size, sha256(path)], paths)
+        found = pool.map(measure, paths)
         return {path.relative_to(directory).as_posix(): measured for path, measured in zip(paths, found, strict=True)}
 
 
