@@ -30,7 +30,7 @@ from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.config import differences, from_dict
 from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
-from jaxgpt.runs.resume import CHANGEABLE, describe_data_changes
+from jaxgpt.runs.training import CHANGEABLE, describe_data_changes
 from jaxgpt.statistics import t_quantile
 from jaxgpt.tools.grid import train_or_resume
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
 import secrets
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,16 +38,12 @@ def read_lines(path: str | Path, longest: int, remedy: str) -> Iterator[tuple[st
     The file may have any size. Raises `UserError`, ending with `remedy`, for a line of more than `longest` bytes.
     """
     with open_file(path) as f:
-        for number in itertools.count(1):
-            raw = f.readline(longest + 1)
-            if not raw:
-                return
-            where = f"{path}:{number}"
+        for number, raw in enumerate(iter(lambda: f.readline(longest + 1), b""), 1):
             if len(raw) > longest:
-                raise UserError(f"{where}: the line is longer than {longest:,} bytes: {remedy}")
+                raise UserError(f"{path}:{number}: the line is longer than {longest:,} bytes: {remedy}")
             raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if raw.strip():
-                yield where, raw
+                yield f"{path}:{number}", raw
 
 
 def open_file(path: str | Path) -> io.BufferedReader:
@@ -67,10 +63,7 @@ def open_file(path: str | Path) -> io.BufferedReader:
 def read_bytes(path: str | Path, most: int) -> bytes:
     """Read a regular file. Raises `UserError` if it has more than `most` bytes."""
     with open_file(path) as f:
-        try:
-            raw = f.read(most + 1)
-        except OSError as e:
-            raise UserError(f"cannot read {path}: {e.strerror}") from None
+        raw = f.read(most + 1)
     if len(raw) > most:
         raise UserError(f"{path} is larger than {most:,} bytes, the limit for such a file: name another")
     return raw
@@ -118,11 +111,9 @@ def parse_json(raw: str | bytes, where: str) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = {}
-        for name, value in pairs:
-            if name in found:
-                raise ValueError(f"the key {name!r} appears twice")
-            found[name] = value
+        if len(found := dict(pairs)) < len(pairs):
+            name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the key {name!r} appears twice")
         return found
 
     def no_number(name: str) -> None:
@@ -151,13 +142,12 @@ def make_cache(directory: Path) -> None:
     """Make a directory of the cache and check that it is writable."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
         raise UserError(
             f"cannot write into the cache {directory}: {why}. Set JAXGPT_CACHE to another directory."
-        ) from None
+        ) from e
 
 
 def new_file(path: str, *, force: bool) -> Path:
@@ -166,15 +156,13 @@ def new_file(path: str, *, force: bool) -> Path:
     Raises `UserError` if there is anything else without `force`, or if its directory does not exist.
     """
     out = Path(path)
-    there = is_there(out, "Name another with --out.")
-    if there and out.is_dir():
-        raise UserError(f"{out} is a directory: name a file with --out")
-    if there and not force:
+    if is_there(out, "Name another with --out."):
+        if out.is_dir():
+            raise UserError(f"{out} is a directory: name a file with --out")
         with open_file(out) as f:
-            is_ours = GENERATOR.encode() in f.read(256)
-        if not is_ours:
-            raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")
-    if not out.parent.is_dir():
+            if not force and GENERATOR.encode() not in f.read(256):
+                raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")
+    elif not out.parent.is_dir():
         raise UserError(f"there is no directory {out.parent} for {out.name}: make it, or name another with --out")
     return out
 

@@ -24,13 +24,20 @@ from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import check_replicas
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.parallel.watchdog import Watchdog, watch
+from jaxgpt.parallel.watchdog import watch
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
-from jaxgpt.runs.directory import RUNS, RunMetadata, extend_metadata, is_run, lock_run, read_metadata, write_metadata
+from jaxgpt.runs.directory import (
+    RUNS,
+    extend_metadata,
+    is_resumable,
+    is_run,
+    lock_run,
+    read_metadata,
+    write_metadata,
+)
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
-from jaxgpt.runs.resume import is_resumable
 from jaxgpt.runs.training import Training, open_training
 from jaxgpt.train import NOT_FINITE, Metrics, TrainState, why_skipped
 
@@ -68,180 +75,162 @@ def fit(
     directory = Path(run_dir) if run_dir is not None else RUNS / experiment.name
     multihost.initialize(experiment.parallel)
     first_device()  # here, so that JAX reports a missing device before anything else is done
-    with watch(experiment.parallel.watchdog) as watchdog:
-        # Everything that the user can repair is checked before anything is written.
+    is_first = multihost.is_process_0()
+    with watch(experiment.parallel.watchdog) as watchdog, contextlib.ExitStack() as stack:
+        # Resolve the experiment, open its data, build and check all that is compiled. The user can repair what fails
+        # here, so nothing is written yet.
         recorded = read_metadata(directory) if is_resumable(directory, fresh) else None
         training = open_training(experiment, directory, recorded, extend=extend)
+        experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
+        config, check_every = experiment.train, experiment.parallel.check_replicas_every
         multihost.barrier("everything is checked")
-        watchdog.directory, watchdog.last_step = directory, training.checkpoints.last
-        with contextlib.ExitStack() as lock:
-            start = multihost.on_process_0(lambda: _begin(training, recorded, lock, fresh=fresh))
-            _train(training, start, watchdog, callbacks, progress=progress)
-        return load_run(read_metadata(directory))
+        watchdog.directory, watchdog.last_step = directory, checkpoints.last
 
+        # Open the run directory, and rewind it to its newest good checkpoint.
+        def open_directory() -> int:
+            stack.enter_context(lock_run(directory, fresh))
+            if recorded is None:
+                if is_run(directory):
+                    raise UserError(
+                        f"another process has just started a run in {directory}: to resume it, run this again"
+                    )
+                weights, dataset = None if training.weights is None else training.weights(), training.dataset
+                if weights is not None:
+                    keep_companions(weights.directory, directory)
+                write_metadata(
+                    directory,
+                    training.given,
+                    dataset.tokenizer,
+                    data=dataset.fingerprint,
+                    vocab_size=experiment.model.vocab_size,
+                    tokenizer_config=dataset.tokenizer_config,
+                    origin=None if weights is None else weights.describe(experiment.model),
+                )
+            elif recorded.given.train.steps < config.steps:
+                extend_metadata(directory, training.given)
+            step = checkpoints.rewind()
+            rewind_metrics(training.metrics, step)
+            return step
 
-def _begin(training: Training, recorded: RunMetadata | None, lock: contextlib.ExitStack, *, fresh: bool) -> int:
-    """Lock the directory, make it a run, and rewind it to its newest good checkpoint, whose step is returned."""
-    directory, checkpoints = training.directory, training.checkpoints
-    lock.enter_context(lock_run(directory, fresh))
-    if recorded is None:
-        if is_run(directory):
-            raise UserError(f"another process has just started a run in {directory}: to resume it, run this again")
-        weights, model = None if training.weights is None else training.weights(), training.experiment.model
-        if weights is not None:
-            keep_companions(weights.directory, directory)
-        write_metadata(
-            directory,
-            training.given,
-            training.dataset.tokenizer,
-            data=training.dataset.fingerprint,
-            vocab_size=model.vocab_size,
-            tokenizer_config=training.dataset.tokenizer_config,
-            origin=None if weights is None else weights.describe(model),
-        )
-    elif recorded.given.train.steps < training.given.train.steps:
-        extend_metadata(directory, training.given)
-    checkpoints.remove_partial()
-    step = checkpoints.latest_valid() or 0
-    checkpoints.quarantine_after(step)
-    rewind_metrics(training.metrics, step)
-    return step
+        start = multihost.on_process_0(open_directory)
 
+        # Compile, beside the restoring or the making of the state.
+        compiled = training.start_compiling(start)
+        state, batches = training.restore_or_init(start), training.batches(start)
+        log = RunLog(training, start, callbacks, show=progress and is_first)
+        compared = start  # the last step after which the copies of the state on several devices were compared
+        is_examined = is_lost = False  # whether a step that is not finite was examined; whether a process is lost
+        numbers = itertools.count(start + 1)
 
-def _train(
-    training: Training,
-    start: int,
-    watchdog: Watchdog,
-    callbacks: Sequence[Callable[[loop.Line], None]],
-    *,
-    progress: bool,
-) -> None:
-    """Train to the end, from the checkpoint of step `start`. 0 means from the initial parameters."""
-    experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
-    config, directory, is_first = experiment.train, training.directory, multihost.is_process_0()
-    compiled = training.start_compiling(start)
-    state, batches = training.restore_or_init(start), training.batches(start)
-    log = RunLog(training, start, callbacks, show=progress and is_first)
-    compared = start  # the last step after which the copies of the state on several devices were compared
-    is_examined = False  # whether an autopsy of a step that is not finite was tried
+        def take_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+            watchdog.beat(step := next(numbers))
+            state, metrics = compiled(state, batch, key)
+            if trainer.checksums and check_every and step % check_every == 0:
+                metrics["checksums"] = trainer.checksums(state)
+            return state, metrics
 
-    def with_heartbeats() -> Iterator[Batch]:
-        for step, batch in enumerate(batches, start + 1):
-            watchdog.beat(step)
-            yield batch
+        def compare(step: int, checksums: jax.Array) -> None:
+            nonlocal compared
+            check_replicas(checksums, trainer.strategy.devices, compared, step)
+            compared = step
 
-    def step_with_checksums(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        state, metrics = compiled(state, batch, key)
-        step, every = next(numbers), experiment.parallel.check_replicas_every
-        if trainer.checksums and every and step % every == 0:
-            metrics["checksums"] = trainer.checksums(state)
-        return state, metrics
-
-    numbers = itertools.count(start + 1)
-
-    def compare(step: int, checksums: jax.Array) -> None:
-        nonlocal compared
-        check_replicas(checksums, trainer.strategy.devices, compared, step)
-        compared = step
-
-    def on_metrics(step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
-        nonlocal is_examined
-        if "checksums" in metrics:
-            compare(step, metrics["checksums"])
-        if not int(metrics["in_a_row"]):  # the step was taken
-            return
-        why = why_skipped(metrics)
-        if int(metrics["skipped"]) == NOT_FINITE and not is_examined:
-            is_examined = True
-            if is_first:
-                watchdog.beat(step, slow=True)
-                with log.clock.paused():
-                    why = write_autopsy(training, state=state, step=step, metrics=metrics, later=later)
-        log.say(f"step {step} skipped: {why}")
-
-    def validate(step: int, state: TrainState) -> float | None:
-        def windows() -> Iterator[Batch]:
-            for number, window in enumerate(training.validation_windows()):
-                watchdog.beat(step, slow=not number)  # the first one is compiled for
-                yield window
-                if stop(None) is not None:
-                    return
-
-        with log.clock.paused():
-            val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), windows())
-        return val_loss if stop(None) is None else None
-
-    def save(step: int, state: TrainState, val_loss: float | None) -> None:
-        watchdog.beat(step, slow=True)
-        if trainer.checksums and compared < step:
-            compare(step, trainer.checksums(state))
-        if is_first and not is_run(directory):
-            raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
-        with log.clock.paused():
-            checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
-        log.tell({"step": step, "saved": step})
-
-    def stop(step: int | None) -> str | None:
-        if step is not None:
-            checkpoints.raise_if_failed()
-        return caught(step)
-
-    is_lost = False
-    try:
-        for line in introduction(training, start):
-            log.say(line)
-        with catch_signals() as caught:
-            losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
-            best = min((loss for loss in losses if loss is not None), default=math.inf)
-            is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
-            is_due = start and loop.is_eval_step(start, config) and not is_measured  # a signal had interrupted it
-            if is_due and (val_loss := validate(start, state)) is not None:
+        def on_metrics(step: int, metrics: Metrics, state: TrainState, later: Sequence[Metrics]) -> None:
+            nonlocal is_examined
+            if "checksums" in metrics:
+                compare(step, metrics["checksums"])
+            if not int(metrics["in_a_row"]):  # the step was taken
+                return
+            why = why_skipped(metrics)
+            if int(metrics["skipped"]) == NOT_FINITE and not is_examined:
+                is_examined = True
                 if is_first:
-                    checkpoints.set_val_loss(start, val_loss)
-                val_loss = loop.log_validation(log, start, val_loss, config)
-                best = best if val_loss is None else min(best, val_loss)
-            if (signal := caught(None)) is not None:
-                raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
-            loop.train(
-                step_with_checksums,
-                state,
-                with_heartbeats(),
-                config=config,
-                key=training.dropout_key,
-                max_skipped=experiment.optim.max_skipped,
-                start=start,
-                best=best,
-                log=log,
-                validate=validate,
-                save=save,
-                stop=stop,
-                on_metrics=on_metrics,
-                agree=lambda number: multihost.on_process_0(lambda: number),
-            )
+                    watchdog.beat(step, slow=True)
+                    with log.clock.paused():
+                        why = write_autopsy(training, state=state, step=step, metrics=metrics, later=later)
+            log.say(f"step {step} skipped: {why}")
+
+        def validate(step: int, state: TrainState) -> float | None:
+            def windows() -> Iterator[Batch]:
+                for number, window in enumerate(training.validation_windows()):
+                    watchdog.beat(step, slow=not number)  # the first one is compiled for
+                    yield window
+                    if caught(None) is not None:
+                        return
+
+            with log.clock.paused():
+                val_loss, _ = mean_loss(trainer.eval_step, trainer.merged_params(state), windows())
+            return val_loss if caught(None) is None else None
+
+        def save(step: int, state: TrainState, val_loss: float | None) -> None:
+            watchdog.beat(step, slow=True)
+            if trainer.checksums and compared < step:
+                compare(step, trainer.checksums(state))
+            if is_first and not is_run(directory):
+                raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
+            with log.clock.paused():
+                checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
+            log.tell({"step": step, "saved": step})
+
+        def stop(step: int | None) -> str | None:
+            if step is not None:
+                checkpoints.raise_if_failed()
+            return caught(step)
+
+        try:
+            for line in introduction(training, start):
+                log.say(line)
+            with catch_signals() as caught:
+                losses = map(checkpoints.val_loss, checkpoints.steps())  # unlike metrics.jsonl, these have checksums
+                best = min((loss for loss in losses if loss is not None), default=math.inf)
+                is_measured = any(line["step"] == start and "val_loss" in line for line in log.lines)
+                is_due = start and loop.is_eval_step(start, config) and not is_measured  # a signal had interrupted it
+                if is_due and (val_loss := validate(start, state)) is not None:
+                    if is_first:
+                        checkpoints.set_val_loss(start, val_loss)
+                    val_loss = loop.log_validation(log, start, val_loss, config)
+                    best = best if val_loss is None else min(best, val_loss)
+                if (signal := caught(None)) is not None:
+                    raise Preempted(f"{signal}: step {start} of {config.steps} is saved")
+                loop.train(
+                    take_step,
+                    state,
+                    batches,
+                    config=config,
+                    key=training.dropout_key,
+                    max_skipped=experiment.optim.max_skipped,
+                    start=start,
+                    best=best,
+                    log=log,
+                    validate=validate,
+                    save=save,
+                    stop=stop,
+                    on_metrics=on_metrics,
+                    agree=lambda number: multihost.on_process_0(lambda: number),
+                )
+                checkpoints.wait()
+        except Preempted as e:
             checkpoints.wait()
-    except Preempted as e:
-        checkpoints.wait()
-        command = shell_line("jaxgpt", "train", "--run-dir", directory)
-        raise Preempted(f"{e}. To continue: {command}") from None
-    except Diverged as e:
-        autopsy = directory / "autopsy"
-        spikes = "" if experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
-        raise Diverged(
-            f"{e}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps{spikes}."
-            f"{f' Autopsy in {autopsy}.' if autopsy.is_dir() else ''}"
-            f" The last checkpoint is step {checkpoints.last() or 'none'}."
-        ) from None
-    except Exception as e:
-        is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
-        raise
-    finally:
-        batches.close()
-        log.close()
-        if not is_lost:  # otherwise this would wait for processes that are gone
-            checkpoints.close()
-        if is_first:
-            with contextlib.suppress(OSError):  # a full disk has been reported by now
-                plot_losses(log.lines, directory / "loss.png", experiment.name)
+            raise Preempted(f"{e}. To continue: {shell_line('jaxgpt', 'train', '--run-dir', directory)}") from None
+        except Diverged as e:
+            autopsy = directory / "autopsy"
+            spikes = "" if experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
+            raise Diverged(
+                f"{e}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps{spikes}."
+                f"{f' Autopsy in {autopsy}.' if autopsy.is_dir() else ''}"
+                f" The last checkpoint is step {checkpoints.last() or 'none'}."
+            ) from None
+        except Exception as e:
+            is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
+            raise
+        finally:
+            batches.close()
+            log.close()
+            if not is_lost:  # otherwise this would wait for processes that are gone
+                checkpoints.close()
+            if is_first:
+                with contextlib.suppress(OSError):  # a full disk has been reported by now
+                    plot_losses(log.lines, directory / "loss.png", experiment.name)
+        return load_run(read_metadata(directory))
 
 
 def introduction(training: Training, start: int) -> Iterator[str]:
@@ -249,8 +238,8 @@ def introduction(training: Training, start: int) -> Iterator[str]:
     experiment, trainer, dataset = training.experiment, training.trainer, training.dataset
     strategy, split, train = trainer.strategy, trainer.split, experiment.train
     n_params, in_adapters = trainer.parameters
-    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
     adapters = f" and {in_adapters:,} in adapters, the only ones trained" if in_adapters else ""
+    hardware = f"{len(strategy.devices)} x {device_kind()}, {trainer.options.reason}"
     yield f"{experiment.name}: {n_params:,} parameters{adapters}, {hardware}"
     if trainer.fallback is not None:
         yield trainer.fallback

@@ -237,6 +237,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         try:
             checkpoints = open_checkpoints(metadata.directory)
             steps = _choose_steps(checkpoints, metadata.directory, which, average)
+            val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
             params = restore_merged_params(metadata, checkpoints, steps[0], like)
             for count, step in enumerate(steps[1:], start=2):
                 more = restore_merged_params(metadata, checkpoints, step, like)
@@ -254,7 +255,7 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
         params=one_copy(params),
         tokenizer=tokenizer,
         step=steps[0],
-        val_loss=checkpoints.val_loss(steps[0]) if len(steps) == 1 else None,
+        val_loss=val_loss,
     )
 
 
@@ -268,15 +269,15 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
             )
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
-    if step is None:
+    steps: list[int] = []
+    while step is not None:
+        steps.append(step)
+        if len(steps) == (average or 1):
+            return steps
+        step = checkpoints.latest_valid(before=step)
+    if not steps:
         raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were being read")
-    steps = [step]
-    while len(steps) < (average or 1):
-        earlier = checkpoints.latest_valid(before=steps[-1])
-        if earlier is None:
-            raise UserError(
-                f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {step}. Give "
-                f"{len(steps)} or fewer; --train.keep-last keeps more"
-            )
-        steps.append(earlier)
-    return steps
+    raise UserError(
+        f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {steps[0]}. Give "
+        f"{len(steps)} or fewer; --train.keep-last keeps more"
+    )

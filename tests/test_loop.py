@@ -55,9 +55,11 @@ def test_at_most_two_steps_are_in_flight():
     assert ", ".join(events) == f"{begins}, settle 6, save 6" and state == 6
 
 
-def test_a_loop_begins_after_the_step_of_its_state():
-    events, state, _ = run(TrainConfig(steps=4, eval_every=9, checkpoint_every=2), start=3)
-    assert events == ["begin 4", "settle 4", "save 4"] and state == 4
+def test_long_steps_are_not_left_in_flight(monkeypatch):
+    """A loop begins after the step of its state."""
+    monkeypatch.setattr("jaxgpt.loop.LONG_STEP", 0.01)
+    events, *_ = run(TrainConfig(steps=7, eval_every=9, checkpoint_every=9), start=3, seconds=0.02)
+    assert ", ".join(events[4:]) == "begin 6, settle 6, begin 7, settle 7, save 7"
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_step_waits_for_the_next_taken_one():
@@ -84,19 +86,13 @@ def test_a_signal_goes_before_validation_and_saves():
     assert events[-1] == "save 2" and str(raised) == "SIGTERM: saved step 2 of 9"
 
 
-def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured():
-    asked = []
-
-    def stop(step):
-        asked.append(step)
-        return "SIGINT" if step is None else None
-
+@pytest.mark.parametrize(("val_loss", "saved"), [(None, "2"), (1.5, "2 with 1.5")])
+def test_a_signal_in_a_validation_ends_the_run_with_what_was_measured(val_loss, saved):
     config = TrainConfig(steps=9, eval_every=2, checkpoint_every=99)
-    for val_loss, saved in ((None, "2"), (1.5, "2 with 1.5")):
-        events, _, raised = run(config, stop=stop, validate=lambda step, state, loss=val_loss: loss)
-        assert of_saves(events) == [saved] and ("validation 2" in events) == (val_loss is not None)
-        assert str(raised) == "SIGINT: saved step 2 of 9"
-    assert asked == [1, 2, None] * 2
+    functions = {"stop": lambda step: "SIGINT" if step is None else None, "validate": lambda step, state: val_loss}
+    events, _, raised = run(config, **functions)
+    assert of_saves(events) == [saved] and ("validation 2" in events) == (val_loss is not None)
+    assert str(raised) == "SIGINT: saved step 2 of 9"
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run():
@@ -114,22 +110,6 @@ def test_too_many_skipped_steps_in_a_row_end_the_run():
 def test_a_last_loss_that_is_not_finite_ends_the_run_unsaved():
     events, _, raised = run(TrainConfig(steps=2, eval_every=9), validate=lambda step, state: math.nan)
     assert str(raised) == "the last validation loss is nan" and of_saves(events) == []
-
-
-def test_metrics_are_handed_over_before_their_step_is_logged():
-    events = []
-    run(
-        TrainConfig(steps=2, eval_every=9),
-        on_metrics=lambda step, metrics, state, later: events.append(f"metrics {step}"),
-        log=lambda line: events.append(f"line {line['step']}"),
-    )
-    assert events == ["metrics 1", "line 1", "line 1", "metrics 2", "line 2"]  # the second says when it was compiled
-
-
-def test_long_steps_are_not_left_in_flight(monkeypatch):
-    monkeypatch.setattr("jaxgpt.loop.LONG_STEP", 0.01)
-    events, *_ = run(TrainConfig(steps=4, eval_every=9, checkpoint_every=9), seconds=0.02)
-    assert ", ".join(events[4:]) == "begin 3, settle 3, begin 4, settle 4, save 4"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pickle
 import shutil
 import signal
 import threading
@@ -64,8 +63,6 @@ def test_the_mean_of_the_last_checkpoints(run):
     assert mean.step == 6 and mean.val_loss is None
     earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, one)
     chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6, atol=1e-9)
-    with pytest.raises(UserError, match=rf"average=9: .* has {len(steps)} checkpoints, the last up to step 6"):
-        load(run.directory, average=9)
 
 
 def test_the_run_directory(run, experiment):
@@ -73,31 +70,15 @@ def test_the_run_directory(run, experiment):
     files = {"experiment.json", "tokenizer.json", "metrics.jsonl", "loss.png"}
     assert names == files | {"checkpoints", ".lock"}
     record = json.loads((run.directory / "experiment.json").read_text())
-    assert set(record) == {
-        "format",
-        "sha256",
-        "experiment",
-        "vocab_size",
-        "data",
-        "versions",
-        "device",
-    } | {
-        "command",
-        "imported",
-        "origin",
-    }
+    keys = "format sha256 experiment vocab_size data imported origin versions device command"
+    assert list(record) == keys.split()
     assert record["versions"]["jax"] == jax.__version__
     assert not differences(read_metadata(run.directory).experiment, experiment)
     assert (run.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_metrics(run):
     lines = read_metrics(run.directory / "metrics.jsonl")
-    keys = ["step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds"]
-    assert [list(x) for x in lines if "loss" in x] == [keys] * 6
-    assert [x["step"] for x in lines if "loss" in x] == [1, 2, 3, 4, 5, 6]
-    assert [x["step"] for x in lines if "val_loss" in x] == [3, 6]
-    assert lines[0]["tokens"] == 4 * 8 and lines[0]["mfu"] is None
+    keys = "step tokens loss grad_norm learning_rate tokens_per_second mfu seconds"
+    assert [(x["step"], list(x)) for x in lines if "loss" in x] == [(n, keys.split()) for n in range(1, 7)]
+    assert [x["step"] for x in lines if "val_loss" in x] == [3, 6] and lines[0]["tokens"] == 4 * 8
     seconds = [x["seconds"] for x in lines if "loss" in x]
     assert seconds == sorted(seconds)
 
@@ -133,8 +114,6 @@ def test_stop_strings_streaming_and_a_draft(run):
     assert both[1] == before and stop not in both[0]
     greedy = run.sample("lance", max_new_tokens=12, greedy=True)
     assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
-    with pytest.raises(UserError, match="a stop string is empty"):
-        run.sample("lance", stop=[""])
 
 
 def test_drafted_samples_of_one_prompt_differ(run):
@@ -146,22 +125,14 @@ def test_drafted_samples_of_one_prompt_differ(run):
         run.sample([], **how)
 
 
-def test_a_run_in_another_process(run):
-    """As workers of a pool get it: pickled."""
-    again = pickle.loads(pickle.dumps(run))
-    assert again.model == run.model
-    assert again.sample("lance", max_new_tokens=9, seed=1) == run.sample("lance", max_new_tokens=9, seed=1)
-
-
 @pytest.mark.parametrize(
     "how, said",
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: needs a whole number"),
         ({"max_new_tokens": True}, "max_new_tokens=True: needs a whole number"),
-        ({"seed": 0.5}, "seed=0.5: needs a whole number"),
         ({"seed": 2**32}, "seed=4294967296: needs at most 4,294,967,295"),
         ({"top_k": 2.5}, "top_k=2.5: needs a whole number"),
+        ({"stop": [""]}, "a stop string is empty"),
     ],
 )
 def test_what_a_sample_refuses(run, how, said):
@@ -171,24 +142,25 @@ def test_what_a_sample_refuses(run, how, said):
         list(run.stream("lance", **how))
 
 
-@pytest.mark.parametrize("name", ["sample", "stream"])
-def test_a_misspelt_option_is_pythons_own_error(run, name):
-    with pytest.raises(TypeError, match=rf"Run.{name}\(\) got an unexpected keyword argument 'top_q'"):
-        getattr(run, name)("lance", top_q=0.5)
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"which": "first"}, "which='first'"),
+        ({"which": True}, "which=True: needs best, last or a step"),
+        ({"which": 5}, r"which=5: .* needs a good checkpoint of that step, and has \["),
+        ({"average": 0}, "average=0: needs at least 1"),
+        ({"average": 9}, r"average=9: .* checkpoints, the last up to step 6"),
+    ],
+)
+def test_what_load_refuses(run, how, said):
+    with pytest.raises(UserError, match=said):
+        load(run.directory, **how)
 
 
 def test_numbers_of_numpy_do_for_a_run(run):
     text = run.sample("lance", max_new_tokens=9, seed=1, temperature=0.5)
     assert run.sample("lance", max_new_tokens=np.int32(9), seed=np.int64(1), temperature=np.float32(0.5)) == text
     assert load(run.directory, which=np.int64(6)).step == 6
-    for how, said in (
-        ({"which": True}, "which=True: needs best, last or a step"),
-        ({"which": 1.0}, "which=1.0: needs best, last or a step"),
-        ({"average": 0}, "average=0: needs at least 1"),
-        ({"average": 1.5}, "average=1.5: needs a whole number"),
-    ):
-        with pytest.raises(UserError, match=said):
-            load(run.directory, **how)
 
 
 def test_nothing_to_score(run):
@@ -218,18 +190,6 @@ def test_fewer_bits_hardly_change_the_loss(run):
     exact = evaluate_run(run)["loss"]
     for weights in ("float32", "bfloat16", "int8"):
         assert evaluate_run(run.for_decoding(weights))["loss"] == pytest.approx(exact, abs=0.02)
-
-
-def test_evaluate_takes_any_text(run, tmp_path):
-    path = tmp_path / "t.txt"
-    path.write_text("a village of La Mancha")
-    assert evaluate_run(run, str(path))["tokens"] == 21
-    path.write_text("ñ")
-    with pytest.raises(UserError, match="ñ"):
-        evaluate_run(run, str(path))
-    path.write_text("a")
-    with pytest.raises(UserError, match="1 tokens, needed at least 2"):
-        evaluate_run(run, str(path))
 
 
 class Killed(BaseException):
@@ -411,7 +371,7 @@ def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, m
     with pytest.raises(Killed):
         fit(experiment, run.directory)
     (log,) = logs
-    assert log._file._file.closed and not log._display._bar.live.is_started
+    assert log._file._file.closed and not log._bar.live.is_started
 
 
 def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monkeypatch):
@@ -435,12 +395,6 @@ def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monke
     assert ", ".join(events).startswith(settled)
 
 
-def test_another_configuration_is_refused_and_named(run, experiment):
-    other = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, seed=1))
-    with pytest.raises(UserError, match=r"another configuration: train.seed 0 -> 1\. .*--fresh"):
-        fit(other, run.directory, progress=False)
-
-
 def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_path, text_file):
     copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"
     copy.write_text(text_file.read_text())
@@ -454,13 +408,14 @@ def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_p
         fit(at(other), run.directory, progress=False)
 
 
-def test_fresh_moves_the_old_run_aside(experiment, tmp_path):
-    directory = tmp_path / "r"
+def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
     for _ in range(2):
-        fit(short, directory, fresh=True, progress=False)
-    assert {p.name for p in tmp_path.iterdir()} == {"r", "r.old-1"}
-    assert load(tmp_path / "r.old-1").step == 2
+        run = jaxgpt.fit(short, fresh=True, progress=False)
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"tiny", "tiny.old-1"}
+    assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == 2
+    assert jaxgpt.load().directory.name.startswith("tiny")
 
 
 def test_a_directory_that_is_no_run_is_not_touched(experiment, tmp_path):
@@ -500,19 +455,9 @@ def test_load_tells_what_is_wrong(tmp_path, monkeypatch, run):
         load()
     with pytest.raises(UserError, match=r"none is not a run directory: there is no such directory"):
         load("none")
-    with pytest.raises(UserError, match="which='first'"):
-        load(run.directory, which="first")
     (tmp_path / "experiment.json").write_text('{"format": 99}')
     with pytest.raises(UserError, match="has format 99"):
         load(tmp_path)
-
-
-def test_the_newest_run_is_the_default(experiment, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
-    run = jaxgpt.fit(short, progress=False)
-    assert str(run.directory) == "runs/tiny"
-    assert jaxgpt.load().directory == run.directory
 
 
 def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
@@ -536,8 +481,7 @@ def test_metrics_files(tmp_path):
     for step in (1, 2, 3):
         metrics.write(step=step, loss=float("nan") if step == 2 else 1.0)
     metrics.close()
-    assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
     path.write_text(path.read_text() + '{"step": 4, "lo')  # cut short by a kill
-    assert len(read_metrics(path)) == 3
+    assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
     rewind_metrics(path, 2)
     assert [x["step"] for x in read_metrics(path)] == [1, 2]

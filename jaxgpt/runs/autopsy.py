@@ -1,13 +1,10 @@
-"""Write the autopsy of a non-finite step: its batch, the cause, and the state before it."""
+"""Write the autopsy of a non-finite step: its batch, and the first module whose output is not finite."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,14 +13,13 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.errors import CheckpointSaveError, first_line, shell_line
+from jaxgpt.errors import first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.lora import thaw, with_adapters
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
-from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.training import Training
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Metrics, Params, TrainState, why_skipped
@@ -49,35 +45,33 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     Dropout masks are those of the step, except for attention weights on a mesh, where each device draws its own.
 
     Args:
-        trainer: of the run.
-        params: of the model, before the step.
+        trainer: the run's trainer.
+        params: the model's parameters before the step.
         batch: all rows of the step.
         key: the run's dropout key.
-        step: its number, from 1.
+        step: the number of the step, from 1.
     """
-    plain = trainer.model.clone(
-        config=dataclasses.replace(trainer.model.config, remat="none"),
-        attention_fn=trainer.options.attention_fn,
-        sharding=NO_SHARDING,
-        parent=None,
-    )
+    config = dataclasses.replace(trainer.model.config, remat="none")
+    attention_fn = trainer.options.attention_fn
+    plain = trainer.model.clone(config=config, attention_fn=attention_fn, sharding=NO_SHARDING, parent=None)
     model, params = unstack_layers(plain, params)
     names: list[str] = []  # of the calls of modules, in the order in which they return: the inner one of two is blamed
 
     def is_finite(tree: Any) -> jax.Array:
-        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        floats = [
+            x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
         return jnp.asarray([jnp.isfinite(x).all() for x in floats] or [True]).all()
 
-    def loss(params, micro, key):
+    def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         names.clear()
         flags = []  # (inputs finite, outputs finite) of each call
 
-        def watch(call, args, kwargs, context):
+        def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             out = call(*args, **kwargs)
-            module, method = context.module, context.method_name
-            name = "/".join(module.path) or "the model itself, between its modules"
-            names.append(f"{name} ({type(module).__name__}{'' if method == '__call__' else '.' + method})")
+            name = "/".join(context.module.path) or "the model itself, between its modules"
+            method = "" if context.method_name == "__call__" else f".{context.method_name}"
+            names.append(f"{name} ({type(context.module).__name__}{method})")
             flags.append(jnp.stack([is_finite((args, kwargs)), is_finite(out)]))
             return out
 
@@ -143,69 +137,48 @@ def format_report(found: NonFiniteReport) -> str:
     """Format a report as lines of text."""
     bad = ", ".join(found.bad_parameters[:8]) + (" and more" if len(found.bad_parameters) > 8 else "")
     width = max(len(name) for name in found.parameter_norms)
-    return "\n".join(
-        [
-            f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
-            f"parameters that are not finite: {bad or 'none'}",
-            f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
-            *(
-                f"{name:<{width}}  {norm:>10.4g}  {found.gradient_norms[name]:>10.4g}"
-                for name, norm in found.parameter_norms.items()
-            ),
-        ]
-    )
-
-
-def autopsy_directory(run: Path, step: int) -> Path:
-    """Return the directory of a step's autopsy; its folder `state` has the state before the step, if that was saved."""
-    return run / "autopsy" / f"step-{step}"
+    lines = [
+        f"first not finite: {found.first or 'nothing: the step is finite when repeated'}",
+        f"parameters that are not finite: {bad or 'none'}",
+        f"{'norm of':<{width}}  {'parameters':>10}  {'gradient':>10}",
+    ]
+    for name, norm in found.parameter_norms.items():
+        lines.append(f"{name:<{width}}  {norm:>10.4g}  {found.gradient_norms[name]:>10.4g}")
+    return "\n".join(lines)
 
 
 def write_autopsy(
     training: Training, *, state: TrainState, step: int, metrics: Metrics, later: Sequence[Metrics]
 ) -> str:
-    """Write report.json, report.txt and the state before a step to `RUN/autopsy/step-N/`, once. Return a summary.
+    """Write report.json and report.txt of a step to `RUN/autopsy/step-N/`, once. Return a summary.
 
     It never ends a run that could continue: the summary or the report says what could not be computed or written.
 
     Args:
         training: the run.
-        state: the newest state, after `step` and the steps of `later`. If those were skipped as well, it differs only
-            in its counters from the state before `step`.
-        step: the one to examine, which was skipped.
-        metrics: of `step`.
-        later: metrics of the steps since.
+        state: the newest state, after `step` and the steps of `later`. If those were skipped as well, its parameters
+            are those before `step`.
+        step: the step to examine, which was skipped.
+        metrics: the metrics of `step`.
+        later: the metrics of the steps since.
     """
     run, trainer, key = training.directory, training.trainer, training.dropout_key
-    place = autopsy_directory(run, step)
-    command, why = shell_line("jaxgpt", "replay", run, "--step", step), why_skipped(metrics)
+    place, why = run / "autopsy" / f"step-{step}", why_skipped(metrics)
+    command = shell_line("jaxgpt", "replay", run, "--step", step)
     if (place / "report.json").is_file():
-        return f"{why}: examined before, see {place}. To replay this step alone: {command}"
-    exact = all(int(m["skipped"]) for m in later)
-    of_step = step - 1 if exact else step + len(later)
-    batch = training.whole_batch(step)
-    params, found, unknown, lost = gather_params(trainer, state), None, "no process holds all parameters", None
+        return f"{why}: examined before, see {place}. To replay this step: {command}"
+    moved = not all(int(m["skipped"]) for m in later)  # before this step was known to be bad
+    of_step = step + len(later) if moved else step - 1
+    batch, params = training.whole_batch(step), gather_params(trainer, state)
+    found, unknown = None, "no process holds all parameters"
     if params is not None:
         try:
             found, unknown = debug_step(trainer, params, batch, key, step), None
         except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
             unknown = f"its examination failed: {first_line(e)}"
-    if not exact:
-        lost = f"steps up to {of_step} had moved the parameters before this one was known to be bad"
-    elif multihost.is_multiprocess():
-        lost = "a run of several processes does not save it"
-    else:  # save the state before the step: since it and the later ones were skipped, only their counters differ
-        skips, steps = state.opt_state, 1 + len(later)
-        skips = dataclasses.replace(skips, skipped=skips.skipped - steps, in_a_row=skips.in_a_row - steps)
-        before = dataclasses.replace(state, step=state.step - steps, opt_state=skips)
-        try:
-            shutil.rmtree(place / "state", ignore_errors=True)  # left by a session killed before it wrote the report
-            with contextlib.closing(Checkpoints(place / "state")) as checkpoints:
-                checkpoints.save(trainer.strategy.to_checkpoint(before), step - 1, None)
-        except CheckpointSaveError as e:
-            lost = str(e)
-    vocab_size, decode = training.dataset.tokenizer.vocab_size, training.dataset.tokenizer.decode
+    tokenizer = training.dataset.tokenizer
     rows = np.concatenate([batch.inputs_BT[:MOST_ROWS], batch.targets_BT[:MOST_ROWS, -1:]], axis=1)
+    texts = [tokenizer.decode(x) if ((x >= 0) & (x < tokenizer.vocab_size)).all() else None for x in rows]
     report = {
         "step": step,
         "why": why,
@@ -215,16 +188,12 @@ def write_autopsy(
         "parameters_of_step": of_step,
         "findings": None if found is None else dataclasses.asdict(found),
         "why_no_findings": unknown,
-        "why_no_state": lost,
         "seed": training.experiment.train.seed,
         "step_key": jax.random.key_data(jax.random.fold_in(key, step - 1)).tolist(),
-        "batch": [
-            {"row": i, "text": decode(row) if ((row >= 0) & (row < vocab_size)).all() else None, "ids": row.tolist()}
-            for i, row in enumerate(rows)
-        ],
+        "batch": [{"row": i, "text": texts[i], "ids": row.tolist()} for i, row in enumerate(rows)],
     }
     first = unknown if found is None else f"first not finite: {found.first or 'nothing, when repeated'}"
-    message = f"{why}; {first}" + ("" if exact else f" (with the parameters of step {of_step})")
+    message = f"{why}; {first}" + (f" (with the parameters of step {of_step})" if moved else "")
     text = f"step {step}: {message}\n\n{'' if found is None else format_report(found)}\n\n{command}\n"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -233,4 +202,4 @@ def write_autopsy(
         write_whole(place / "report.json", json + "\n")
     except OSError as e:
         return f"{message}. The autopsy could not be written: {e}"
-    return f"{message}. Autopsy in {place}; to replay this step alone: {command}"
+    return f"{message}. Autopsy in {place}; to replay this step: {command}"

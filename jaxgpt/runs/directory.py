@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
-from jaxgpt.config.validate import LARGEST_SIZE, check_fields, short
+from jaxgpt.config.validate import Size, check_fields, short
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
 
@@ -35,6 +36,10 @@ RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
+# Names of files in the directory of a run that was killed before it wrote experiment.json.
+BEGINNINGS = re.compile(
+    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf"
+)
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
 
 
@@ -47,14 +52,27 @@ def is_run(directory: Path) -> bool:
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
 
+def is_resumable(directory: Path, fresh: bool) -> bool:
+    """Return whether to resume the run in a directory. Raises `UserError` for a directory with something else in it."""
+    if is_run(directory):
+        return not fresh
+    if is_there(directory, "Name another directory with --run-dir.") and not (
+        directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
+    ):
+        raise UserError(
+            f"{directory} exists and is not a run directory (no experiment.json): name another with --run-dir"
+        )
+    return False
+
+
 def find_run(run: str | Path | None) -> Path:
     """Return a run directory, by default the newest under `runs/`. Raises `UserError` if it is not a run directory."""
     if run is not None and is_run(directory := Path(run)):
         return directory
-    runs = sorted(d for d in RUNS.glob("*") if is_run(d)) if RUNS.is_dir() else []
+    runs = sorted(d for d in RUNS.glob("*") if is_run(d))
     if run is not None:
         why = "it has no experiment.json" if directory.is_dir() else "there is no such directory"
-        known = ", ".join(str(r) for r in runs) or "none yet: train one with `jaxgpt train`"
+        known = ", ".join(map(str, runs)) or "none yet: train one with `jaxgpt train`"
         raise UserError(f"{directory} is not a run directory: {why}. Runs here: {known}")
     if not runs:
         raise UserError(f"no run under {RUNS}/ here: train one with `jaxgpt train`, or name a run directory")
@@ -66,34 +84,27 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
 
     fresh: move an existing directory aside. Raises `UserError` if another process trains there.
     """
-    try:
-        if directory.exists() and fresh:
-            lock = _lock(directory)
-            number = 1
-            while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
-                number += 1
-            directory.rename(aside)
-            lock.release()
-        directory.mkdir(parents=True, exist_ok=True)
-        return _lock(directory)
-    except OSError as e:
-        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
-
-
-def _lock(directory: Path) -> filelock.BaseFileLock:
     import filelock
 
     path = directory / LOCK
     lock = filelock.FileLock(path, timeout=PATIENCE)
     try:
+        if directory.exists() and fresh:
+            lock.acquire()
+            olds = (directory.with_name(f"{directory.name}.old-{number}") for number in itertools.count(1))
+            directory.rename(next(old for old in olds if not old.exists()))
+            lock.release()
+        directory.mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
     except filelock.Timeout:
         who = path.read_text(encoding="utf-8", errors="replace").strip()
         raise UserError(
             f"{directory} is being trained by another process ({who or 'unknown'}): "
             "wait for it, stop it, or name another --run-dir"
         ) from None
-    path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
     return lock
 
 
@@ -131,12 +142,19 @@ class RunMetadata:
     experiment: Experiment  # as it is trained: with the architecture of `origin`, and the run directory's tokenizer
     given: Experiment  # as the user configured it
     origin: Origin | None
-    vocab_size: int
-    data: dict[str, Any]  # fingerprint of the dataset
-    imported: dict[str, Any] | None  # source of an imported model. None: the run was trained here
-    versions: dict[str, Any]  # of Python, jaxgpt and the packages that it computed with when the run was started
+    vocab_size: Size
+    data: dict  # fingerprint of the dataset
+    imported: dict | None  # source of an imported model. None: the run was trained here
+    versions: dict  # of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # device kind on which the run was started
     command: str | None  # command that started the run
+
+    def __post_init__(self) -> None:
+        """Check the fields. Raises `UserError`."""
+        check_fields(self)
+        if (self.given.train.init_from is None) != (self.origin is None):
+            raise UserError(f"train.init_from={self.given.train.init_from}, but origin {short(self.origin)}")
+        assert self.model.vocab_size == self.vocab_size  # checks the vocabulary with the architecture
 
     @property
     def model(self) -> GPTConfig:
@@ -159,12 +177,12 @@ def write_metadata(
 
     Args:
         directory: the run directory.
-        experiment: as the user configured it.
-        tokenizer: of the run.
-        data: fingerprint of the dataset. For an imported model, only that of its tokenizer.
-        vocab_size: of the model.
+        experiment: the experiment as the user configured it.
+        tokenizer: the run's tokenizer.
+        data: the fingerprint of the dataset. For an imported model, only that of its tokenizer.
+        vocab_size: the model's vocabulary size.
         tokenizer_config: see `Dataset`.
-        imported: source of an imported model.
+        imported: the source of an imported model.
         origin: the weights that the run starts from.
     """
     from jaxgpt.data.template import write_template
@@ -172,6 +190,9 @@ def write_metadata(
 
     # The addresses of the other processes do not belong to the experiment: one process may resume the run.
     here = dataclasses.replace(experiment.parallel, coordinator=None, processes=None, process_id=None)
+    program, *options = sys.argv or [""]
+    name = "jaxgpt" if Path(program).name == "__main__.py" else Path(program).name
+    words = ["python", name, *options] if name.endswith(".py") else [name, *options]
     record = {
         "format": FORMAT,
         "experiment": to_dict(dataclasses.replace(experiment, parallel=here)),
@@ -181,7 +202,7 @@ def write_metadata(
         "origin": None if origin is None else to_dict(origin),
         "versions": installed_versions(),
         "device": device_kind(),
-        "command": _command(),
+        "command": shell_line(*words) if name else None,
     }
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
@@ -219,8 +240,8 @@ def read_metadata(directory: Path) -> RunMetadata:
     """
     path = directory / "experiment.json"
     record = read_json(path, LARGEST_METADATA)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else None
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != FORMAT:
         why = "its checkpoints have no manifests" if found == 1 else "was it written by a newer version?"
         raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
     digest = record.pop("sha256", None)  # older versions wrote none
@@ -229,37 +250,25 @@ def read_metadata(directory: Path) -> RunMetadata:
             f"{path} is not what was written: its own SHA-256 does not match. Restore a copy, or, if you have "
             'changed it yourself, delete its "sha256"'
         )
-    versions, imported, command = record.get("versions"), record.get("imported"), record.get("command")
     try:
-        vocab_size, data, begun = record.get("vocab_size"), record.get("data"), record.get("origin")
-        if type(vocab_size) is not int or not 1 <= vocab_size <= LARGEST_SIZE:
-            raise UserError(f"vocab_size={short(vocab_size)}")
-        if not isinstance(data, dict) or not isinstance(imported, dict | None):
-            raise UserError(f"data={short(data)}, imported={short(imported)}")
         given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
-        origin = None if begun is None else from_dict(Origin, begun, "origin.")
-        if (given.train.init_from is None) != (origin is None):
-            raise UserError(f"train.init_from={given.train.init_from}, but origin {short(begun)}")
+        origin = None if record.get("origin") is None else from_dict(Origin, record["origin"], "origin.")
         if origin is not None:
             experiment = dataclasses.replace(experiment, model=origin.model)
         if origin is not None or given.data.tokenizer_file is not None:
             own = dataclasses.replace(given.data, tokenizer=str(directory / "tokenizer.json"))
             experiment = dataclasses.replace(experiment, data=own)
-        dataclasses.replace(experiment.model, vocab_size=vocab_size)
+        return RunMetadata(
+            directory=directory,
+            experiment=experiment,
+            given=given,
+            origin=origin,
+            versions=record.get("versions") or {},
+            device=str(record.get("device")),
+            **{name: record.get(name) for name in ("vocab_size", "data", "imported", "command")},
+        )
     except UserError as e:
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
-    return RunMetadata(
-        directory=directory,
-        experiment=experiment,
-        given=given,
-        origin=origin,
-        vocab_size=vocab_size,
-        data=data,
-        imported=imported,
-        versions=versions if isinstance(versions, dict) else {},
-        device=str(record.get("device")),
-        command=command if isinstance(command, str) else None,
-    )
 
 
 def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
@@ -276,10 +285,19 @@ def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
     return tokenizer
 
 
-def _command() -> str | None:
-    """Return the command line of this process, quoted for a shell."""
-    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
-    if program is None:
-        return None
-    name = "jaxgpt" if program.name == "__main__.py" else program.name
-    return shell_line(*(["python"] if name.endswith(".py") else []), name, *sys.argv[1:])
+def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
+    """Raise `UserError` if a tokenizer is not the run's. A deleted file passes if the run was trained with that path.
+
+    named: the path of a tokenizer.json, or "ids".
+    """
+    from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, load_tokenizer
+
+    own, directory = load_run_tokenizer(metadata), metadata.directory
+    if named == "ids" and isinstance(own, IdTokenizer):
+        return
+    gone = not is_there(Path(named), "Leave --data.tokenizer out.") and named == metadata.given.data.tokenizer
+    if named == "ids" or (not gone and fingerprint(load_tokenizer(named)) != fingerprint(own)):
+        raise UserError(
+            f"{named} is not the tokenizer that {directory} was trained with. Use the run's own: "
+            + shell_line("--data.tokenizer", directory / "tokenizer.json")
+        )

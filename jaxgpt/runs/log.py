@@ -18,7 +18,10 @@ from jaxgpt.runs.training import Training
 
 
 class RunLog:
-    """Write the lines of metrics.jsonl, and display them: the `log` of `loop.train`."""
+    """Write the lines of metrics.jsonl, and display them on stderr: the `log` of `loop.train`.
+
+    On a terminal a live bar shows the last values. Elsewhere each validation is a line.
+    """
 
     def __init__(self, training: Training, start: int, callbacks: Sequence[Callable[[Line], None]] = (), *, show: bool):
         """Open metrics.jsonl, which has lines up to step `start`.
@@ -35,11 +38,24 @@ class RunLog:
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)
-        self._display = Display(config.steps, start, show=show)  # last: once shown, the bar must be closed
+        self._values = dict.fromkeys(("loss", "val", "rate"), "")  # the last ones, formatted
+        self._show, self._began = show, time.monotonic()
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[values]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not (show and sys.stderr is not None and sys.stderr.isatty()),
+        )
+        self._task = self._bar.add_task("", total=config.steps, completed=start, values="compiling")
+        self._bar.start()  # last: once shown, the bar must be closed
 
     def __call__(self, line: Line) -> None:
         """Record what `loop.train` says of a step. A loss is recorded every `train.log_every` steps and at the end."""
-        step = line["step"]
+        step, steps = line["step"], self._config.steps
         if "compiled" in line:
             self._logged_at = (step, self.clock.working())
             self.say(
@@ -50,8 +66,11 @@ class RunLog:
         elif "val_loss" in line:
             self._write(line)
             self.lines.append(line)
-            self._display.update(step, val_loss=line["val_loss"])
-        elif step % self._config.log_every == 0 or step == self._config.steps:
+            values = self._update(step, val=f"val {line['val_loss']:.3f}")
+            if self._bar.disable:
+                left = (time.monotonic() - self._began) / max(1, step - self._start) * (steps - step)
+                self.say(f"step {step}/{steps} · {values} · {int(left) // 60}:{int(left) % 60:02d} left")
+        elif step % self._config.log_every == 0 or step == steps:
             then, at = self._logged_at
             self._logged_at = (step, self.clock.working())
             tokens = (step - then) * self._tokens_per_step
@@ -64,7 +83,7 @@ class RunLog:
             }
             self._write({"step": step, "tokens": step * self._tokens_per_step} | line | more)
             self.lines.append({"step": step, "loss": line["loss"]})
-            self._display.update(step, loss=line["loss"], rate=rate)
+            self._update(step, loss=f"loss {line['loss']:.3f}", rate="" if rate is None else f"{rate:,.0f} tokens/s")
 
     def _write(self, line: Line) -> None:
         self._file.write(**line)
@@ -75,13 +94,21 @@ class RunLog:
         for callback in self._callbacks:
             callback(line)
 
+    def _update(self, step: int, **values: str) -> str:
+        """Update the values of the bar, and return them."""
+        self._values |= values
+        text = " · ".join(value for value in self._values.values() if value)
+        self._bar.update(self._task, completed=step, values=text)
+        return text
+
     def say(self, text: str) -> None:
-        """Display a line of text."""
-        self._display.say(text)
+        """Display a line of text, above the bar."""
+        if self._show:
+            self._console.print(text, markup=False)
 
     def close(self) -> None:
-        """Remove the display and close the file."""
-        self._display.close()
+        """Remove the bar and close the file."""
+        self._bar.stop()
         self._file.close()
 
 
@@ -107,48 +134,3 @@ class Clock:
         began = time.monotonic()
         yield
         self._pauses += time.monotonic() - began
-
-
-class Display:
-    """Display a run on stderr: a live bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, steps: int, done: int, *, show: bool):
-        """Show the bar, with `done` of `steps` steps completed. show: False displays nothing."""
-        self._show = show
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._steps = steps
-        self._texts: dict[str, str] = {}  # the last values, formatted, by format
-        self._began, self._done_before = time.monotonic(), done
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[values]}"),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            disable=not (show and sys.stderr is not None and sys.stderr.isatty()),
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done, values="compiling")
-        self._bar.start()
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self._show:
-            self._console.print(text, markup=False)
-
-    def update(
-        self, step: int, *, loss: float | None = None, rate: float | None = None, val_loss: float | None = None
-    ) -> None:
-        """Update the values of the bar. Without a bar, print a line for each validation."""
-        formats = {"loss {:.3f}": loss, "val {:.3f}": val_loss, "{:,.0f} tokens/s": rate}
-        self._texts |= {form: form.format(value) for form, value in formats.items() if value is not None}
-        values = " · ".join(self._texts[form] for form in formats if form in self._texts)
-        self._bar.update(self._task, completed=step, values=values)
-        if val_loss is not None and self._bar.disable:
-            elapsed = time.monotonic() - self._began
-            left = elapsed / max(1, step - self._done_before) * (self._steps - step)
-            self.say(f"step {step}/{self._steps} · {values} · {int(left) // 60}:{int(left) % 60:02d} left")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -37,18 +38,6 @@ class MetricsFile:
         self._file.close()
 
 
-def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """Return a line; None if it is damaged."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-        return None
-    line.pop("crc32", None)  # earlier versions wrote a checksum
-    return line
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines in order. Damaged lines are skipped with a warning.
 
@@ -56,10 +45,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not is_there(path, "It holds the run's losses."):
         return []
+    lines, damaged = [], 0
     with open_file(path) as f:
-        parsed = [(parse_line(raw), raw) for raw in f]
-    lines = [line for line, _ in parsed if line is not None]
-    if damaged := sum(line is None and raw.endswith(b"\n") for line, raw in parsed):
+        for raw in f:
+            line = None
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(raw)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                line.pop("crc32", None)  # earlier versions wrote a checksum
+                lines.append(line)
+            else:
+                damaged += raw.endswith(b"\n")
+    if damaged:
         message = f"{path}: {damaged} of {len(lines) + damaged} lines are damaged and left out"
         warnings.warn(message, UserWarning, stacklevel=2)
     return lines

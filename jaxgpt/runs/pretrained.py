@@ -24,8 +24,7 @@ from jaxgpt.hf.weights import read_params
 from jaxgpt.lora import init_adapters, merge_adapters
 from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
-from jaxgpt.runs.directory import Origin, RunMetadata, is_run, read_metadata
-from jaxgpt.runs.resume import check_same_tokenizer
+from jaxgpt.runs.directory import Origin, RunMetadata, check_same_tokenizer, is_run, read_metadata
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.train import Params
 
@@ -55,42 +54,43 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
 
     Args:
         name: a run directory, the directory of a model in Hugging Face's format, or an id on the Hub.
-        step: of a run's checkpoint. None means the best.
-        tokenizer: of a model in Hugging Face's format: see `open_source`.
+        step: the step of a run's checkpoint. None means the best.
+        tokenizer: the tokenizer of a model in Hugging Face's format: see `open_source`.
     """
     directory = Path(name)
     if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
-        return _of_run(directory, step)
+        return _open_run(directory, step)
     source = open_source(name, tokenizer)
 
     def read(like: Params) -> Params:
-        shardings = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
-        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=shardings)
+        places = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
+        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=places)
         return match_structure(params, like)
 
-    files = {tensor.file for tensor in source.tensors.values()}
+    def digest() -> str:
+        return _digest(sha256(str(file)) for file in sorted({tensor.file for tensor in source.tensors.values()}))
+
     return Weights(
         directory=source.directory,
         metadata=None,
         config=source.config,
         tokenizer=tokenizer or str(source.directory / "tokenizer.json"),
         step=None,
-        sha256=lambda: _digest(sha256(str(file)) for file in sorted(files)),
+        sha256=digest,
         read=read,
     )
 
 
-def _of_run(directory: Path, step: int | None) -> Weights:
+def _open_run(directory: Path, step: int | None) -> Weights:
     metadata, checkpoints = read_metadata(directory), open_checkpoints(directory)
     good = checkpoints.latest_valid("best") if step is None else checkpoints.latest_valid(before=step + 1)
     assert good is not None
     if step not in (None, good):
         raise UserError(f"{directory} no longer has an undamaged checkpoint of step {step}")
-    config = dataclasses.replace(metadata.model, scan_layers=False)
+    config, model = dataclasses.replace(metadata.model, scan_layers=False), metadata.model.make_model()
 
     def read(like: Params) -> Params:
         shardings = _unstacked_shardings(like, config)
-        model = metadata.model.make_model()
 
         def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             names = tuple(entry.key for entry in path)
@@ -100,8 +100,8 @@ def _of_run(directory: Path, step: int | None) -> Weights:
                 sharding = shardings[names]
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        abstract = jax.tree.map_with_path(with_sharding, model.shapes())
-        params = restore_merged_params(metadata, checkpoints, good, abstract)
+        places = jax.tree.map_with_path(with_sharding, model.shapes())
+        params = restore_merged_params(metadata, checkpoints, good, places)
         return match_structure(unstack_layers(model, params)[1], like)
 
     return Weights(

@@ -1,4 +1,4 @@
-"""A run in training: its experiment and data, the compiled steps, and the checkpoints."""
+"""What a run trains with: its experiment, checked against the run to resume, its data, compiled steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,23 +8,40 @@ import functools
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, Experiment
+from jaxgpt.config import DataConfig, Experiment, differences
 from jaxgpt.data.dataset import resolve_vocab
 from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation_batches
+from jaxgpt.errors import UserError, shell_line
+from jaxgpt.files import cache_directory, is_there
 from jaxgpt.lora import freeze, thawed_shapes
+from jaxgpt.optim import learning_rate
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.directory import RunMetadata
-from jaxgpt.runs.pretrained import Weights, load_base, resolve_init_from
-from jaxgpt.runs.resume import check_same_configuration, reopen_dataset, with_horizons
+from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
+from jaxgpt.runs.pretrained import Weights, resolve_init_from
 from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys
+
+# Prefixes of the fields that may differ when a run is resumed. All others decide the result.
+CHANGEABLE = (
+    "name",  # a label
+    # The hardware, and how it computes: only rounding differs.
+    *("parallel.", "train.dtype", "train.attention", "model.remat"),
+    # The location of the text: its fingerprint is compared instead.
+    *("data.path", "data.corpus"),
+    # Logging, validation and samples. eval_tokens is not among them: losses over other tokens cannot be compared, to
+    # find the best checkpoint.
+    *("train.log_every", "train.eval_every", "train.sample_"),
+    # Which checkpoints to keep, and when to give up.
+    *("train.checkpoint_every", "train.keep_", "optim.max_skipped"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,17 +70,6 @@ class Training:
         """Return the dropout key of the run."""
         return self._keys[1]
 
-    def restore_or_init(self, step: int) -> TrainState:
-        """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
-        strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
-        if self.weights is not None and (like.frozen_params is not None or not step):
-            read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
-        if step:
-            frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
-            state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
-            return strategy.from_checkpoint(state)
-        return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
-
     def start_compiling(self, start: int) -> StepFn:
         """Compile the step in a thread from now on, if one device takes it. Return a `train_step` that waits for it.
 
@@ -77,11 +83,38 @@ class Training:
         pool.shutdown(wait=False)  # after this one task
         return lambda state, batch, key: compiled.result()(state, batch, key)
 
+    def restore_or_init(self, step: int) -> TrainState:
+        """Return the state after `step` steps: a checkpoint, or the initial state for 0."""
+        strategy, like, read = self.trainer.strategy, self.trainer.abstract_state, None
+        if self.weights is not None and (like.frozen_params is not None or not step):
+            read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
+        if not step:
+            return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
+        frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
+        state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
+        return strategy.from_checkpoint(state)
+
     def batches(self, start: int) -> Generator[Batch]:
         """Yield the batches of the steps after `start`, sharded over the devices."""
         strategy = self.trainer.strategy
         with contextlib.closing(self._read(start, strategy.local_rows(self.experiment.train.batch_size))) as batches:
             yield from map(strategy.shard_batch, batches)
+
+    def whole_batch(self, step: int) -> Batch:
+        """Return the batch of one step, with the rows of all devices and processes."""
+        with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
+            return next(batches)
+
+    def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
+        return training_batches(
+            self.dataset.train,
+            block_size=self.experiment.model.block_size,
+            batch_size=self.experiment.train.batch_size,
+            seed=self.experiment.train.seed,
+            start_step=start,
+            rows=rows,
+            prefetch=prefetch,
+        )
 
     def take_steps(self, state: TrainState, start: int, stop: int) -> Iterator[tuple[int, TrainState, Metrics]]:
         """Yield (step, state, metrics) after each step from `start` + 1 to `stop`. The next step donates the state."""
@@ -93,45 +126,34 @@ class Training:
 
     def validation_windows(self) -> Iterator[Batch]:
         """Yield the batches over which the validation loss is measured, sharded over the devices."""
-        strategy, train = self.trainer.strategy, self.experiment.train
-        rows = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
+        strategy = self.trainer.strategy
+        size = strategy.data_parallel_size * self.trainer.split.micro_batch_size  # in one batch, over all devices
         windows = validation_batches(
             self.dataset.val,
             block_size=self.experiment.model.block_size,
-            batch_size=rows,
-            max_tokens=train.eval_tokens,
-            rows=strategy.local_rows(rows),
+            batch_size=size,
+            max_tokens=self.experiment.train.eval_tokens,
+            rows=strategy.local_rows(size),
         )
         yield from map(strategy.shard_batch, windows)
 
-    def whole_batch(self, step: int) -> Batch:
-        """Return the batch of one step, with the rows of all devices and processes."""
-        with contextlib.closing(self._read(step - 1, None, prefetch=1)) as batches:
-            return next(batches)
-
-    def _read(self, start: int, rows: np.ndarray | None, prefetch: int = PREFETCH) -> Generator[Batch]:
-        train = self.experiment.train
-        return training_batches(
-            self.dataset.train,
-            block_size=self.experiment.model.block_size,
-            batch_size=train.batch_size,
-            seed=train.seed,
-            start_step=start,
-            rows=rows,
-            prefetch=prefetch,
-        )
-
 
 def open_training(
-    experiment: Experiment, directory: Path, recorded: RunMetadata | None, *, extend: bool | None = None
+    experiment: Experiment,
+    directory: Path,
+    recorded: RunMetadata | None,
+    *,
+    extend: bool | None = None,
+    remedy: str = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh",
 ) -> Training:
     """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
 
     Args:
-        experiment: as the user configured it.
+        experiment: the experiment as the user configured it.
         directory: the run directory.
-        recorded: metadata of the run to resume. None means a new run.
+        recorded: the metadata of the run to resume, or to take steps of again. None means a new run.
         extend: see `jaxgpt.fit`.
+        remedy: see `reopen_dataset`.
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
@@ -140,7 +162,6 @@ def open_training(
     if recorded is None:
         dataset = resolved.data.open_dataset(resolved.model)
     else:
-        remedy = "to train it on, name that text with --data.path, or another --run-dir, or start over with --fresh"
         dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
@@ -158,18 +179,89 @@ def open_training(
     )
 
 
-def reopen_training(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Training:
-    """Return a run as it was trained, to take its steps again. Nothing is written.
+def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:
+    """Return the experiment with the schedule that the run has followed so far, if it asks for more steps.
 
-    Raises `UserError` if the text is missing or has changed. Arguments: see `reopen_dataset`.
+    extend: see `jaxgpt.fit`. Raises `UserError` if it is None and the learning rate would rise again.
     """
-    experiment = dataclasses.replace(metadata.experiment, model=metadata.model)
-    return Training(
-        directory=metadata.directory,
-        given=metadata.given,
-        experiment=experiment,
-        dataset=reopen_dataset(metadata, data, remedy=remedy),
-        trainer=make_trainer(experiment, recorded=experiment),
-        weights=None if metadata.origin is None else functools.partial(load_base, metadata),
-        checkpoints=Checkpoints(metadata.directory / "checkpoints"),
-    )
+    recorded, steps = metadata.given.optim, metadata.given.train.steps
+    if experiment.optim.horizons not in ((), recorded.horizons) or experiment.train.steps < steps:
+        return experiment  # refused below
+    if experiment.train.steps == steps or extend is False:
+        return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
+    optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
+    rates = [np.asarray(learning_rate(optim, experiment.train.steps)(step)) for step in (steps - 1, steps)]
+    if rates[1] > rates[0] and extend is None:
+        raise UserError(
+            f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
+            f"With train.steps={experiment.train.steps} the rate rises to {rates[1]:.3g} there, and falls again until the new end. "
+            "To continue so, add --extend (extend=True)"
+        )
+    return dataclasses.replace(experiment, optim=optim)
+
+
+def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> None:
+    """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run. More steps may be asked for."""
+    directory = metadata.directory
+    if metadata.imported is not None:
+        raise UserError(
+            f"{directory} holds an imported model, which cannot be resumed: name another "
+            f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
+        )
+    # The experiment may be the one that the user configured, or the one that `load` returns.
+    changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
+    changed = {name: values for name, values in changed.items() if not name.startswith(CHANGEABLE)}
+    if experiment.data.tokenizer_file is not None:
+        check_same_tokenizer(metadata, experiment.data.tokenizer_file)
+        changed.pop("data.tokenizer", None)
+    optim, steps = metadata.given.optim, metadata.given.train.steps
+    if experiment.optim.warmup_steps in (None, optim.warmup(steps)):  # left out, or the same number
+        changed.pop("optim.warmup_steps", None)
+    if experiment.optim.horizons == (*optim.horizons, steps):  # see `with_horizons`
+        del changed["train.steps"], changed["optim.horizons"]
+    if None not in changed.get("train.init_from", (None,)):
+        del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
+    if changed:
+        listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
+        raise UserError(
+            f"{directory} holds a run with another configuration: {listed}. "
+            "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        )
+
+
+def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
+    """Return the dataset that a run was trained on, from its text or, if that is gone, from the cache of tokens.
+
+    Raises `UserError` if neither exists, or if the data have changed.
+
+    Args:
+        metadata: the run's metadata.
+        data: the run's data configuration, perhaps with another path. None means the recorded one.
+        remedy: what the user can do if the data are missing or have changed, as a clause.
+    """
+    data = data or metadata.experiment.data
+    try:
+        dataset = data.open_dataset(metadata.model, known=metadata.data)
+    except UserError:
+        if data.path is None or is_there(Path(data.path), "Name another text."):
+            raise
+        raise UserError(
+            f"{metadata.directory} was trained on {data.path}, which is not there, and its tokens are not in the cache "
+            f"{cache_directory() / 'tokens'}: {remedy}"
+        ) from None
+    if changed := describe_data_changes(metadata.data, dataset.fingerprint):
+        raise UserError(f"{metadata.directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
+    return dataset
+
+
+def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
+    files, files_now = before.get("files"), now.get("files")
+    if isinstance(files, dict) and isinstance(files_now, dict):
+        changed = [f"{name} is missing" for name in files if name not in files_now]
+        changed += [f"{name} is new" for name in files_now if name not in files]
+        changed += [f"{name} has changed" for name in files if name in files_now and files[name] != files_now[name]]
+        if changed:
+            return changed
+    changed = [name for name, value in now.items() if before.get(name) != value]
+    return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]

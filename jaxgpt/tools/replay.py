@@ -24,11 +24,11 @@ from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.runs.autopsy import NonFiniteReport, autopsy_directory, debug_step, format_report, gather_params
-from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, open_checkpoints
+from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report, gather_params
+from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import reopen_training
+from jaxgpt.runs.training import open_training
 from jaxgpt.train import NOT_FINITE, why_skipped
 
 SHARE = 0.035  # of a run's steps to take again by default
@@ -41,7 +41,7 @@ class ReplayResult:
 
     step: int
     start: int  # the step whose state the replay started from
-    origin: str  # where that state is from: the autopsy of the step, a checkpoint, or the seed
+    origin: str  # where that state is from: a checkpoint, or the seed
     loss: float  # nats per token
     grad_norm: float
     skipped: str | None  # reason; None: the step was taken
@@ -53,7 +53,7 @@ class ReplayResult:
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
     """Repeat the steps of a run up to `step`, with its configuration and data. Writes nothing.
 
-    The replay starts from the autopsy of that step, else from the newest checkpoint before it, else from the seed.
+    The replay starts from the newest checkpoint before that step, else from the seed.
 
     Args:
         run: directory of the run. None means the newest under `runs/`.
@@ -68,14 +68,10 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     step, steps = check_whole("step", step), metadata.experiment.train.steps
     if not 1 <= step <= steps:
         raise UserError(f"--step {step}: needs one of the steps of {directory}, 1 to {steps}")
-    training = reopen_training(metadata, remedy="to replay a step, put that text back")
-    start, origin = 0, "the seed"
-    examined = Checkpoints(autopsy_directory(directory, step) / "state")
-    for name, checkpoints in (("the state in the autopsy", examined), ("the checkpoint", training.checkpoints)):
-        if (newest := checkpoints.latest_valid(before=step)) is not None:
-            start, origin = newest, f"{name}, after step {newest}"
-            training = dataclasses.replace(training, checkpoints=checkpoints)
-            break
+    remedy = "to replay a step, put that text back"
+    training = open_training(metadata.experiment, directory, metadata, remedy=remedy)
+    start = training.checkpoints.latest_valid(before=step) or 0
+    origin = f"the checkpoint, after step {start}" if start else "the seed"
     trainer = training.trainer
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     taken = training.take_steps(training.restore_or_init(start), start, step)
@@ -173,7 +169,9 @@ def audit(
         if not is_there(Path(data), "Name another text with --data."):
             raise UserError(f"no file or folder at {data}: name another text with --data")
         config = dataclasses.replace(config, path=data)
-    training = reopen_training(metadata, config, remedy="to audit it, name that text with --data")
+    experiment = dataclasses.replace(metadata.experiment, data=config)
+    remedy = "to audit it, name that text with --data"
+    training = open_training(experiment, metadata.directory, metadata, remedy=remedy)
     lines = read_metrics(training.metrics)
     log = {line["step"]: line for line in lines if "val_loss" not in line}
     val_losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}

@@ -17,7 +17,7 @@ from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
 from jaxgpt.runs.metrics import finite_values, read_metrics
-from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 
 RISE = 0.01  # relative rise above the best validation loss that counts as worse

@@ -18,7 +18,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
-from jaxgpt.runs.resume import describe_data_changes
+from jaxgpt.runs.training import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
 from jaxgpt.tools.grid import Curve, format_table, train_or_resume
 

@@ -28,7 +28,7 @@ from jaxgpt.config.serialize import to_source
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, open_whole, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
-from jaxgpt.runs.resume import CHANGEABLE
+from jaxgpt.runs.training import CHANGEABLE
 from jaxgpt.statistics import mean_interval
 from jaxgpt.tools.grid import format_table, train_or_resume
 from jaxgpt.tools.space import Axis, describe_point, draw_points, with_values

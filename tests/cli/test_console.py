@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.cli import console
+from jaxgpt.config import Experiment
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.runs import autopsy, checkpoint
@@ -122,9 +124,11 @@ def commands_for(directory, monkeypatch):
     dog.directory = directory
     yield [dog.words("stuck").partition("on every process: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
     monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
-    yield [run_directory._command()], ["python", "x.py", "--run-dir", str(directory)]
-    place = autopsy.autopsy_directory(directory, 3)
+    place = directory / "autopsy" / "step-3"
     place.mkdir(parents=True)
+    run_directory.write_metadata(directory, Experiment(name="x"), ByteTokenizer(), data={}, vocab_size=256)
+    command = run_directory.read_metadata(directory).command
+    yield [command], ["python", "x.py", "--run-dir", str(directory)]
     (place / "report.json").write_text("{}")
     metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}
     said = autopsy.write_autopsy(
@@ -134,7 +138,7 @@ def commands_for(directory, monkeypatch):
         metrics=metrics,
         later=(),
     )
-    yield [said.partition("alone: ")[2]], ["jaxgpt", "replay", str(directory), "--step", "3"]
+    yield [said.partition("replay this step: ")[2]], ["jaxgpt", "replay", str(directory), "--step", "3"]
 
 
 def test_commands_for_the_user_survive_any_directory(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jaxgpt.run import load
-from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint, check_files
+from jaxgpt.runs.checkpoint import Checkpoints, CorruptCheckpoint
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 
@@ -148,7 +148,7 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
             steps = Checkpoints(directory / "checkpoints").steps()
             for step in steps:
                 try:
-                    check_files(directory / "checkpoints" / str(step))
+                    Checkpoints(directory / "checkpoints").verify(step)
                 except CorruptCheckpoint as e:
                     report.unreadable += 1
                     report.faults.append(str(e))

@@ -12,7 +12,6 @@ import pytest
 import jaxgpt.parallel.trainer
 from jaxgpt import fitting
 from jaxgpt.batch import Batch
-from jaxgpt.config import OptimConfig
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
@@ -58,53 +57,34 @@ def experiment(text_file):
     return changed(tiny_experiment(text_file), model={"n_layer": 1, "dropout": 0.2}, optim={"max_skipped": 2})
 
 
+SCANNED = {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}}
+PMAP = {"parallel": {"strategy": "pmap"}}
+
+
 # Scanned layers are unstacked, micro-batches and pmap's parts taken one after the other, as in the step itself.
 @pytest.mark.parametrize(
-    ("path", "index", "value", "first", "parameter", "how"),
+    ("path", "index", "value", "first", "how"),
     [
-        (
-            ("h", "block", "mlp", "c_fc", "kernel"),
-            (1, 0, 0),
-            np.nan,
-            "h_1/mlp/c_fc (Dense)",
-            "h_1/mlp/c_fc/kernel",
-            {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}},
-        ),
-        pytest.param(
-            *(
-                ("wte", "embedding"),
-                1,
-                np.inf,
-                "wte (Embedding.table)",
-                "wte/embedding",
-                {"parallel": {"strategy": "pmap"}},
-            ),
-            marks=pytest.mark.slow,
-        ),
+        ("h/block/mlp/c_fc/kernel", (1, 0, 0), np.nan, "h_1/mlp/c_fc (Dense)", SCANNED),
+        pytest.param("wte/embedding", 1, np.inf, "wte (Embedding.table)", PMAP, marks=pytest.mark.slow),
     ],
 )
-def test_a_corrupt_parameter_is_found(
-    experiment, tmp_path, monkeypatch, capsys, path, index, value, first, parameter, how
-):
-    plant(monkeypatch, index, value, *path)
+def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys, path, index, value, first, how):
+    plant(monkeypatch, index, value, *path.split("/"))
     with pytest.raises(Diverged, match="2 steps in a row were skipped, up to step 2: loss is (nan|inf)"):
         fit(changed(experiment, **how), tmp_path / "r")
     monkeypatch.undo()
     told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
     assert len(told) == 1 and first in told[0] and f"jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]
-    assert [(x["step"], list(x)) for x in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [
-        (1, ["step", "skipped"]),
-        (2, ["step", "skipped"]),
-    ]
+    assert [next(iter(x.items())) for x in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [("step", 1), ("step", 2)]
     assert not (tmp_path / "r" / "checkpoints").exists()
 
     report = report_of(tmp_path / "r", 1)
-    assert report["findings"]["first"] == first
-    assert report["findings"]["bad_parameters"] == [parameter]
-    layer = parameter.split("/")[0]
-    for name, norm in report["findings"]["parameter_norms"].items():
-        assert (norm in ("nan", "inf")) == (name == layer)
-    assert (report["parameters_of_step"], report["why_no_state"], report["why_no_findings"]) == (0, None, None)
+    findings, parameter = report["findings"], path.replace("h/block", "h_1")
+    assert findings["first"] == first and findings["bad_parameters"] == [parameter]
+    for name, norm in findings["parameter_norms"].items():
+        assert (norm in ("nan", "inf")) == (name == parameter.split("/")[0])
+    assert (report["parameters_of_step"], report["why_no_findings"]) == (0, None)
     row = report["batch"][0]
     assert len(row["ids"]) == 9 and len(row["text"]) == 9 and len(report["batch"]) == 4
 
@@ -126,7 +106,7 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
 
 @pytest.mark.slow
 def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
-    """And its first bad step is seen again, from the state in its autopsy, though no checkpoint was due there."""
+    """And its first bad step is seen again, from the seed, since no checkpoint was due before it."""
     optim = {"learning_rate": 1e18, "warmup_steps": 0, "grad_clip": None, "weight_decay": 0.0}
     with pytest.raises(Diverged, match=r"lower --optim.learning-rate.*Autopsy in .*autopsy"):
         fit(changed(experiment, optim=optim), tmp_path / "r", progress=False)
@@ -137,8 +117,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     assert report["parameters_of_step"] == step - 1
 
     found = replay(tmp_path / "r", step)
-    assert found.origin == f"the state in the autopsy, after step {step - 1}"
-    assert (found.skipped, found.equal, found.start) == (report["why"], True, step - 1)
+    assert (found.origin, found.skipped, found.equal) == ("the seed", report["why"], True)
     assert str(found.loss) == str(report["loss"])  # JSON has no NaN
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
     assert found.findings.first in format_replay(found)
@@ -216,7 +195,7 @@ def test_one_bad_batch_and_spikes_do_not_stop_a_run(whole):
     assert [p.name for p in (run.directory / "autopsy").iterdir()] == ["step-5"]  # the first of them
     report = report_of(run.directory, 5)
     assert report["findings"]["first"] == "the loss, of finite logits"
-    assert report["parameters_of_step"] == 5 + 2 and "moved the parameters" in report["why_no_state"]
+    assert report["parameters_of_step"] == 5 + 2
     assert report["batch"][0]["text"] is None and report["batch"][1]["text"]
 
 
@@ -251,10 +230,3 @@ def test_any_step_is_replayed_bit_for_bit_and_nothing_is_written(whole):
         replay(run.directory, 31)
     with pytest.raises(UserError, match="step=1.5: needs a whole number"):
         replay(run.directory, 1.5)
-
-
-def test_spikes_need_more_than_the_median():
-    with pytest.raises(UserError, match="skip_spikes=1.0: needs more than 1"):
-        OptimConfig(skip_spikes=1.0)
-    with pytest.raises(UserError, match="max_skipped=0: needs at least 1"):
-        OptimConfig(max_skipped=0)

@@ -2,13 +2,10 @@
 
 import contextlib
 import dataclasses
-import errno
 import os
 import random
 import shutil
 import subprocess
-import threading
-import time
 import warnings
 
 import chex
@@ -22,8 +19,7 @@ from jaxgpt.errors import CheckpointSaveError, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.optim import make_optimizer
 from jaxgpt.run import load
-from jaxgpt.runs import checkpoint
-from jaxgpt.runs.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, check_files, read_manifest
+from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState, init_skip_state
@@ -97,8 +93,8 @@ def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxgpt.runs.checkpoint.AT_ONCE", 0)  # less than an array has
     checkpoints = save(tmp_path, [1, 2], keep_last=2)
     assert found(tmp_path) == (2, [])
-    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(2, small_state(2)), small_state(2))
-    about = check_files(tmp_path / "2")
+    chex.assert_trees_all_equal(checkpoints.restore(2, small_state(2)), small_state(2))
+    about = checkpoints.manifest(2)
     assert about["step"] == 2 and about["jaxgpt"] and about["arrays"]["params"] == {"['a']['kernel']": "float32[16,16]"}
 
 
@@ -117,16 +113,26 @@ def test_every_flipped_bit_is_found_and_its_file_named(damaged):
     assert found(damaged) == (2, [])
 
 
+@pytest.mark.parametrize("how", ["truncated", "deleted"])
+def test_every_damaged_file_is_found_and_named(damaged, how):
+    for path in files(damaged / "2"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1]) if how == "truncated" else path.unlink()
+        step, said = found(damaged)
+        assert step == 1 and str(path) in said[0], (path, said)
+        path.write_bytes(whole)
+    assert found(damaged) == (2, [])
+
+
 @pytest.mark.parametrize("step, used", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("losses", [(1.0, 2.0), (2.0, 1.0), ()])
-def test_a_damaged_manifest_is_named_when_the_best_is_looked_for(two, tmp_path, losses, step, used):
+def test_a_damaged_manifest_is_named_when_the_best_is_looked_for(damaged, losses, step, used):
     """It may have been the best: which loss it had is not known any more."""
-    directory = shutil.copytree(two, tmp_path / "checkpoints")
     for number, loss in enumerate(losses, start=1):
-        Checkpoints(directory).set_val_loss(number, loss)
-    flip(directory / str(step) / "manifest.json", 2000)
-    step_used, (said,) = found(directory, "best")
-    assert step_used == used and f"checkpoint {step} is damaged, so {used} is used: {directory}/{step}" in said
+        Checkpoints(damaged).set_val_loss(number, loss)
+    flip(damaged / str(step) / "manifest.json", 2000)
+    step_used, (said,) = found(damaged, "best")
+    assert step_used == used and f"checkpoint {step} is damaged, so {used} is used: {damaged}/{step}" in said
 
 
 def test_a_checkpoint_that_cannot_be_judged_is_not_removed(tmp_path):
@@ -136,50 +142,13 @@ def test_a_checkpoint_that_cannot_be_judged_is_not_removed(tmp_path):
     assert save(tmp_path, [3, 4], [3.0, 4.0]).steps() == [1, 2, 4]
 
 
-@pytest.mark.parametrize("how", ["truncated", "emptied", "zeroed", "deleted", "grown"])
-def test_every_damaged_file_is_found_and_named(damaged, how):
-    for path in files(damaged / "2"):
-        whole = path.read_bytes()
-        if how == "deleted":
-            path.unlink()
-        else:
-            change = {"truncated": whole[:-1], "emptied": b"", "zeroed": bytes(len(whole)), "grown": whole + b"\0"}
-            path.write_bytes(change[how])
-        step, said = found(damaged)
-        assert step == 1 and str(path) in said[0], (path, said)
-        path.unlink(missing_ok=True)
-        path.write_bytes(whole)
-    assert found(damaged) == (2, [])
-
-
-def test_what_is_not_of_this_checkpoint_is_found(two, damaged):
-    (damaged / "2" / "state" / "stranger").write_text("")
-    assert "stranger is not part of the checkpoint" in found(damaged)[1][0]
-    shutil.copytree(two / "2", damaged / "3")
-    assert "3 is of step 2" in found(damaged)[1][1]
-    path = damaged / "2" / MANIFEST
-    path.write_text(checkpoint._render({**read_manifest(two / "2"), "format": 9, "jaxgpt": "9.1"}))
-    with pytest.raises(CorruptCheckpoint, match=r"has format 9 of jaxgpt 9\.1, this jaxgpt reads 1"):
-        read_manifest(damaged / "2")
-
-
-def test_no_good_one_left_is_an_error(damaged):
-    for step in ("1", "2"):
-        (damaged / step / "manifest.json").unlink()
-    with pytest.raises(
-        UserError, match=r"checkpoint 2 is damaged, and no other is good \(nor are 1\).*2/manifest.json"
-    ):
-        Checkpoints(damaged).latest_valid()
-
-
 def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
     for name in ("3.saving", "4.deleting", "0x5", "٣", "-6", "07", "..8"):
         shutil.copytree(two / "2", damaged / name)
-    (damaged / "9").write_text("a file")
-    assert Checkpoints(damaged).steps() == [1, 2]
-    Checkpoints(damaged).remove_partial()
-    names = {p.name for p in damaged.iterdir()}
-    assert names == {"1", "2", "0x5", "٣", "-6", "07", "..8", "9"}
+    flip(damaged / "2" / "manifest.json", 2000)
+    with pytest.warns(UserWarning, match="checkpoint 2 is damaged, so 1 is used"):
+        assert Checkpoints(damaged).rewind() == 1
+    assert {p.name for p in damaged.iterdir()} == {"1", "2.damaged", "0x5", "٣", "-6", "07", "..8"}
 
 
 def test_shapes_are_compared_before_anything_is_read(two):
@@ -270,16 +239,9 @@ def test_a_run_without_a_good_checkpoint_does_not_start_over(experiment, run):
         path.unlink()
     before = files(run)
     for use in (lambda: fit(experiment, run, progress=False), lambda: load(run)):
-        with pytest.raises(UserError, match="checkpoint 4 is damaged, and no other is good"):
+        with pytest.raises(UserError, match="checkpoint 4 is damaged, and no other is good: .*4/manifest.json"):
             use()
     assert files(run) == before
-
-
-def test_an_older_format_says_why_not(run):
-    record = (run / "experiment.json").read_text()
-    (run / "experiment.json").write_text(record.replace('"format": 2', '"format": 1', 1))
-    with pytest.raises(UserError, match="has format 1, this jaxgpt reads 2: its checkpoints have no manifests"):
-        load(run)
 
 
 def test_a_run_killed_in_its_first_moment_can_begin(experiment, tmp_path):
@@ -352,36 +314,14 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
 
 
-def test_a_failed_save_is_reported_although_its_other_writes_fail_after_it(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(small_state(1), 1, None)
-    checkpoints.wait()
-    full = OSError(errno.ENOSPC, "No space left on device")
-
-    class Write(threading.Thread):
-        __module__ = "orbax.write"
-
-        def join(self, timeout=None):  # like Orbax's own threads
-            super().join(timeout)
-            raise full
-
-    Write(target=time.sleep, args=(0.1,)).start()
-    error = checkpoints._fail(2, full)
-    checkpoints.close()
-    assert "step 2 could not be saved" in str(error) and "The last checkpoint is step 1." in str(error)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["full", pytest.param("read-only", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["full", "read-only"])
 def test_a_disk_that_fails_ends_the_run_in_words_and_the_run_stays_good(small_disk, text_file, how):
     """The real command: exit status 1, a line or two, and the run can be read and goes on."""
     options = f"""train --run-dir {small_disk}/r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
         --model.block-size 8 --train.batch-size 2 --train.steps 100000 --train.checkpoint-every 20 --train.keep-every 20
         --train.eval-every 100000 --optim.warmup-steps 1 --train.log-every 5""".split()
-    if how == "full":
-        done = run_command("-m", "jaxgpt", *options, cwd=small_disk.parent)
-    else:
-        code = f"""
+    code = f"""
 import subprocess, sys
 from jaxgpt import __main__
 from jaxgpt.runs import checkpoint
@@ -391,10 +331,11 @@ def then_read_only(self, partial, about):
     here = {str(small_disk / "r" / "checkpoints")!r}
     subprocess.run(["mount", "--bind", here, here], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", here], check=True)
-checkpoint.Checkpoints._seal = then_read_only
+if {how!r} != "full":
+    checkpoint.Checkpoints._seal = then_read_only
 __main__.main({options!r})
 """
-        done = run_command("-c", code, cwd=small_disk.parent)
+    done = run_command("-c", code, cwd=small_disk.parent)
     assert done.returncode == 1, done.stderr
     after, last = done.stderr.partition("first step after")[2], done.stderr.strip().splitlines()[-1]
     said = "No space left on device" if how == "full" else "Read-only file system"

@@ -17,7 +17,6 @@ from jaxgpt.config.presets import finetune
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit, introduction, open_training
 from jaxgpt.lora import init_adapters, merge_adapters
-from jaxgpt.runs.autopsy import gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
@@ -132,17 +131,6 @@ def test_the_preset_takes_the_context_of_the_weights_and_a_cut_is_announced(sour
         assert (cut in introduction(session, 0)) == (context == 8)
 
 
-def test_what_is_learned_is_kept(source, retrained):
-    """The first loss of a run is near its source's last: with random weights it would be that of guessing."""
-    run = retrained
-    first = read_metrics(run.directory / "metrics.jsonl")[0]["loss"]
-    assert abs(first - source.val_loss) < 0.15 and math.log(source.tokenizer.vocab_size) - first > 0.3
-    assert run.val_loss < source.val_loss
-    assert evaluate_run(run)["loss"] == pytest.approx(run.val_loss, rel=1e-5)
-    record = read_metadata(run.directory)
-    assert record.given.model.n_embd == 4 and record.model.n_embd == run.experiment.model.n_embd == 8
-
-
 @pytest.mark.parametrize("scan", [False, True], ids=["apart", "scan"])
 def test_merged_equals_unmerged(scan):
     """kernel + scale a b against x a b, added to what the layer makes of x."""
@@ -180,17 +168,23 @@ def test_the_merge_is_in_float32_on_any_device():
     assert text.count("dot_general") == text.count("precision = [HIGHEST, HIGHEST]") == len(LORA.targets) * TINY.n_layer
 
 
+def test_what_is_learned_is_kept(source, retrained):
+    """The first loss of a run is near its source's last: with random weights it would be that of guessing."""
+    first = read_metrics(retrained.directory / "metrics.jsonl")[0]["loss"]
+    assert abs(first - source.val_loss) < 0.15 and math.log(source.tokenizer.vocab_size) - first > 0.3
+    assert retrained.val_loss < source.val_loss
+    record = read_metadata(retrained.directory)
+    assert record.given.model.n_embd == 4 and record.model.n_embd == retrained.experiment.model.n_embd == 8
+
+
 def test_adapters_alone_are_trained_and_saved(source, tuned):
-    config, full = tuned.model.config, flat(source.params)
+    full = flat(source.params)
     moved = {path for path, x in flat(tuned.params).items() if path != "wpe/embedding" and np.any(x != full[path])}
     assert moved == {f"h_{i}/{name}/kernel" for i in range(2) for name in ("attn/q", "mlp/c_fc")}
-    assert tuned.val_loss < source.val_loss and config.vocab_size == source.model.config.vocab_size
-    manifest = json.loads((tuned.directory / f"checkpoints/{tuned.step}/manifest.json").read_text())
-    assert len(manifest["arrays"]["params"]) == 8 and all("lora_" in path for path in manifest["arrays"]["params"])
-    moments = [path for path in manifest["arrays"]["rest"] if ".mu" in path]
-    assert len(moments) == 8 and all("lora_" in path for path in moments)
-    # 2 matrices of rank 2 for each of 2 targets in 2 layers
-    assert sum(math.prod(json.loads(x[7:])) for x in manifest["arrays"]["params"].values()) == 2 * (2 * 16 + 2 * 40)
+    assert tuned.val_loss < source.val_loss
+    arrays = Checkpoints(tuned.directory / "checkpoints").manifest(tuned.step)["arrays"]
+    moments = [path for path in arrays["rest"] if ".mu" in path]
+    assert all(len(paths) == 8 and all("lora_" in path for path in paths) for paths in (arrays["params"], moments))
 
 
 def test_what_is_exported_and_loaded_is_merged(tuned, tmp_path):
@@ -230,12 +224,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(source, tuned, retrained, text_f
     assert replay(whole.directory, 3 if kept else 1).equal
 
 
-def test_an_autopsy_looks_at_the_whole_parameters(source, text_file, tmp_path):
-    """On one device, with the adapters: the model is examined as the step computed with it."""
-    trainer, state = first_state(tuning(text_file, source.directory, lora=LORA), tmp_path)
-    assert_same(gather_params(trainer, state), trainer.merged_params(state))
-
-
 def test_adapters_learn_on_int8_matrices(source, text_file, tmp_path):
     """The rounded matrices are those that are sampled from: the losses agree, also after a resume."""
     lora = dataclasses.replace(LORA, frozen="int8")
@@ -244,14 +232,6 @@ def test_adapters_learn_on_int8_matrices(source, text_file, tmp_path):
     _, state = first_state(run.experiment, tmp_path / "other")
     kernel = state.frozen_params["h_0"]["attn"]["q"]["kernel"]
     assert kernel.dtype == np.int8 and replay(run.directory, 3).equal
-
-
-@pytest.mark.slow
-def test_adapters_on_top_of_adapters(tuned, text_file, tmp_path):
-    experiment = tuning(text_file, tuned.directory, lora=LoraConfig(rank=1, targets=("v",)), steps=2)
-    run = fit(experiment, tmp_path / "run", progress=False)
-    moved = {path for path, x in flat(run.params).items() if np.any(x != flat(tuned.params)[path])}
-    assert moved == {f"h_{i}/attn/v/kernel" for i in range(2)}
 
 
 @pytest.mark.slow
@@ -293,7 +273,6 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
     other = tmp_path / "other.txt"
     other.write_text("ñandú " * 500)
     refused("'ñ'|'\\\\xf1'", data=dataclasses.replace(tuning(text_file, "x").data, path=str(other)))
-    # A run is what it was begun as.
     with pytest.raises(UserError, match="another configuration: train.init_from"):
         fit(
             dataclasses.replace(

@@ -13,7 +13,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.runs.training import reopen_training
+from jaxgpt.runs.training import open_training
 from jaxgpt.tools.replay import audit, format_audit, replay
 from tests.helpers import edit_record, flip, tiny_experiment
 
@@ -63,7 +63,8 @@ def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
 
 def false_weights(run):
     """Save the last state with another parameter, whose SHA-256 is right."""
-    training = reopen_training(read_metadata(run), remedy="")
+    metadata = read_metadata(run)
+    training = open_training(metadata.experiment, run, metadata)
     state = training.restore_or_init(STEPS)
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * (1 + 1e-4), state.params))
     checkpoints = Checkpoints(run / "checkpoints", keep_last=STEPS)

@@ -18,7 +18,7 @@ from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
-from jaxgpt.runs.resume import reopen_dataset
+from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.sample.quantize import DECODE_MATRIX
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
