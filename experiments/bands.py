@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxgpt import Experiment, UserError, fit
 from jaxgpt.cli.experiment_file import load_experiment
-from jaxgpt.config import differences, from_dict
+from jaxgpt.config import differences, from_dict, to_dict
 from jaxgpt.runs.directory import RunMetadata, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 from jaxgpt.runs.training import CHANGEABLE, describe_data_changes
@@ -135,7 +135,7 @@ def make(named: str, runs: Path, seeds: int, out: Path = BANDS) -> Path:
         print(f"{experiment.name}, seed {seed}: {curves[-1][-1][1]:.4f}", file=sys.stderr, flush=True)
     first = read_metadata(runs / experiment.name / "seed-0")
     content = {
-        "experiment": dataclasses.asdict(first.experiment),
+        "experiment": to_dict(first.experiment),
         "data": first.data,
         "made": {
             "date": datetime.date.today().isoformat(),
