@@ -101,7 +101,7 @@ def test_a_band_is_for_one_experiment_on_one_text(bands, tmp_path, monkeypatch, 
 def test_there_is_a_band_for_every_experiment_that_runs_on_a_cpu(bands):
     """Its configuration is still the experiment's, and at least five seeds made it."""
     ours = {e.name: e for e in map(load_experiment, list_experiments())}
-    elsewhere = {"finetune-quijote", "gpt2-124m", "shakespeare-char-wide", "transformer-2017-base"}  # weights, or a GPU
+    elsewhere = {"finetune-quijote", "gpt2-124m", "shakespeare-char-wide"}  # weights, or a GPU
     kept = {path.stem: json.loads(path.read_text()) for path in bands.BANDS.glob("*.json")}
     assert kept.keys() == ours.keys() - elsewhere
     for name, held in kept.items():
