@@ -383,7 +383,7 @@ OPTIONS = [
         "trial 19 of the sweep, optim.learning_rate=0.05957: weight_decay=20.0 times",
     ),
     (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
-    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt is not a directory: name another with --run-dir"),
+    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt exists and is not a sweep (no sweep.json)"),
     (["sweep", *OVER, "--run-dir", LONG], "File name too long"),
     (["xray", "runs/tiny"], "--prompt"),
     (["xray", "runs/tiny", "--prompt"], "Missing value for argument '--prompt'"),

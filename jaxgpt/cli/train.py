@@ -11,9 +11,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING
 
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
@@ -34,7 +32,7 @@ def train(
     run_dir: str | None = None,
     fresh: bool = False,
     extend: bool = False,
-    experiment: Annotated[Experiment, arg(name="")],
+    experiment: Experiment,
 ) -> None:
     """Train an experiment, or resume a run.
 
@@ -44,7 +42,6 @@ def train(
         run_dir: run directory, resumed if it exists; None: runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
-        experiment: its fields are options too
     """
     configure_jax()
     experiment = label_own_text(experiment, run_dir)

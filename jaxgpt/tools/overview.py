@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fnmatch
-import math
 import operator
 import os
 import re
+import shutil
 import statistics
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import suggest
@@ -23,9 +24,17 @@ from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
-SORTS = {"name": False, "loss": False, "size": True, "tokens": True, "speed": True, "date": True}  # True: largest first
+LARGEST_FIRST = ("size", "tokens", "speed", "date")
 SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
-COMPARE = {"=": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+COMPARE = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "~": fnmatch.fnmatchcase,
+}
 WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "speed", "step", "steps")
 
 
@@ -44,6 +53,44 @@ class Row:
     date: str | None = None  # when metrics.jsonl or experiment.json was last written, ISO 8601, local time
     verdict: str | None = None  # of `jaxgpt report`
     problem: str | None = None  # why a damaged run cannot be read
+
+
+@dataclasses.dataclass(frozen=True)
+class Overview:
+    """Rows of runs, in a table as wide as the terminal."""
+
+    rows: list[Row]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the rows."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return format_rows(self.rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+
+
+def runs(
+    directory: str = "runs",
+    *,
+    sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
+    filter: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Overview:
+    """List all runs below a directory.
+
+    Args:
+        directory: is searched at any depth, but for links
+        sort: the column to sort by: best loss, largest number or newest date first
+        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, speed, step or steps; also <= > >= =
+            != and, with a pattern, name~*relu*; may be given several times
+        say: receives a line of text if not all runs are listed, or there are none.
+    """
+    found = read_rows(Path(directory))
+    rows = select_rows(found, filter, sort)
+    if len(rows) < len(found) or not found:
+        say(f"{len(rows)} of {len(found)} runs below {directory}")
+    return Overview(rows)
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -151,40 +198,33 @@ def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> li
     for condition in conditions:
         match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
         if match is None:
-            raise UserError(
-                f"--filter {condition!r}: needs FIELD, one of {' '.join(COMPARE)} ~, and a value: 'loss<1.5'"
-            )
+            signs = f"one of {' '.join(COMPARE)}, and a value: 'loss<1.5'"
+            raise UserError(f"--filter {condition!r}: needs FIELD, {signs}")
         name, sign, text = match.groups()
-        if name not in (*WORDS, *NUMBERS):
-            known = (*WORDS, *NUMBERS)
-            raise UserError(
-                f"--filter {condition!r}: no field {name}{suggest(name, known)}. There are {', '.join(known)}"
-            )
+        if name not in (known := (*WORDS, *NUMBERS)):
+            there = f"no field {name}{suggest(name, known)}. There are {', '.join(known)}"
+            raise UserError(f"--filter {condition!r}: {there}")
         if name in NUMBERS and sign == "~":
-            raise UserError(
-                f"--filter {condition!r}: ~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >"
-            )
-        wanted: Any = text if name in WORDS else _number(condition, text)
-        compare = fnmatch.fnmatchcase if sign == "~" else getattr(operator, COMPARE[sign])
+            words = ", ".join(WORDS)
+            raise UserError(f"--filter {condition!r}: ~ compares {words} with a pattern; {name} needs < or >")
+        wanted: Any = text if name in WORDS else _parse_number(condition, text)
         end = len(text) if name == "date" and sign != "~" else None  # so that date=2026-11-23 is all of that day
-        known_rows = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
-        rows = [row for row, value in known_rows if compare(value[:end] if name in WORDS else value, wanted)]
-    known = sorted(
-        (row for row in rows if getattr(row, sort) is not None), key=operator.attrgetter(sort), reverse=SORTS[sort]
-    )
-    return known + [row for row in rows if getattr(row, sort) is None]
+        values = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
+        rows = [row for row, value in values if COMPARE[sign](value[:end] if name in WORDS else value, wanted)]
+    known_rows = [row for row in rows if getattr(row, sort) is not None]
+    known_rows.sort(key=operator.attrgetter(sort), reverse=sort in LARGEST_FIRST)
+    return known_rows + [row for row in rows if getattr(row, sort) is None]
 
 
-def _number(condition: str, text: str) -> float:
+def _parse_number(condition: str, text: str) -> float:
     """Return the number 1.5, 1e6, 300k or 124M."""
-    factor = SUFFIXES.get(text[-1:], 1.0)
+    match = re.fullmatch(r"([-+.\de]+?)([kMB]?)", text)
     try:
-        value = float(text[:-1] if factor != 1.0 else text) * factor
+        return float(match[1]) * SUFFIXES.get(match[2], 1.0) if match else float("")
     except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise UserError(f"--filter {condition!r}: got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
-    return value
+        raise UserError(
+            f"--filter {condition!r}: got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M"
+        ) from None
 
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:
@@ -206,12 +246,10 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
         table.add_column(name, no_wrap=True)
     table.add_column("verdict", min_width=12)
     for row in rows:
-        status = row.status
-        if status in ("training", "interrupted", "diverged"):
-            status += f" {row.step}/{row.steps}"
+        reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
         loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
-        cells = [row.name, _short(row.size), _short(row.tokens), loss, speed, (row.date or "")[:10], status]
-        texts = (*cells, row.verdict or row.problem or "")
+        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
+        texts = (*cells, row.status + reached, row.verdict or row.problem or "")
         table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
     console = Console(width=width or 10_000, color_system=None)
     with console.capture() as capture:
@@ -219,7 +257,7 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _short(number: int | None) -> str:
+def _shorten(number: int | None) -> str:
     """Return a count with four digits: 9,999 as it is, 124.4M."""
     if number is None or number < 10_000:
         return "" if number is None else f"{number:,}"

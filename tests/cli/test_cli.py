@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pty
@@ -99,34 +98,30 @@ def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure(tmp_path, text_
 
 
 @pytest.mark.slow
-def test_sample_json_and_options(trained):
-    directory, _ = trained
-    options = (
-        "--prompt lance --max-new-tokens 6 --num-samples 2 --temperature 0.5 --top-k 5 --top-p 0.9 --seed 3 --json"
-    )
-    one, two = (jaxgpt("sample", *options.split(), cwd=directory) for _ in range(2))
-    texts = json.loads(one.stdout)
-    assert [len(x["text"]) for x in texts] == [6, 6] and texts[0]["prompt"] == "lance"
-    assert one.stdout == two.stdout
-
-
-@pytest.mark.slow
 def test_every_sampling_option(trained):
     directory, _ = trained
-    options = "--prompt lance --max-new-tokens 6 --min-p 0.05 --repetition-penalty 1.2 --stop xyz --stop qq --json"
+    plain = "--prompt lance --max-new-tokens 6 --num-samples 2 --temperature 0.5 --top-k 5 --top-p 0.9 --seed 3 --json"
+    more = f"{plain} --min-p 0.05 --repetition-penalty 1.2 --stop xyz --stop qq"
     bits = "--weights int8 --cache-dtype int8 --draft runs/quickstart"
-    for line in (options, f"{options} {bits}"):
-        done = jaxgpt("sample", *line.split(), cwd=directory)
+    found = [jaxgpt("sample", *line.split(), cwd=directory) for line in (plain, plain, more, f"{more} {bits}")]
+    for done in found:
         assert done.returncode == 0, done.stderr
-        assert len(json.loads(done.stdout)[0]["text"]) == 6
+        texts = json.loads(done.stdout)
+        assert [len(x["text"]) for x in texts] == [6, 6] and texts[0]["prompt"] == "lance"
+    assert found[0].stdout == found[1].stdout
 
 
 @pytest.mark.slow
-def test_a_long_prompt_is_read_from_its_end_and_it_is_said(trained):
-    directory, _ = trained
-    done = jaxgpt("sample", "--prompt", "keep a lance", "--max-new-tokens", 3, cwd=directory)
-    assert done.returncode == 0 and done.stdout.startswith("keep a lance")
-    assert done.stderr.strip() == "jaxgpt: prompt 0 has 12 tokens, block_size=8: only its last 8 are read"
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (["--prompt", "keep a lance"], "jaxgpt: prompt 0 has 12 tokens, block_size=8: only its last 8 are read"),
+        ([], "no prompt: starting from a newline"),
+    ],
+)
+def test_what_is_said_of_a_prompt(trained, prompt, said):
+    done = jaxgpt("sample", *prompt, "--max-new-tokens", 3, cwd=trained[0])
+    assert done.returncode == 0 and done.stderr.strip() == said and done.stdout.startswith("".join(prompt[1:]))
 
 
 @pytest.mark.slow
@@ -158,13 +153,6 @@ def test_a_terminal_sees_the_text_as_it_is_written(trained):
     assert len(pieces) >= 3 and pieces[0] == b"lance"
 
 
-@pytest.mark.slow
-def test_an_empty_prompt_says_where_it_starts(trained):
-    directory, _ = trained
-    done = jaxgpt("sample", "--max-new-tokens", 3, cwd=directory)
-    assert done.returncode == 0 and "no prompt: starting from a newline" in done.stderr
-
-
 def test_evaluate(trained):
     directory, _ = trained
     found = json.loads(jaxgpt("evaluate", "--json", cwd=directory).stdout)
@@ -178,53 +166,20 @@ def test_training_again_goes_on_without_being_told_the_options(trained):
     assert done.returncode == 0 and "at step 2 of 2" in done.stderr
 
 
-def test_help_is_complete_and_needs_no_jax(tmp_path):
-    top = jaxgpt("--help", cwd=tmp_path)
-    assert top.returncode == 0 and "train" in top.stdout and "sample" in top.stdout
-    code = "import sys; from jaxgpt.__main__ import main\ntry: main(['train', '--help-all'])\nfinally: assert 'jax' not in sys.modules"
-    done = run_command("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for option in ("--model.n-layer", "--data.path", "--optim.learning-rate", "--train.steps", "--train.batch-size"):
-        assert option in done.stdout
-    lines = [line.strip("│ ") for line in done.stdout.splitlines()]
-    bare = [before for before, line in itertools.pairwise(lines) if before.startswith("--") and line[:8] == "(default"]
-    assert bare == [], "options without a help text"
-    for option in ("--train.log-every", "--train.checkpoint-every", "--train.seed", "--parallel.strategy", "--run-dir"):
-        assert option in done.stdout
-
-
-def assert_told(done, said):
-    """Status 2, one or two lines on stderr that name the value, nothing on stdout, no traceback."""
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
-    assert done.stdout == ""
-
-
-def files(directory):
-    return sorted((str(p.relative_to(directory)), p.stat().st_mtime_ns) for p in directory.rglob("*"))
-
-
 def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_path):
-    assert_told(jaxgpt("sample", cwd=tmp_path), "no run under runs/")
+    """The last one has no network: a proxy that is not there."""
     directory, _ = trained
-    before = files(directory)
-    said = "the tokenizer of the draft runs/other is not that of"
-    assert_told(jaxgpt("sample", "--prompt", "a", "--draft", "runs/other", cwd=directory), said)
-    assert files(directory) == before
-
-
-def test_a_download_that_fails_says_how_to_give_the_file_by_hand(tmp_path):
-    """No network in the test: a proxy that is not there."""
-    done = jaxgpt(
-        "train",
-        "--data.corpus",
-        "shakespeare",
-        cwd=tmp_path,
-        https_proxy="http://127.0.0.1:9",
-        JAXGPT_CACHE=str(tmp_path),
-    )
-    assert_told(done, "To give it by hand, save the text as")
+    files = sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
+    offline = {"https_proxy": "http://127.0.0.1:9", "JAXGPT_CACHE": str(tmp_path)}
+    for line, said, env in (
+        ("sample", "no run under runs/", {"cwd": tmp_path}),
+        ("sample --prompt a --draft runs/other", "the tokenizer of the draft runs/other is not that of", {}),
+        ("train --data.corpus shakespeare", "To give it by hand, save the text as", {"cwd": tmp_path} | offline),
+    ):
+        done = jaxgpt(*line.split(), **{"cwd": directory} | env)
+        assert (done.returncode, done.stdout) == (2, "") and said in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
+    assert files == sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
 
 
 def test_the_sample_begins_as_the_users_own_text(tmp_path, text_file, monkeypatch):

@@ -14,9 +14,9 @@ from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty
+from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty, report
 from tests.browser import unreadable
-from tests.helpers import run_command, tiny_experiment
+from tests.helpers import tiny_experiment
 
 pytest.importorskip("pydivsufsort")
 TEXT = "In a village <script>pwned=1</script> of La Mancha there lived not long since a gentleman.\n" * 30
@@ -33,12 +33,6 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(run):
     return make_report(run, samples=2, tokens=30)
-
-
-def test_counts_that_no_report_takes(run):
-    for how, said in (({"samples": 0}, "samples=0: needs at least 1"), ({"tokens": 2.5}, "tokens=2.5: needs a whole")):
-        with pytest.raises(UserError, match=said):
-            make_report(run, **how)
 
 
 def test_the_summary_is_what_was_logged(run, found):
@@ -127,18 +121,14 @@ def test_the_page(found, open_page, tmp_path):
         page.close()
 
 
-@pytest.mark.slow
-def test_the_command(run, tmp_path):
-    options = ["--samples", "1", "--tokens", "8", "--out", str(tmp_path)]
-    done = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reported: learning\n") and re.search(r"report.html: \d", done.stdout)
-    kept = json.loads((tmp_path / "summary.json").read_text())
-    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--json", cwd=tmp_path)
-    assert json.loads(again.stdout) == kept
-    (tmp_path / "report.html").unlink()
-    refused = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert refused.returncode == 2 and "summary.json exists" in refused.stderr
+def test_what_is_written_is_what_is_returned(run, tmp_path):
+    found = report(run.directory, samples=1, tokens=8, out=str(tmp_path))
+    assert str(found).startswith("reported: learning\n") and re.search(r"report.html: \d", str(found))
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(found.to_json()))
+    assert found.page.read_text() == found.html
+    found.page.unlink()
+    with pytest.raises(UserError, match=r"summary\.json exists"):
+        report(run.directory, out=str(tmp_path))
 
 
 # What a curve says: on curves that say it clearly, and on those that only just do not.
