@@ -151,7 +151,7 @@ class Result:
 
 
 def print_result(found: Any, *, as_json: bool) -> None:
-    """Print what a command returned, a `Result` or a dataclass with a text; end with its `status`, if it has one."""
+    """Print what a command returned, a `Result` or a dataclass with a text; end with status 1 unless it is accepted."""
     if found is None:
         return
     if as_json:
@@ -160,8 +160,8 @@ def print_result(found: Any, *, as_json: bool) -> None:
         print(render_json(value, ensure_ascii=not is_unicode))
     else:
         print(found)
-    if status := getattr(found, "status", 0):
-        raise SystemExit(status)
+    if not getattr(found, "accepted", True):
+        raise SystemExit(1)
 
 
 def say(text: str) -> None:

@@ -26,15 +26,8 @@ from jaxgpt.runs.metrics import finite_values, read_metrics
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
 LARGEST_FIRST = ("size", "tokens", "speed", "date")
 SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
-COMPARE = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "~": fnmatch.fnmatchcase,
-}
+COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt}
+COMPARE |= {">=": operator.ge, "~": fnmatch.fnmatchcase}
 WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "speed", "step", "steps")
 
 
@@ -109,21 +102,24 @@ def read_rows(directory: Path) -> list[Row]:
 
 def _read_row(directory: Path) -> Row:
     """Return the row of a run, also of one that cannot be read."""
-    date = None
-    for name in ("experiment.json", "metrics.jsonl"):
-        if (directory / name).exists():
-            written = datetime.datetime.fromtimestamp((directory / name).stat().st_mtime)
-            date = written.astimezone().isoformat(timespec="seconds")
+    files = [directory / name for name in ("experiment.json", "metrics.jsonl")]
+    written = max(path.stat().st_mtime if path.exists() else 0.0 for path in files)
+    date = datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds")
     try:
         metadata = read_metadata(directory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of damaged lines, which count for nothing
             lines = read_metrics(directory / "metrics.jsonl")
+        report = directory / "summary.json"
+        summary: Any = read_json(report, LARGEST_SUMMARY) if report.exists() else None
         size = count_parameters(metadata.model)
     except UserError as e:
         return Row(name=str(directory), status="damaged", date=date, problem=str(e).removeprefix(f"{directory}/"))
     config, is_imported = metadata.experiment.train, metadata.imported is not None
     step, rates = max((line["step"] for line in lines), default=0), finite_values(lines, "tokens_per_second")
+    verdict = summary and summary["verdict"]
+    if summary and (logged := summary["steps"]["logged"]) != step:
+        verdict += f" (at step {logged})"  # the run has been trained since
     return Row(
         name=str(directory),
         status=_status(metadata, lines, step),
@@ -134,7 +130,7 @@ def _read_row(directory: Path) -> Row:
         loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
         speed=statistics.median(rate for _, rate in rates) if rates else None,
         date=date,
-        verdict=_verdict(directory / "summary.json", step),
+        verdict=verdict,
     )
 
 
@@ -149,18 +145,6 @@ def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> st
     if skipped == list(range(step - most + 1, step + 1)) or {"step": steps, "val_loss": None} in lines[-2:]:
         return "diverged"
     return "complete" if (metadata.directory / "checkpoints" / str(steps)).is_dir() else "interrupted"
-
-
-def _verdict(path: Path, step: int) -> str | None:
-    """Return the verdict of summary.json, with its step if the run has been trained since."""
-    if not is_there(path, "It holds the verdict of `jaxgpt report`."):
-        return None
-    try:
-        summary: Any = read_json(path, LARGEST_SUMMARY)
-        verdict, logged = str(summary["verdict"]), summary["steps"]["logged"]
-    except (UserError, KeyError, TypeError):
-        return "summary.json is damaged"
-    return verdict if logged == step else f"{verdict} (at step {logged})"
 
 
 def count_parameters(config: GPTConfig) -> int:
@@ -196,44 +180,41 @@ def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> li
     Raises `UserError` for a condition that cannot be read.
     """
     for condition in conditions:
-        match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
-        if match is None:
-            signs = f"one of {' '.join(COMPARE)}, and a value: 'loss<1.5'"
-            raise UserError(f"--filter {condition!r}: needs FIELD, {signs}")
-        name, sign, text = match.groups()
-        if name not in (known := (*WORDS, *NUMBERS)):
-            there = f"no field {name}{suggest(name, known)}. There are {', '.join(known)}"
-            raise UserError(f"--filter {condition!r}: {there}")
-        if name in NUMBERS and sign == "~":
-            words = ", ".join(WORDS)
-            raise UserError(f"--filter {condition!r}: ~ compares {words} with a pattern; {name} needs < or >")
-        wanted: Any = text if name in WORDS else _parse_number(condition, text)
-        end = len(text) if name == "date" and sign != "~" else None  # so that date=2026-11-23 is all of that day
-        values = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
-        rows = [row for row, value in values if COMPARE[sign](value[:end] if name in WORDS else value, wanted)]
-    known_rows = [row for row in rows if getattr(row, sort) is not None]
-    known_rows.sort(key=operator.attrgetter(sort), reverse=sort in LARGEST_FIRST)
-    return known_rows + [row for row in rows if getattr(row, sort) is None]
+        try:
+            name, compare, wanted = _parse_condition(condition)
+        except ValueError as e:
+            raise UserError(f"--filter {condition!r}: {e}") from None
+        known = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
+        rows = [row for row, value in known if compare(value, wanted)]
+    measured = [row for row in rows if getattr(row, sort) is not None]
+    measured.sort(key=operator.attrgetter(sort), reverse=sort in LARGEST_FIRST)
+    return measured + [row for row in rows if getattr(row, sort) is None]
 
 
-def _parse_number(condition: str, text: str) -> float:
-    """Return the number 1.5, 1e6, 300k or 124M."""
-    match = re.fullmatch(r"([-+.\de]+?)([kMB]?)", text)
-    try:
-        return float(match[1]) * SUFFIXES.get(match[2], 1.0) if match else float("")
-    except ValueError:
-        raise UserError(
-            f"--filter {condition!r}: got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M"
-        ) from None
+def _parse_condition(condition: str) -> tuple[str, Callable[[Any, Any], bool], Any]:
+    """Return field, comparison and value, which may be a number such as 1.5, 1e6, 300k or 124M. Raises `ValueError`."""
+    match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
+    if match is None:
+        raise ValueError(f"needs FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
+    name, sign, text = match.groups()
+    compare = COMPARE[sign]
+    if name == "date" and sign != "~":  # date=2026-11-23 is all of that day
+        return name, lambda value, wanted: compare(value[: len(wanted)], wanted), text
+    if name in WORDS:
+        return name, compare, text
+    if name not in NUMBERS:
+        known = (*WORDS, *NUMBERS)
+        raise ValueError(f"no field {name}{suggest(name, known)}. There are {', '.join(known)}")
+    if sign == "~":
+        raise ValueError(f"~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >")
+    number = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kMB]?)", text)
+    if number is None or number[1].count(".") > 1:
+        raise ValueError(f"got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
+    return name, compare, float(number[1]) * SUFFIXES.get(number[2], 1.0)
 
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:
-    """Return the table as lines of text.
-
-    Args:
-        rows: in their order.
-        width: columns of the terminal; names and verdicts that do not fit take more lines. None means any.
-    """
+    """Return the table as lines of text, folded to a width in columns if there is one."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -144,11 +144,6 @@ class AuditResult:
         """Return whether every step was taken again."""
         return self.retaken == self.steps
 
-    @property
-    def status(self) -> int:
-        """Return the exit status of the command: 1 if something differs."""
-        return 0 if self.accepted else 1
-
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the verdict."""
         return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}

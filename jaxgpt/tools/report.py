@@ -28,6 +28,14 @@ MOST_TEXT = 2**26  # leading tokens of the training text that are searched for m
 LENGTHS = (5, 10, 20, 50)  # n of the n-grams, in characters
 SHOWN = 5  # longest overlaps that are reported
 SAMPLED = 200  # most tokens of each checkpoint's sample
+# Curves of the page, and their names in metrics.jsonl.
+CURVES = {
+    "training": "loss",
+    "validation": "val_loss",
+    "rates": "tokens_per_second",
+    "learning_rates": "learning_rate",
+    "grad_norms": "grad_norm",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,26 +118,18 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "configuration": dataclasses.asdict(run.experiment),
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
-
-    def points(name: str) -> list[list[Any]]:
-        return [[line["step"], round_numbers(line[name], 6)] for line in lines if line.get(name) is not None]
-
-    data = {
-        "title": f"Report of {run.experiment.name}",
-        "summary": {name: value for name, value in summary.items() if name != "configuration"},
-        "training": points("loss"),
-        "validation": points("val_loss"),
-        "rates": points("tokens_per_second"),
-        "learning_rates": points("learning_rate"),
-        "grad_norms": points("grad_norm"),
-        "configuration": [
-            [f"{part}.{name}", value, f"{part}.{name}" in changed]
-            for part, values in summary["configuration"].items()
-            if isinstance(values, dict)
-            for name, value in values.items()
-        ],
-    }
-    return summary, render_html(["report"], data["title"], data, Arrays())
+    title = f"Report of {run.experiment.name}"
+    data = {"title": title, "summary": {name: x for name, x in summary.items() if name != "configuration"}}
+    for curve, name in CURVES.items():
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        data[curve] = [[step, round_numbers(x, 6)] for step, x in points]
+    data["configuration"] = [
+        [f"{part}.{name}", value, f"{part}.{name}" in changed]
+        for part, values in summary["configuration"].items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    ]
+    return summary, render_html(["report"], title, data, Arrays())
 
 
 def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -225,14 +225,14 @@ class SuffixArray:
             import pydivsufsort
         except ImportError:
             raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
-        self._search, self._bytes = pydivsufsort.sa_search, text.encode()
-        self._suffixes = pydivsufsort.divsufsort(self._bytes) if text else None
+        self._search, self.bytes = pydivsufsort.sa_search, text.encode()
+        self._suffixes = pydivsufsort.divsufsort(self.bytes) if text else None
 
     def find(self, piece: str) -> int | None:
         """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
         if self._suffixes is None:
             return None
-        count, at = self._search(self._bytes, self._suffixes, piece.encode())
+        count, at = self._search(self.bytes, self._suffixes, piece.encode())
         return int(self._suffixes[at]) if count > 0 else None
 
     def match_lengths(self, text: str) -> np.ndarray:
@@ -247,10 +247,6 @@ class SuffixArray:
                 grown += 1
             lengths[i] = grown
         return lengths
-
-    def position(self, piece: str) -> int:
-        """Return the offset, in characters, of an occurrence of a string, which the corpus must contain."""
-        return len(self._bytes[: self.find(piece)].decode())
 
 
 def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
@@ -273,6 +269,9 @@ def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]
             overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))
     return {
         "characters": sum(map(len, texts)),
-        "overlaps": [{"text": text, "at": corpus.position(text)} for _, text in sorted(overlaps)[:SHOWN]],
+        "overlaps": [
+            {"text": text, "at": len(corpus.bytes[: corpus.find(text)].decode())}
+            for _, text in sorted(overlaps)[:SHOWN]
+        ],
         "novel": {str(n): 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
     }

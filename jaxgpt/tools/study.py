@@ -145,26 +145,19 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
     for name in others:
         metric = METRIC
         if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
-            bpe = ("data.bpe_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
-            metric = (*METRIC, "data.tokenizer", *bpe)
+            metric += ("data.tokenizer", "data.bpe_vocab_size")[: 2 if variants[first].data.tokenizer == "bpe" else 1]
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
-                raise UserError(
-                    f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and "
-                    f"{short(theirs)}. Losses per token on different texts or tokens cannot be compared: "
-                    "give both the same value"
-                )
-    slugs = [slug(name) for name in variants]
-    for name, place in zip(variants, slugs, strict=True):
-        if place.casefold() in (".", "..", STUDY):
-            raise UserError(f"variant {name!r} cannot have the directory {place}, which is reserved: give another name")
-    if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
-        raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
+                raise _no_comparison(first, name, f"{field} is {short(ours)} and {short(theirs)}", "value")
+    places = [".", "..", STUDY, *(slug(name).casefold() for name in variants)]
+    if twice := [name for name in variants if places.count(slug(name).casefold()) > 1]:
+        raise UserError(f"variants {', '.join(map(repr, twice))} have no directory of their own: give them other names")
 
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
     data: dict[str, dict[str, Any]] = {}
+    first = next(iter(variants))
     for name, experiment in variants.items():
         run = directory / slug(name) / "seed-0"
         if is_run(run):
@@ -173,13 +166,15 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
             initialize(experiment.parallel)
             full, _ = resolve_init_from(experiment)
             data[name] = prepare_for(full.model, full.data).fingerprint
-    first, *others = variants
-    for name in others:
         if changed := describe_data_changes(data[first], data[name]):
-            raise UserError(
-                f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token on "
-                "different texts or tokens cannot be compared: give both the same data and the tokenizer of the weights"
-            )
+            raise _no_comparison(first, name, ", ".join(changed[:8]), "data and the tokenizer of the weights")
+
+
+def _no_comparison(first: str, name: str, differing: str, remedy: str) -> UserError:
+    return UserError(
+        f"variants {first!r} and {name!r} do not share a metric: {differing}. Losses per token on different texts or "
+        f"tokens cannot be compared: give both the same {remedy}"
+    )
 
 
 def slug(name: str) -> str:

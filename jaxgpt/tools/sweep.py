@@ -16,6 +16,7 @@ but all points of a round are needed at once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,39 +77,36 @@ class Axis:
 
 
 def parse_axes(texts: Sequence[str]) -> list[Axis]:
-    """Parse what --over was given: `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`."""
-    axes = [parse_axis(text) for text in texts]
-    fields = [axis.field for axis in axes]
-    if twice := [field for field in fields if fields.count(field) > 1]:
-        raise UserError(f"--over has {twice[0]} twice: give each field once")
+    """Parse what --over was given, once for each field. Raises `UserError`."""
+    axes: dict[str, Axis] = {}
+    for axis in map(parse_axis, texts):
+        if axis.field in axes:
+            raise UserError(f"--over has {axis.field} twice: give each field once")
+        axes[axis.field] = axis
     if not axes:
         raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
-    return axes
+    return list(axes.values())
 
 
 def parse_axis(text: str) -> Axis:
-    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`. Raises `UserError`."""
+    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`."""
     name, _, values = text.partition("=")
     field = name.replace("-", "_")
     sections = {section: kind for section, kind in field_hints(Experiment).items() if dataclasses.is_dataclass(kind)}
     hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
-    if not name or not values:
-        raise UserError(f"--over {text}: needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
-    if field not in hints:
-        raise UserError(
-            f"--over {text}: there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all"
-        )
-    if field.split(".")[0] not in VARIABLE or field in FIXED:
-        raise UserError(
-            f"--over {text}: {field} cannot vary: it changes the data, the tokens or the steps of a run, or does not "
-            f"decide its loss. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
-        )
-    kinds = _kinds(hints[field])
-    if tuple in kinds:
-        raise UserError(f"--over {text}: {field} cannot vary: it is a list")
-    is_range = ".." in values and not kinds.isdisjoint((int, float))
-    words = values.split("..", 1) if is_range else values.split(",")
     try:
+        if not name or not values:
+            raise UserError("needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
+        if field not in hints:
+            raise UserError(f"there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all")
+        kinds = _kinds(hints[field])
+        if field.split(".")[0] not in VARIABLE or field in FIXED or tuple in kinds:
+            raise UserError(
+                f"{field} cannot vary: it changes the data, the tokens or the steps of a run, does not decide its loss, "
+                f"or is a list. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
+            )
+        is_range = ".." in values and not kinds.isdisjoint((int, float))
+        words = values.split("..", 1) if is_range else values.split(",")
         found = tuple(check_value(field, _parse_word(word.strip(), kinds), hints[field]) for word in words)
         if is_range and (None in found or not found[0] < found[1]):
             raise UserError("needs LOW below HIGH")
@@ -260,19 +258,15 @@ def plan_rounds(experiment: Experiment, trials: int, seeds: int) -> list[Round]:
     train, counts = experiment.train, [trials]
     while counts[-1] > SHARE:
         counts.append(-(-counts[-1] // SHARE))
-    *short, last = counts
-    parts = SHARE ** len(short)
-    if train.steps < parts:
-        raise UserError(
-            f"train.steps={train.steps}: {counts[0]} trials begin with runs of 1/{parts} of the steps, so needs "
-            f"at least {parts}, or fewer trials"
-        )
-    rounds = [
-        Round(trials=count, steps=train.steps // (parts // SHARE**r), seeds=(train.seed,))
-        for r, count in enumerate(short)
-    ]
+    last = len(counts) - 1
+    if train.steps < SHARE**last:
+        begin = f"{trials} trials begin with runs of 1/{SHARE**last} of the steps"
+        raise UserError(f"train.steps={train.steps}: {begin}, so needs at least {SHARE**last}, or fewer trials")
     new = tuple(range(train.seed + 1, train.seed + 1 + seeds))
-    return [*rounds, Round(trials=last, steps=train.steps, seeds=new)]
+    return [
+        Round(trials=count, steps=train.steps // SHARE ** (last - r), seeds=new if r == last else (train.seed,))
+        for r, count in enumerate(counts)
+    ]
 
 
 def sweep(
@@ -314,14 +308,8 @@ def sweep(
         except UserError as e:
             raise UserError(f"trial {n} of the sweep, {_format_point(point)}: {e}") from None
     directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
-    definition = {
-        "experiment": dataclasses.asdict(experiment),
-        "over": ", ".join(map(str, axes)),
-        "trials": trials,
-        "seeds": seeds,
-        "seed": seed,
-        "points": points,
-    }
+    definition = {"experiment": dataclasses.asdict(experiment), "over": ", ".join(map(str, axes)), "points": points}
+    definition |= {"trials": trials, "seeds": seeds, "seed": seed}
     _check_or_write(definition, experiment, directory)
     cost = [f"{r.trials} x {f'{n} seeds x ' if (n := len(r.seeds)) > 1 else ''}{r.steps:,}" for r in rounds]
     runs = [r.trials * len(r.seeds) for r in rounds]
@@ -331,12 +319,10 @@ def sweep(
     all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     for r, current in enumerate(rounds):
         grid = []
-        for run_seed in current.seeds:
-            for trial in alive:
-                name = f"steps-{current.steps}-seed-{run_seed}"
-                label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
-                place = directory / f"trial-{trial.trial:02}" / name
-                grid.append((label, planned[trial.trial, current.steps, run_seed], place))
+        for run_seed, trial in itertools.product(current.seeds, alive):
+            name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
+            label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
+            grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
         losses = [curve.losses[-1] if curve.losses else None for curve in train_grid(grid, say, fit_one)]
         for i, trial in enumerate(alive):
             trial.losses.append(losses[i :: len(alive)])

@@ -113,7 +113,7 @@ def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys
 @dataclasses.dataclass
 class Found:
     text: str
-    status: int
+    accepted: bool
 
     def __str__(self):
         return f"found {self.text}"
@@ -123,10 +123,10 @@ def test_a_result_is_printed_as_a_text_or_as_json_and_has_a_status(capsys):
     console.print_result(None, as_json=True)
     console.print_result(console.Result([math.nan], "a text"), as_json=False)
     console.print_result(console.Result([math.nan], "a text"), as_json=True)
-    console.print_result(Found("it", 0), as_json=False)
+    console.print_result(Found("it", True), as_json=False)
     with pytest.raises(SystemExit, match="1"):
-        console.print_result(Found("it", 1), as_json=True)
-    assert capsys.readouterr().out == 'a text\n[null]\nfound it\n{"text": "it", "status": 1}\n'
+        console.print_result(Found("it", False), as_json=True)
+    assert capsys.readouterr().out == 'a text\n[null]\nfound it\n{"text": "it", "accepted": false}\n'
 
 
 AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'

@@ -14,24 +14,18 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import reopen_training
+from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.replay import audit, replay
 from tests.helpers import edit_record, flip, tiny_experiment
 
 STEPS, KEEP = 20, 4
 
 
-def changed(experiment, **parts):
-    return dataclasses.replace(
-        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
-    )
-
-
 @pytest.fixture(scope="module")
 def experiment(text_file):
     train = {"steps": STEPS, "log_every": 1, "eval_every": KEEP, "checkpoint_every": KEEP, "keep_every": KEEP}
-    return changed(
-        tiny_experiment(text_file, eval_tokens=64, **train), model={"n_layer": 1}, optim={"learning_rate": 2e-3}
-    )
+    made = tiny_experiment(text_file, eval_tokens=64, **train)
+    return with_values(made, {"model.n_layer": 1, "optim.learning_rate": 2e-3})
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +131,19 @@ def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
 # Honest runs of all kinds: other fields of the experiment.
 KINDS = {
     "muon, dropout, accumulation and pmap": {
-        "model": {"dropout": 0.2},
-        "optim": {"name": "muon"},
-        "parallel": {"micro_batch_size": 2, "strategy": "pmap"},
+        "model.dropout": 0.2,
+        "optim.name": "muon",
+        "parallel.micro_batch_size": 2,
+        "parallel.strategy": "pmap",
     },
     "skipped steps in bfloat16": {
-        "optim": {"skip_spikes": 1.05, "max_skipped": STEPS, "learning_rate": 0.03},
-        "train": {"dtype": "bfloat16"},
+        "optim.skip_spikes": 1.05,
+        "optim.max_skipped": STEPS,
+        "optim.learning_rate": 0.03,
+        "train.dtype": "bfloat16",
     },
-    "few checkpoints, resumed": {"train": {"keep_every": None, "log_every": 3, "checkpoint_every": 1000}},
-    "adapters": {"train": {"seed": 5}, "lora": {"rank": 2}},
+    "few checkpoints, resumed": {"train.keep_every": None, "train.log_every": 3, "train.checkpoint_every": 1000},
+    "adapters": {"train.seed": 5, "lora.rank": 2},
 }
 
 
@@ -160,8 +157,8 @@ def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, kin
             patch.setattr("jaxgpt.fitting.catch_signals", lambda: stop)
             fit(experiment, run, progress=False)
     if kind == "adapters":
-        experiment = changed(experiment, train={"init_from": str(honest)})
-    fit(changed(experiment, **KINDS[kind]), run, progress=False)
+        experiment = with_values(experiment, {"train.init_from": str(honest)})
+    fit(with_values(experiment, KINDS[kind]), run, progress=False)
     found, lines = audit(run, steps=STEPS), read_metrics(run / "metrics.jsonl")
     assert found.findings == [] and found.is_whole
     assert "Every step was re-taken and is right, bit for bit." in str(found)

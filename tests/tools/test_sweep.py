@@ -59,7 +59,7 @@ def test_what_is_given_for_over(text, axis):
         ("learning-rate=1..2", "there is no field 'learning_rate' (did you mean optim.learning_rate?)"),
         ("train.batch-size=1..8", "train.batch_size cannot vary: it changes the data, the tokens or the steps"),
         ("parallel.fsdp=1,2", "Fields of model, optim, lora can vary, except model.block_size and model.vocab_size"),
-        ("lora.targets=q,v", "lora.targets cannot vary: it is a list"),
+        ("lora.targets=q,v", "lora.targets cannot vary: it changes"),
         ("optim.learning-rate=1e-1..1e-4", "needs LOW below HIGH"),
         ("optim.warmup-steps=None..3", "needs LOW below HIGH"),
         ("optim.learning-rate=0..1", "optim.learning_rate=0.0: needs more than 0"),
