@@ -119,7 +119,10 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
     title = f"Report of {run.experiment.name}"
-    data = {"title": title, "summary": {name: x for name, x in summary.items() if name != "configuration"}}
+    data: dict[str, Any] = {
+        "title": title,
+        "summary": {name: x for name, x in summary.items() if name != "configuration"},
+    }
     for curve, name in CURVES.items():
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         data[curve] = [[step, round_numbers(x, 6)] for step, x in points]

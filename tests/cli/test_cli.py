@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from jaxgpt.cli.main import bind_command
 from jaxgpt.cli.train import label_own_text
-from jaxgpt.config import DataConfig, TrainConfig
+from jaxgpt.config import DataConfig, GPTConfig, TrainConfig
 from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
@@ -167,3 +169,14 @@ def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_pat
         assert (done.returncode, done.stdout) == (2, "") and said in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
     assert files == sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
+
+
+def test_the_sample_begins_as_the_users_own_text(tmp_path, text_file, monkeypatch):
+    """What is trained, recorded and sampled from is the same experiment."""
+    seen = []
+    run = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), val_loss=None, directory=tmp_path, step=1)
+    monkeypatch.setattr("jaxgpt.fitting.fit", lambda experiment, *_, **__: seen.append(experiment) or run)
+    monkeypatch.setattr("jaxgpt.cli.train._print_sample", lambda _, experiment: seen.append(experiment) or "")
+    bind_command("train", "--data.path", str(text_file), "--run-dir", "runs/mine")()
+    trained, sampled = seen
+    assert trained == sampled and sampled.name == "mine" and sampled.train.sample_prompt in text_file.read_text()
