@@ -380,7 +380,7 @@ OPTIONS = [
     (["sweep", *OVER, "--train.steps", "80", "--trials", "300"], "300 trials begin with runs of 1/243 of the steps"),
     (
         ["sweep", *OVER, "--optim.name", "adamw", "--optim.weight-decay", "20"],
-        "trial 19 of the sweep, optim.learning_rate=0.05957: weight_decay=20.0 times",
+        "trial 19, optim.learning_rate=0.05957: weight_decay=20.0 times",
     ),
     (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
     (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt exists and is not a sweep (no sweep.json)"),

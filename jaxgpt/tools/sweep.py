@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -188,7 +188,7 @@ class Trial:
 
     def __str__(self) -> str:
         """Return its number and its point in words."""
-        return f"trial {self.trial}, {_format_point(self.point)}"
+        return f"trial {self.trial}, {', '.join(f'{field}={value}' for field, value in self.point.items())}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,10 +238,6 @@ class SweepResult:
                 lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
         next_line = shell_line("jaxgpt", "train", self.directory / WINNER)
         return "\n".join([*lines, f"{self.directory / PLOT}; next: {next_line}"])
-
-
-def _format_point(point: Mapping[str, Any]) -> str:
-    return ", ".join(f"{field}={value}" for field, value in point.items())
 
 
 def _format_losses(losses: list[float | None]) -> str:
@@ -299,14 +295,15 @@ def sweep(
     """
     axes = parse_axes(over)
     points = draw_points(axes, trials, seed)
+    all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     rounds = plan_rounds(experiment, len(points), seeds)
     planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed; all are made before the first run
-    for n, point in enumerate(points, 1):
+    for trial in all_trials:
         try:
-            full = with_values(experiment, point)
-            planned |= {(n, r.steps, seed): shorten(full, r.steps, seed) for r in rounds for seed in r.seeds}
+            full = with_values(experiment, trial.point)
+            planned |= {(trial.trial, r.steps, x): shorten(full, r.steps, x) for r in rounds for x in r.seeds}
         except UserError as e:
-            raise UserError(f"trial {n} of the sweep, {_format_point(point)}: {e}") from None
+            raise UserError(f"{trial}: {e}") from None
     directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
     definition = {"experiment": dataclasses.asdict(experiment), "over": ", ".join(map(str, axes)), "points": points}
     definition |= {"trials": trials, "seeds": seeds, "seed": seed}
@@ -316,7 +313,6 @@ def sweep(
     total = sum(n * r.steps for n, r in zip(runs, rounds, strict=True))
     times = f"{total / experiment.train.steps:.1f} times those of one full run"
     say(f"{sum(runs)} runs of {' + '.join(cost)} = {total:,} steps, {times}")
-    all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     for r, current in enumerate(rounds):
         grid = []
         for run_seed, trial in itertools.product(current.seeds, alive):

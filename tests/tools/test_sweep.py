@@ -262,7 +262,7 @@ def test_a_mistake_in_the_first_run_can_be_corrected(tmp_path):
 
 
 def test_a_point_that_is_no_experiment_is_found_before_the_first_run(tmp_path):
-    with pytest.raises(UserError, match=r"trial 1 of the sweep, model\.n_embd=\d+: n_embd=\d+ is not divisible"):
+    with pytest.raises(UserError, match=r"trial 1, model\.n_embd=\d+: n_embd=\d+ is not divisible"):
         run_sweep(tmp_path / "s", "model.n-embd=13..23")
     with pytest.raises(UserError, match="seed=4294967296: needs"):
         run_sweep(tmp_path / "s", experiment=with_values(EXPERIMENT, {"train.seed": 2**32 - 2}))
