@@ -223,10 +223,11 @@ OPTIONS = [
     (["sweep", *OVER, "--train.steps", "8"], "warmup_steps=20 exceeds train.steps=8"),
     (
         ["sweep", *OVER, "--optim.name", "adamw", "--optim.weight-decay", "20"],
-        "trial 19 of the sweep, optim.learning_rate=0.05957: weight_decay=20.0 times",
+        "trial 19, optim.learning_rate=0.05957: weight_decay=20.0 times",
     ),
     (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
-    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt is not a directory: name another with --run-dir"),
+    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt exists and is not a sweep (no sweep.json)"),
+    (["sweep", *OVER, "--run-dir", LONG], "File name too long"),
     (["xray", "runs/tiny"], "--prompt"),
     (["xray", "runs/tiny", "--prompt", "a lance-rack"], "the prompt has 12 tokens, and the context of runs/tiny is 8"),
     (["xray", "runs/tiny", "--prompt", "añejo"], "'ñ' (U+00F1)"),

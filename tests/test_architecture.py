@@ -60,7 +60,7 @@ HOMES = {
     "safetensors": ["hf.weights"],
     "gguf": ["gguf.file"],
     "huggingface_hub": ["hf.source", "hf.weights"],
-    "tyro": ["cli.convert", "cli.on_experiments", "cli.on_runs", "cli.options", "cli.sample", "cli.serve", "cli.train"],
+    "tyro": ["cli.options"],
     "rich": ["runs.log", "tools.overview"],
     "starlette": ["serve.app", "serve.responses", "serve.server"],
     "uvicorn": ["serve.server"],
@@ -185,11 +185,9 @@ def test_only_the_command_line_prints():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert calls == {
+        "cli.commands",
         "cli.console",
-        "cli.convert",
         "cli.main",
-        "cli.on_experiments",
-        "cli.on_runs",
         "cli.sample",
         "cli.train",
     }  # and runs.log, through rich

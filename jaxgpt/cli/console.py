@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from jaxgpt.errors import UserError
+from jaxgpt.files import render_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a file cannot be written, named or not
 
@@ -29,8 +31,8 @@ def report_errors() -> Iterator[None]:
         except UserError as e:
             say(one_line(f"jaxgpt: {e}"))
             raise SystemExit(2) from None
-        except KeyboardInterrupt:  # outside the training loop, which saves; here there is nothing to save
-            say("interrupted")
+        except KeyboardInterrupt as e:  # `Preempted` says how to go on; elsewhere there is nothing to save
+            say(str(e) or "interrupted")
             raise SystemExit(1) from None
         except OSError as e:  # a full disk, a directory without permission: not a bug of ours
             if stdout.is_broken and isinstance(e, BrokenPipeError):  # `jaxgpt sample | head`
@@ -47,8 +49,7 @@ def _standard_streams() -> Iterator[_Stream]:
     """Replace the standard streams by streams that a command can rely on, and return stdout.
 
     A closed stream becomes /dev/null: otherwise the next file opened would get its number, and print() without a
-    stderr writes to stdout. If stderr cannot be written, its messages are lost and the run continues. stdout writes
-    characters that its encoding does not have as escapes.
+    stderr writes to stdout. stdout writes characters that its encoding does not have as escapes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -57,18 +58,22 @@ def _standard_streams() -> Iterator[_Stream]:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
-    stdout, stderr = sys.stdout, sys.stderr
-    strict = stdout if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict" else None
+    strict = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict" else None
     if strict is not None:
         strict.reconfigure(errors="backslashreplace")
-    watched = _Stream(stdout, is_fatal=True), _Stream(stderr, is_fatal=False)
-    sys.stdout, sys.stderr = watched
+    watched: Any = _Stream(sys.stdout, is_fatal=True), _Stream(sys.stderr, is_fatal=False)
     try:
-        yield watched[0]
+        with contextlib.redirect_stdout(watched[0]), contextlib.redirect_stderr(watched[1]):
+            yield watched[0]
     finally:
-        sys.stdout, sys.stderr = stdout, stderr
         for stream in watched:
-            stream.release()
+            try:
+                stream.stream.flush()
+            except (
+                OSError
+            ):  # /dev/null takes its place: Python flushes it as the process ends, and would print an error
+                with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+                    os.dup2(nothing.fileno(), stream.fileno())
         if strict is not None:
             strict.reconfigure(errors="strict")
 
@@ -78,37 +83,25 @@ class _Stream:
 
     def __init__(self, stream: TextIO, *, is_fatal: bool):
         """is_fatal: raise the error as well; otherwise the text is lost."""
-        self._stream, self._is_fatal = stream, is_fatal
-        self.is_broken = False
+        self.stream, self.is_fatal, self.is_broken = stream, is_fatal, False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self._noticed():
-            self._stream.write(text)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._noticed():
-            self._stream.flush()
+        self._try(self.stream.flush)
 
-    @contextlib.contextmanager
-    def _noticed(self) -> Iterator[None]:
+    def _try(self, write: Callable[..., Any], *text: str) -> None:
         try:
-            yield
+            write(*text)
         except OSError:
             self.is_broken = True
-            if self._is_fatal:
+            if self.is_fatal:
                 raise
-
-    def release(self) -> None:
-        """Make it /dev/null if it is still broken: Python flushes it as the process ends, and would print an error."""
-        try:
-            self._stream.flush()
-        except OSError:
-            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), self._stream.fileno())
 
 
 @contextlib.contextmanager
@@ -141,9 +134,34 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
-def stdout_is_unicode() -> bool:
-    """Return whether stdout can encode all characters; if not, JSON is written with escapes."""
-    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a command found: JSON for programs and a text for people."""
+
+    value: Any
+    text: str
+
+    def to_json(self) -> Any:
+        """Return the JSON."""
+        return self.value
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+
+def print_result(found: Any, *, as_json: bool) -> None:
+    """Print what a command returned, a `Result` or a dataclass with a text; end with status 1 unless it is accepted."""
+    if found is None:
+        return
+    if as_json:
+        value = found.to_json() if hasattr(found, "to_json") else dataclasses.asdict(found)
+        is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+        print(render_json(value, ensure_ascii=not is_unicode))
+    else:
+        print(found)
+    if not getattr(found, "accepted", True):
+        raise SystemExit(1)
 
 
 def say(text: str) -> None:

@@ -59,15 +59,10 @@ def load_variants(named: str) -> dict[str, Experiment]:
 
 def _run(path: Path) -> types.ModuleType:
     """Run the file as a module. The user named it, so it is trusted as a program is, but it may have errors."""
-    try:
-        source = decode_source(read_bytes(path, LARGEST_FILE))
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: {e}: save the experiment file as UTF-8") from None
-    except SyntaxError as e:  # no encoding of that name
-        raise UserError(f"{path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
-    module = types.ModuleType(MODULE)
+    raw, module = read_bytes(path, LARGEST_FILE), types.ModuleType(MODULE)
     module.__file__ = str(path)
     try:
+        source = decode_source(raw)
         with contextlib.redirect_stdout(sys.stderr), _as_a_program(module, path):  # stdout is for results
             exec(compile(source, str(path), "exec"), vars(module))
     except SyntaxError as e:

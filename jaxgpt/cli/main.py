@@ -6,11 +6,12 @@ that help and errors are printed at once.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxgpt.cli import convert, on_experiments, on_runs
+from jaxgpt.cli import commands
 from jaxgpt.cli.console import report_errors
 from jaxgpt.cli.experiment_file import load_experiment
 from jaxgpt.cli.options import parse
@@ -20,46 +21,48 @@ from jaxgpt.cli.train import resumed_run, train
 from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.tools.overview import runs
 
 
 class Command(NamedTuple):
     """A command of the command line."""
 
-    run: Callable[..., None]
+    run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools` that imports jax, see TOOLS
     operand: str
     example: str  # a line for its help
-    takes_experiment: bool = False  # whose fields are options too
 
 
+# First lines of the help of tools that import jax.
+TOOLS = {
+    "report": "Summarise a run as an HTML page and JSON.",
+    "sweep": "Search for the best learning rate, or other values.",
+    "replay": "Repeat one training step of a run, writing nothing.",
+    "audit": "Check a run's numbers by taking random steps again.",
+}
 # In the order in which a newcomer needs them.
 COMMANDS = {
-    "train": Command(
-        train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine", takes_experiment=True
-    ),
+    "train": Command(train, "[EXPERIMENT]", "jaxgpt train --data.path mytext.txt --run-dir runs/mine"),
     "sample": Command(sample, "[RUN]", 'jaxgpt sample --prompt "The "'),
     "serve": Command(serve, "[RUN]", "jaxgpt serve runs/mine --port 8000"),
-    "evaluate": Command(on_runs.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
-    "report": Command(on_runs.report, "[RUN]", "jaxgpt report runs/mine"),
-    "xray": Command(on_runs.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
-    "page": Command(on_runs.page, "[RUN]", "jaxgpt page --out page.html"),
-    "runs": Command(on_runs.runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
-    "plan": Command(
-        on_experiments.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64", takes_experiment=True
-    ),
+    "evaluate": Command(commands.evaluate, "[RUN]", "jaxgpt evaluate runs/mine --data other.txt"),
+    "report": Command("report.report", "[RUN]", "jaxgpt report runs/mine"),
+    "xray": Command(commands.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
+    "page": Command(commands.page, "[RUN]", "jaxgpt page --out page.html"),
+    "runs": Command(runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
+    "plan": Command(commands.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64"),
     "sweep": Command(
-        on_experiments.sweep,
-        "[EXPERIMENT]",
-        "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20",
-        takes_experiment=True,
+        "sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20"
     ),
-    "study": Command(on_experiments.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
-    "import": Command(convert.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
-    "export": Command(convert.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
-    "replay": Command(on_runs.replay, "[RUN]", "jaxgpt replay runs/mine --step 300"),
-    "audit": Command(on_runs.audit, "[RUN]", "jaxgpt audit runs/mine --steps 100"),
+    "study": Command(commands.study, "EXPERIMENT", "jaxgpt study experiments/study_activation.py --seeds 3"),
+    "import": Command(commands.import_model, "MODEL", "jaxgpt import openai-community/gpt2 --run-dir runs/gpt2"),
+    "export": Command(commands.export_model, "[RUN]", "jaxgpt export runs/mine --to gguf --out mine.gguf"),
+    "replay": Command("replay.replay", "[RUN]", "jaxgpt replay runs/mine --step 300"),
+    "audit": Command("replay.audit", "[RUN]", "jaxgpt audit runs/mine --steps 100"),
 }
-# Commands that left the package, with what replaces them.
+# Commands and options that left the package, with what replaces them.
 MOVED = {
+    "--beams": "python experiments/transformer_2017/translate.py RUN TEXT --beams 4",
     "scale": "python experiments/scaling_laws.py quickstart --data.path mytext.txt",
     "track": "python experiments/track.py RUN --to tensorboard",
 }
@@ -84,33 +87,39 @@ def main(argv: Sequence[str] | None = None) -> None:
 def bind_command(name: str, *options: str) -> Callable[[], None]:
     """Return the command of that name with its options bound."""
     name, *expanded = ALIASES.get(name, (name,))
-    if name in MOVED:
-        raise UserError(f"jaxgpt {name} is an experiment now: take {MOVED[name]}, in a clone of the repository")
+    for word in (name, *(option.partition("=")[0] for option in options if option.startswith("--"))):
+        if word in MOVED:
+            raise UserError(f"{word} is an experiment's now: take {MOVED[word]}, in a clone of the repository")
     if name not in COMMANDS:
         raise UserError(
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
     command, arguments = COMMANDS[name], [*expanded, *options]
-    defaults: dict[str, Any] = {}
-    if command.takes_experiment and arguments and not arguments[0].startswith("-"):
-        defaults["experiment"] = load_experiment(arguments.pop(0))
-    elif command.takes_experiment:
-        metadata = resumed_run(arguments) if name == "train" else None
-        defaults["experiment"] = quickstart() if metadata is None else metadata.given
-    operand = command.operand if command.takes_experiment else ""
-    return parse(command.run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
+    run, defaults, operand = command.run, {}, ""
+    if command.operand == "[EXPERIMENT]":
+        operand = command.operand
+        if arguments and not arguments[0].startswith("-"):
+            defaults["experiment"] = load_experiment(arguments.pop(0))
+        else:
+            metadata = resumed_run(arguments) if name == "train" else None
+            defaults["experiment"] = quickstart() if metadata is None else metadata.given
+    if isinstance(run, str):
+        configure_jax()
+        module, _, function = run.partition(".")
+        run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)
+    return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
 
 
 def usage() -> str:
     """Return what `jaxgpt --help` prints."""
-    commands = "\n".join(
-        f"  {f'{name} {command.operand}':<21}{(command.run.__doc__ or '').splitlines()[0].rstrip('.')}"
+    lines = "\n".join(
+        f"  {f'{name} {command.operand}':<21}{(TOOLS.get(name) or command.run.__doc__ or '').splitlines()[0].rstrip('.')}"
         for name, command in COMMANDS.items()
     )
     return f"""\
 usage: jaxgpt COMMAND [OPTIONS]
 
-{commands}
+{lines}
 
 `jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.

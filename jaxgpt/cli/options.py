@@ -1,4 +1,4 @@
-"""Options of the command line: tyro makes them from a command's signature, and their help from its docstring."""
+"""Options of the command line: tyro makes them from a function's signature, and their help from its docstring."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import io
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
 import tyro
-from tyro.conf import PositionalMetavarFromFieldName, Suppress
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
-from jaxgpt.cli.console import show
+from jaxgpt.cli.console import print_result, say, show
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.config.validate import check_value
 from jaxgpt.errors import UserError
@@ -31,37 +32,71 @@ COMMON: dict[type, str] = {
     LoraConfig: "rank",
     ParallelConfig: "strategy micro_batch_size",
 }
+# Help of what means the same in every command, unless its docstring has another.
+HELP = {
+    "run": "run directory; None: the newest under runs/",
+    "average": "average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint",
+    "weights": "dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's",
+    "cache_dtype": "dtype of keys and values; None: the model's",
+    "force": "overwrite files that exist",
+    "json": "print JSON instead of text",
+    "experiment": "its fields are options too",
+}
 
 
 def parse(
-    command: Callable[..., None], argv: list[str], prog: str, *, operand: str = "", example: str, **defaults: Any
+    command: Callable[..., Any], argv: list[str], prog: str, *, operand: str = "", example: str, **defaults: Any
 ) -> Callable[[], None]:
-    """Return a command with its options bound. Turn tyro's framed messages into one line of a `UserError`.
+    """Return a function that runs a command with its options. Turn tyro's framed messages into one line of a `UserError`.
+
+    A command is a function with annotations. Its first argument is an operand unless it is keyword-only, callables are
+    no options, and `say` prints a line. What it returns is printed, as JSON with the option --json.
 
     operand: what the usage line shows before the options. example: a command line for the help.
     defaults: override those in the signature.
     """
-
-    @functools.wraps(command)
-    def bind(*arguments: Any, **options: Any) -> functools.partial[None]:
-        return functools.partial(command, *arguments, **options)
-
     signature = inspect.signature(command, eval_str=True)
-    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-    vars(bind)["__signature__"] = signature.replace(parameters=parameters)
+    text, _, documented = inspect.cleandoc(command.__doc__ or "").partition("Args:")
+    parameters = [p for p in signature.parameters.values() if get_origin(p.annotation) is not Callable]
+    if signature.return_annotation is not None and "json" not in signature.parameters:
+        parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool))
+    shown = []
+    for p in parameters:
+        hint, default = p.annotation, defaults.get(p.name, p.default)
+        if Path in get_args(hint):
+            hint, default = str | None, None  # from Python, a Path will do
+        if hint == tuple[str, ...]:
+            hint = UseAppendAction[hint]
+        elif hint is Experiment:
+            hint = Annotated[hint, arg(name="")]
+        elif dataclasses.is_dataclass(hint):
+            hint = OmitArgPrefixes[hint]
+        elif p.name.startswith("no_"):
+            hint = FlagCreatePairsOff[hint]
+        if p.name in HELP and f"    {p.name}: " not in documented:
+            hint = Annotated[hint, arg(help=HELP[p.name])]
+        if p is parameters[0] and p.kind is not inspect.Parameter.KEYWORD_ONLY:
+            hint = Positional[hint]
+        shown.append(p.replace(annotation=hint, default=default, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def bind(**values: Any) -> dict[str, Any]:
+        return values
+
+    vars(bind)["__signature__"] = signature.replace(parameters=shown)
+    bind.__annotations__ = {p.name: p.annotation for p in shown}
+    bind.__doc__ = command.__doc__
     words = set(itertools.takewhile(lambda word: word != "--", argv))
     wants_help = not words.isdisjoint(("-h", "--help", "--help-all"))
-    is_short = "--help-all" not in words and any(isinstance(p.default, Experiment) for p in parameters)
-    text = inspect.cleandoc(command.__doc__ or "").partition("Args:")[0].rstrip()
+    is_short = "--help-all" not in words and any(isinstance(p.default, Experiment) for p in shown)
     framed = io.StringIO()
     try:
         with contextlib.redirect_stderr(framed):
-            bound: Any = tyro.cli(
+            values: dict[str, Any] = tyro.cli(
                 bind,
                 args=["--help"] if wants_help else argv,
                 prog=f"{prog} {operand}".rstrip(),
-                description=f"{text}\n\nexample: {example}",
-                config=[PositionalMetavarFromFieldName],
+                description=f"{text.rstrip()}\n\nexample: {example}",
+                config=[tyro.conf.PositionalMetavarFromFieldName],
                 registry=_common_options() if wants_help and is_short else None,
             )
     except SystemExit as e:
@@ -70,12 +105,18 @@ def parse(
                 show("These are the options that are changed most often; --help-all lists all of them.")
             raise
         raise UserError(_one_line(framed.getvalue(), prog)) from None
-    values = signature.bind(*bound.args, **bound.keywords).arguments
     for p in parameters:
         if values[p.name] == "" and p.name != "prompt":
             raise UserError(f"{p.name} is empty: name one, or leave it out. See {prog} --help")
         check_value(f"--{p.name.replace('_', '-')}", values[p.name], p.annotation)
-    return bound
+    as_json = values.get("json", False) if "json" in signature.parameters else values.pop("json", False)
+    if "say" in signature.parameters:
+        values["say"] = say
+
+    def run(**values: Any) -> None:
+        print_result(command(**values), as_json=as_json)
+
+    return functools.partial(run, **values)
 
 
 def _common_options() -> ConstructorRegistry:

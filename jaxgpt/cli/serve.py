@@ -7,20 +7,18 @@ import ipaddress
 import os
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
-
+from jaxgpt.cli.commands import open_run
 from jaxgpt.cli.console import say
 from jaxgpt.config import Precision
 from jaxgpt.config.validate import Count, Interval, PositiveFloat
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_bytes
-from jaxgpt.parallel.jax_setup import configure_jax
 
 KEY = "JAXGPT_API_KEY"
 
 
 def serve(
-    run: Positional[str | None] = None,
+    run: str | None = None,
     *,
     average: Count | None = None,
     host: str = "127.0.0.1",
@@ -30,8 +28,8 @@ def serve(
     cache_dtype: Precision | None = None,
     prefix_cache_mb: Annotated[int, Interval(ge=0, le=2**20)] = 256,
     api_key_file: str | None = None,
-    no_key: FlagCreatePairsOff[bool] = False,
-    allowed_host: UseAppendAction[tuple[str, ...]] = (),
+    no_key: bool = False,
+    allowed_host: tuple[str, ...] = (),
     timeout: PositiveFloat = 300.0,
     log_prompts: bool = False,
 ) -> None:
@@ -40,13 +38,9 @@ def serve(
     A host beyond this machine needs a key: in the environment variable JAXGPT_API_KEY, or in a file.
 
     Args:
-        run: run directory; None: the newest under runs/
-        average: average this many checkpoints, the newest that train.keep_last kept; None: the best checkpoint
         host: address to listen on; 127.0.0.1: this machine alone
         port: port to listen on; 0: any that is free
         slots: completions that are generated together; four times as many may wait
-        weights: dtype of the matrices; bfloat16 and int8 take a half and a quarter of float32's memory; None: the model's
-        cache_dtype: dtype of keys and values; None: the model's
         prefix_cache_mb: memory in MB for keys and values of prompts, which later prompts with the same beginning reuse
         api_key_file: a file with the key that clients must send; None: JAXGPT_API_KEY, or no key if that is not set
         no_key: listen beyond this machine without a key
@@ -62,11 +56,9 @@ def serve(
     needed = ("starlette", "uvicorn", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"jaxgpt serve needs {' and '.join(missing)}: python -m pip install 'jaxgpt[serve]'")
-    configure_jax()
-    from jaxgpt.run import load
+    loaded = open_run(run, average).for_decoding(weights)
     from jaxgpt.serve import server
 
-    loaded = load(run, average=average).for_decoding(weights)
     listener = server.bind(host, port)
     app = server.make_server(
         loaded,

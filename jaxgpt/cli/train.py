@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import faulthandler
@@ -11,9 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING
 
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
@@ -22,11 +21,10 @@ from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.runs.directory import is_run
+from jaxgpt.runs.directory import RunMetadata, is_run, read_metadata
 
 if TYPE_CHECKING:
     from jaxgpt.run import Run
-    from jaxgpt.runs.directory import RunMetadata
 
 
 def train(
@@ -34,7 +32,7 @@ def train(
     run_dir: str | None = None,
     fresh: bool = False,
     extend: bool = False,
-    experiment: Annotated[Experiment, arg(name="")],
+    experiment: Experiment,
 ) -> None:
     """Train an experiment, or resume a run.
 
@@ -44,7 +42,6 @@ def train(
         run_dir: run directory, resumed if it exists; None: runs/NAME
         fresh: move an old run aside, start over
         extend: continue to more train.steps, although the learning rate rises again
-        experiment: its fields are options too
     """
     configure_jax()
     experiment = label_own_text(experiment, run_dir)
@@ -141,12 +138,7 @@ def run_experiment(experiment: Experiment) -> None:
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:
     """Return the metadata of the run in --run-dir; None if there is none."""
-    for at, argument in enumerate(argv):
-        name, _, value = argument.partition("=")
-        if name in ("--run-dir", "--run_dir"):
-            directory = Path(value or (argv[at + 1] if at + 1 < len(argv) else ""))
-            if is_run(directory):
-                from jaxgpt.runs.directory import read_metadata
-
-                return read_metadata(directory)
-    return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", "--run_dir", nargs="?")
+    named = parser.parse_known_args(argv)[0].run_dir
+    return read_metadata(Path(named)) if named and is_run(Path(named)) else None

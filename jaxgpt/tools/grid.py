@@ -7,14 +7,14 @@ diverged keeps the reason in `diverged.txt` and is not tried again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import Experiment
-from jaxgpt.errors import Diverged
+from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.files import write_whole
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
@@ -30,6 +30,24 @@ class Curve:
     # Time of the steps, without compilation and validation, which take longer in the first run of a variant.
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+
+
+def train_grid(
+    grid: Iterable[tuple[str, Experiment, Path]], say: Callable[[str], None], fit_one: Callable[..., Any]
+) -> list[Curve]:
+    """Train or resume the runs of a grid, each (name, experiment, directory), and return their curves in that order.
+
+    say: receives a line of text for each run. fit_one: trains a run as `jaxgpt.fit` does.
+    """
+    curves = []
+    for name, experiment, directory in grid:
+        try:
+            curve = train_or_resume(experiment, directory, fit_one)
+        except Preempted as e:
+            raise Preempted(f"{str(e).partition(' To continue')[0]} Run the same command to resume.") from None
+        say(f"{name}: {f'{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s' if curve.losses else 'diverged'}")
+        curves.append(curve)
+    return curves
 
 
 def train_or_resume(experiment: Experiment, directory: Path, fit_one: Callable[..., Any]) -> Curve:
@@ -60,6 +78,16 @@ def read_curve(directory: Path, experiment: Experiment) -> Curve:
     at = [step * experiment.train.batch_size * experiment.model.block_size for step, _ in validated]
     seconds = np.interp(at, [0.0, *tokens], [0.0, *elapsed]).tolist()
     return Curve(tokens=at, seconds=seconds, losses=[loss for _, loss in validated])
+
+
+def with_values(experiment: Experiment, point: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with other values of some fields: `{"optim.learning_rate": 1e-3}`."""
+    changed: dict[str, dict[str, Any]] = {}
+    for field, value in point.items():
+        section, _, name = field.partition(".")
+        changed.setdefault(section, {})[name] = value
+    sections = {part: dataclasses.replace(getattr(experiment, part), **values) for part, values in changed.items()}
+    return dataclasses.replace(experiment, **sections)
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -23,23 +23,20 @@ class Arrays:
 
     def __init__(self) -> None:
         """Start without arrays."""
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._raw = bytearray()
 
     def put(self, array: np.ndarray) -> dict[str, Any]:
         """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape."""
         array = np.ascontiguousarray(array)
         (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
-        raw = array.astype(array.dtype.newbyteorder("<")).tobytes()
-        raw += bytes(-len(raw) % 4)  # JavaScript's typed arrays begin at a multiple of their element size
-        reference = {"at": self._size, "type": kind, "shape": list(array.shape)}
-        self._parts.append(raw)
-        self._size += len(raw)
-        return reference
+        at = len(self._raw)
+        self._raw += array.astype(array.dtype.newbyteorder("<")).tobytes()
+        self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
+        return {"at": at, "type": kind, "shape": list(array.shape)}
 
     def encode(self) -> str:
         """Return all arrays, compressed by zlib, in base64."""
-        return base64.b64encode(zlib.compress(b"".join(self._parts), 9)).decode()
+        return base64.b64encode(zlib.compress(self._raw, 9)).decode()
 
 
 def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: Arrays) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fnmatch
-import math
 import operator
 import os
 import re
+import shutil
 import statistics
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import suggest
@@ -23,9 +24,10 @@ from jaxgpt.runs.directory import RunMetadata, is_training, read_metadata
 from jaxgpt.runs.metrics import finite_values, read_metrics
 
 LARGEST_SUMMARY = 2**26  # longest summary.json to read, in bytes
-SORTS = {"name": False, "loss": False, "size": True, "tokens": True, "speed": True, "date": True}  # True: largest first
+LARGEST_FIRST = ("size", "tokens", "speed", "date")
 SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9}
-COMPARE = {"=": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt}
+COMPARE |= {">=": operator.ge, "~": fnmatch.fnmatchcase}
 WORDS, NUMBERS = ("name", "status", "date", "verdict"), ("size", "tokens", "loss", "speed", "step", "steps")
 
 
@@ -46,6 +48,44 @@ class Row:
     problem: str | None = None  # why a damaged run cannot be read
 
 
+@dataclasses.dataclass(frozen=True)
+class Overview:
+    """Rows of runs, in a table as wide as the terminal."""
+
+    rows: list[Row]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the rows."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return format_rows(self.rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+
+
+def runs(
+    directory: str = "runs",
+    *,
+    sort: Literal["date", "loss", "name", "size", "speed", "tokens"] = "name",
+    filter: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Overview:
+    """List all runs below a directory.
+
+    Args:
+        directory: is searched at any depth, but for links
+        sort: the column to sort by: best loss, largest number or newest date first
+        filter: FIELD<VALUE, with name, status, date, verdict, size, tokens, loss, speed, step or steps; also <= > >= =
+            != and, with a pattern, name~*relu*; may be given several times
+        say: receives a line of text if not all runs are listed, or there are none.
+    """
+    found = read_rows(Path(directory))
+    rows = select_rows(found, filter, sort)
+    if len(rows) < len(found) or not found:
+        say(f"{len(rows)} of {len(found)} runs below {directory}")
+    return Overview(rows)
+
+
 def read_rows(directory: Path) -> list[Row]:
     """Return a row for each run below a directory, by name. Raises `UserError` if there is no such directory."""
     if not is_there(directory, "Name a directory.") or not directory.is_dir():
@@ -62,21 +102,24 @@ def read_rows(directory: Path) -> list[Row]:
 
 def _read_row(directory: Path) -> Row:
     """Return the row of a run, also of one that cannot be read."""
-    date = None
-    for name in ("experiment.json", "metrics.jsonl"):
-        if (directory / name).exists():
-            written = datetime.datetime.fromtimestamp((directory / name).stat().st_mtime)
-            date = written.astimezone().isoformat(timespec="seconds")
+    files = [directory / name for name in ("experiment.json", "metrics.jsonl")]
+    written = max(path.stat().st_mtime if path.exists() else 0.0 for path in files)
+    date = datetime.datetime.fromtimestamp(written).astimezone().isoformat(timespec="seconds")
     try:
         metadata = read_metadata(directory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of damaged lines, which count for nothing
             lines = read_metrics(directory / "metrics.jsonl")
+        report = directory / "summary.json"
+        summary: Any = read_json(report, LARGEST_SUMMARY) if report.exists() else None
         size = count_parameters(metadata.model)
     except UserError as e:
         return Row(name=str(directory), status="damaged", date=date, problem=str(e).removeprefix(f"{directory}/"))
     config, is_imported = metadata.experiment.train, metadata.imported is not None
     step, rates = max((line["step"] for line in lines), default=0), finite_values(lines, "tokens_per_second")
+    verdict = summary and summary["verdict"]
+    if summary and (logged := summary["steps"]["logged"]) != step:
+        verdict += f" (at step {logged})"  # the run has been trained since
     return Row(
         name=str(directory),
         status=_status(metadata, lines, step),
@@ -87,7 +130,7 @@ def _read_row(directory: Path) -> Row:
         loss=min((loss for _, loss in finite_values(lines, "val_loss")), default=None),
         speed=statistics.median(rate for _, rate in rates) if rates else None,
         date=date,
-        verdict=_verdict(directory / "summary.json", step),
+        verdict=verdict,
     )
 
 
@@ -102,18 +145,6 @@ def _status(metadata: RunMetadata, lines: list[dict[str, Any]], step: int) -> st
     if skipped == list(range(step - most + 1, step + 1)) or {"step": steps, "val_loss": None} in lines[-2:]:
         return "diverged"
     return "complete" if (metadata.directory / "checkpoints" / str(steps)).is_dir() else "interrupted"
-
-
-def _verdict(path: Path, step: int) -> str | None:
-    """Return the verdict of summary.json, with its step if the run has been trained since."""
-    if not is_there(path, "It holds the verdict of `jaxgpt report`."):
-        return None
-    try:
-        summary: Any = read_json(path, LARGEST_SUMMARY)
-        verdict, logged = str(summary["verdict"]), summary["steps"]["logged"]
-    except (UserError, KeyError, TypeError):
-        return "summary.json is damaged"
-    return verdict if logged == step else f"{verdict} (at step {logged})"
 
 
 def count_parameters(config: GPTConfig) -> int:
@@ -147,51 +178,41 @@ def select_rows(rows: Sequence[Row], conditions: Sequence[str], sort: str) -> li
     Raises `UserError` for a condition that cannot be read.
     """
     for condition in conditions:
-        match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
-        if match is None:
-            raise UserError(
-                f"--filter {condition!r}: needs FIELD, one of {' '.join(COMPARE)} ~, and a value: 'loss<1.5'"
-            )
-        name, sign, text = match.groups()
-        if name not in (*WORDS, *NUMBERS):
-            known = (*WORDS, *NUMBERS)
-            raise UserError(
-                f"--filter {condition!r}: no field {name}{suggest(name, known)}. There are {', '.join(known)}"
-            )
-        if name in NUMBERS and sign == "~":
-            raise UserError(
-                f"--filter {condition!r}: ~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >"
-            )
-        wanted: Any = text if name in WORDS else _number(condition, text)
-        compare = fnmatch.fnmatchcase if sign == "~" else getattr(operator, COMPARE[sign])
-        end = len(text) if name == "date" and sign != "~" else None  # so that date=2026-11-23 is all of that day
-        known_rows = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
-        rows = [row for row, value in known_rows if compare(value[:end] if name in WORDS else value, wanted)]
-    known = sorted(
-        (row for row in rows if getattr(row, sort) is not None), key=operator.attrgetter(sort), reverse=SORTS[sort]
-    )
-    return known + [row for row in rows if getattr(row, sort) is None]
+        try:
+            name, compare, wanted = _parse_condition(condition)
+        except ValueError as e:
+            raise UserError(f"--filter {condition!r}: {e}") from None
+        known = [(row, getattr(row, name)) for row in rows if getattr(row, name) is not None]
+        rows = [row for row, value in known if compare(value, wanted)]
+    measured = [row for row in rows if getattr(row, sort) is not None]
+    measured.sort(key=operator.attrgetter(sort), reverse=sort in LARGEST_FIRST)
+    return measured + [row for row in rows if getattr(row, sort) is None]
 
 
-def _number(condition: str, text: str) -> float:
-    """Return the number 1.5, 1e6, 300k or 124M."""
-    factor = SUFFIXES.get(text[-1:], 1.0)
-    try:
-        value = float(text[:-1] if factor != 1.0 else text) * factor
-    except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise UserError(f"--filter {condition!r}: got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
-    return value
+def _parse_condition(condition: str) -> tuple[str, Callable[[Any, Any], bool], Any]:
+    """Return field, comparison and value, which may be a number such as 1.5, 1e6, 300k or 124M. Raises `ValueError`."""
+    match = re.fullmatch(r"(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", condition, re.DOTALL)
+    if match is None:
+        raise ValueError(f"needs FIELD, one of {' '.join(COMPARE)}, and a value: 'loss<1.5'")
+    name, sign, text = match.groups()
+    compare = COMPARE[sign]
+    if name == "date" and sign != "~":  # date=2026-11-23 is all of that day
+        return name, lambda value, wanted: compare(value[: len(wanted)], wanted), text
+    if name in WORDS:
+        return name, compare, text
+    if name not in NUMBERS:
+        known = (*WORDS, *NUMBERS)
+        raise ValueError(f"no field {name}{suggest(name, known)}. There are {', '.join(known)}")
+    if sign == "~":
+        raise ValueError(f"~ compares {', '.join(WORDS)} with a pattern; {name} needs < or >")
+    number = re.fullmatch(r"([-+]?[\d.]+(?:e[-+]?\d+)?)([kMB]?)", text)
+    if number is None or number[1].count(".") > 1:
+        raise ValueError(f"got {text!r}, needs a number such as 1.5, 1e6, 300k or 124M")
+    return name, compare, float(number[1]) * SUFFIXES.get(number[2], 1.0)
 
 
 def format_rows(rows: Sequence[Row], width: int | None) -> str:
-    """Return the table as lines of text.
-
-    Args:
-        rows: in their order.
-        width: columns of the terminal; names and verdicts that do not fit take more lines. None means any.
-    """
+    """Return the table as lines of text, folded to a width in columns if there is one."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -204,12 +225,10 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
         table.add_column(name, no_wrap=True)
     table.add_column("verdict", min_width=12)
     for row in rows:
-        status = row.status
-        if status in ("training", "interrupted", "diverged"):
-            status += f" {row.step}/{row.steps}"
+        reached = f" {row.step}/{row.steps}" if row.status in ("training", "interrupted", "diverged") else ""
         loss, speed = ("" if row.loss is None else f"{row.loss:.4f}", "" if row.speed is None else f"{row.speed:,.0f}")
-        cells = [row.name, _short(row.size), _short(row.tokens), loss, speed, (row.date or "")[:10], status]
-        texts = (*cells, row.verdict or row.problem or "")
+        cells = [row.name, _shorten(row.size), _shorten(row.tokens), loss, speed, (row.date or "")[:10]]
+        texts = (*cells, row.status + reached, row.verdict or row.problem or "")
         table.add_row(*(Text(text if text.isprintable() else repr(text)) for text in texts))
     console = Console(width=width or 10_000, color_system=None)
     with console.capture() as capture:
@@ -217,7 +236,7 @@ def format_rows(rows: Sequence[Row], width: int | None) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _short(number: int | None) -> str:
+def _shorten(number: int | None) -> str:
     """Return a count with four digits: 9,999 as it is, 124.4M."""
     if number is None or number < 10_000:
         return "" if number is None else f"{number:,}"

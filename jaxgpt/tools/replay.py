@@ -14,14 +14,14 @@ import math
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from jaxgpt.config.validate import check_count, check_whole
+from jaxgpt.config.validate import Count, Fraction, Interval, check_count, check_whole
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there
+from jaxgpt.files import is_there, parse_json, render_json
 from jaxgpt.parallel.device import device_kind
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.runs.autopsy import NonFiniteReport, debug_step, format_report, gather_params
@@ -29,7 +29,7 @@ from jaxgpt.runs.checkpoint import CorruptCheckpoint, open_checkpoints
 from jaxgpt.runs.directory import find_run, installed_versions, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import open_training
-from jaxgpt.train import NOT_FINITE, why_skipped
+from jaxgpt.train import NOT_FINITE, Metrics, why_skipped
 
 SHARE = 0.035  # of a run's steps to take again by default
 MOST_PRINTED = 10  # findings
@@ -49,15 +49,28 @@ class ReplayResult:
     equal: bool | None  # loss equal bit for bit to the logged one, or the same reason to skip; None: not logged
     findings: NonFiniteReport | None  # None: the step is finite
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; a number that is not finite is a word, such as "nan"."""
+        return parse_json(render_json(dataclasses.asdict(self), not_finite=str), "the replay")
+
+    def __str__(self) -> str:
+        """Return what was found in lines."""
+        logged = "not logged" if self.logged is None else str(self.logged.get("skipped", self.logged.get("loss")))
+        verdict = {True: " (the same)", False: " (different)", None: ""}[self.equal]
+        found = f"""\
+step {self.step}, from {self.origin}: {f"skipped, {self.skipped}" if self.skipped else "taken"}
+loss           {self.loss}
+logged         {logged}{verdict}
+gradient norm  {self.grad_norm}"""
+        return found if self.findings is None else f"{found}\n{format_report(self.findings)}"
+
 
 def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = lambda text: None) -> ReplayResult:
-    """Repeat the steps of a run up to `step`, with its configuration and data. Writes nothing.
-
-    The replay starts from the newest checkpoint before that step, else from the seed.
+    """Repeat one training step of a run, writing nothing.
 
     Args:
-        run: directory of the run. None means the newest under `runs/`.
-        step: the step to repeat, from 1.
+        run: run directory; None: the newest under runs/
+        step: the step to repeat, with all steps since the newest checkpoint before it, or the seed
         say: receives a line of text with the state that the replay starts from.
 
     Raises:
@@ -76,12 +89,10 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     say(f"{trainer.strategy.name}: steps {start + 1} to {step}, from {origin}")
     taken = training.take_steps(training.restore_or_init(start), start, step)
     ((_, state, metrics),) = collections.deque(taken, maxlen=1)
-    findings = None
+    findings, loss, skipped = None, float(metrics["loss"]), _why_skipped(metrics)
     # A skipped step leaves the parameters unchanged.
     if int(metrics["skipped"]) == NOT_FINITE and (params := gather_params(trainer, state)) is not None:
         findings = debug_step(trainer, params, training.whole_batch(step), training.dropout_key, step)
-    skipped = why_skipped(metrics) if int(metrics["skipped"]) else None
-    loss = float(metrics["loss"])
     lines = [x for x in read_metrics(training.metrics) if x["step"] == step and "val_loss" not in x]
     logged, equal = lines[-1] if lines else None, None
     if logged is not None:
@@ -99,60 +110,82 @@ def replay(run: str | Path | None, step: int, *, say: Callable[[str], None] = la
     )
 
 
-def format_replay(found: ReplayResult) -> str:
-    """Return the result of `replay` as text."""
-    logged = "not logged" if found.logged is None else str(found.logged.get("skipped", found.logged.get("loss")))
-    verdict = {True: " (the same)", False: " (different)", None: ""}[found.equal]
-    return "\n".join(
-        [
-            f"step {found.step}, from {found.origin}: {f'skipped, {found.skipped}' if found.skipped else 'taken'}",
-            f"loss           {found.loss}",
-            f"logged         {logged}{verdict}",
-            f"gradient norm  {found.grad_norm}",
-            *([] if found.findings is None else [format_report(found.findings)]),
-        ]
-    )
+def _why_skipped(metrics: Metrics) -> str | None:
+    return why_skipped(metrics) if int(metrics["skipped"]) else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class AuditResult:
     """Result of an audit."""
 
     run: str
-    accepted: bool
-    findings: list[str]  # what differs from what was written, and by how much; none if accepted
-    elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
     tolerance: float  # relative difference that is accepted. 0: none
     steps: int  # of the run
     seed: int  # of the random draw
-    retaken: int  # steps taken again
-    is_whole: bool  # every step was taken again
-    compared_steps: int  # lines of the log
-    compared_checkpoints: int
-    compared_validations: int
-    verified_checkpoints: int  # whose files have their SHA-256
+    elsewhere: list[str]  # how the place where the run was started differs from here: the last bits may differ
+    findings: list[str] = dataclasses.field(default_factory=list)  # what differs from what was written, by how much
+    retaken: int = 0  # steps taken again
+    compared_steps: int = 0  # lines of the log
+    compared_checkpoints: int = 0
+    compared_validations: int = 0
+    verified_checkpoints: int = 0  # whose files have their SHA-256
+
+    @property
+    def accepted(self) -> bool:
+        """Return whether nothing differs."""
+        return not self.findings
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every step was taken again."""
+        return self.retaken == self.steps
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields and the verdict."""
+        return dataclasses.asdict(self) | {"accepted": self.accepted, "is_whole": self.is_whole}
+
+    def __str__(self) -> str:
+        """Return the verdict, what differs, and what was compared."""
+        more = len(self.findings) - MOST_PRINTED
+        exact = f"within {self.tolerance:g}" if self.tolerance else "bit for bit"
+        lines = [
+            f"{self.run}: {'accepted' if self.accepted else 'not accepted'}",
+            *(f"  {finding}" for finding in self.findings[:MOST_PRINTED]),
+            *([f"  and {more:,} more"] if more > 0 else []),
+            f"{self.retaken:,} of {self.steps:,} steps re-taken and compared {exact}: {self.compared_steps:,} lines of "
+            f"the log, {self.compared_checkpoints:,} checkpoints, {self.compared_validations} validation losses; "
+            f"{self.verified_checkpoints:,} checkpoints, configuration and data have their SHA-256",
+        ]
+        if self.accepted and self.is_whole:
+            lines.append(f"Every step was re-taken and is right, {exact}.")
+        if not self.accepted and self.elsewhere:
+            lines.append(
+                f"The run was computed elsewhere ({'; '.join(self.elsewhere)}), where the last bits may differ: "
+                "--tolerance 1e-3 accepts that"
+            )
+        return "\n".join(lines)
 
 
 def audit(
     run: str | Path | None,
     *,
-    steps: int | None = None,
-    seed: int | None = None,
+    steps: Count | None = None,
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None,
     data: str | None = None,
-    tolerance: float = 0.0,
+    tolerance: Fraction = 0.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> AuditResult:
-    """Take random steps of a run again, and compare them with its log and its checkpoints. Writes nothing.
+    """Check a run's numbers by taking random steps again.
 
-    The SHA-256 of configuration, tokenizer, data and checkpoints are compared first. Last, the newest checkpoint with a
-    validation loss is evaluated again.
+    They are compared with the log and the checkpoints, bit for bit. The SHA-256 of configuration, data and checkpoints
+    are compared, and the last validation loss is measured again. Exit status 1: something differs.
 
     Args:
-        run: directory of the run. None means the newest under `runs/`.
-        steps: most steps to take again. As many as the run has: all. None means 3.5%, or what one logged step takes.
-        seed: of the random draw. None means a new one each time.
-        data: path of the text, if it is not where the run read it.
-        tolerance: relative difference to accept, for a run of other hardware or versions. 0 demands equal bits.
+        run: run directory; None: the newest under runs/
+        steps: most steps to take again; as many as the run has: all; None: 3.5% of them
+        seed: seed of the random draw; None: a new one each time
+        data: the text, if it is elsewhere now; None: where the run read it
+        tolerance: relative difference to accept, for a run of other hardware or versions; 0: equal bits
         say: receives a line of text before steps are taken.
 
     Raises:
@@ -175,26 +208,28 @@ def audit(
     lines = read_metrics(training.metrics)
     log = {line["step"]: line for line in lines if "val_loss" not in line}
     val_losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    findings: list[str] = []
+    here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
+    elsewhere = [f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value]
+    found = AuditResult(run=str(metadata.directory), tolerance=tolerance, steps=total, seed=seed, elsewhere=elsewhere)
     kept: list[int] = []
     for step in checkpoints.steps():
         try:
             checkpoints.verify(step)
             kept.append(step)
         except (CorruptCheckpoint, OSError) as e:
-            findings.append(str(e))
+            found.findings.append(str(e))
 
-    def compare(what: str, claimed: Any, found: Any) -> None:
+    def compare(what: str, claimed: Any, again: Any) -> None:
         """Add a finding unless two numbers or arrays are equal. A number that is not finite is written as None."""
         if claimed is None:
-            equal, by = not math.isfinite(found), ""
+            equal, by = not math.isfinite(again), ""
         else:
-            x, y = np.asarray(claimed, np.float64), np.asarray(found, np.float64)
+            x, y = np.asarray(claimed, np.float64), np.asarray(again, np.float64)
             distance = float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
             equal, by = np.array_equal(x, y, equal_nan=True) or distance <= tolerance, f", {distance:.1e} apart"
         if not equal:
-            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, found))
-            findings.append(f"{what} is {was} in the run, {now} here{by}")
+            was, now = ("an array" if isinstance(value, np.ndarray) else value for value in (claimed, again))
+            found.findings.append(f"{what} is {was} in the run, {now} here{by}")
 
     starts = {step: max(state for state in (0, *kept) if state < step) for step in sorted({*log, *kept})}
     least = min((step - start for step, start in starts.items()), default=0)
@@ -210,22 +245,21 @@ def audit(
         if cost <= left:
             stops[start] = max(step, stops.get(start, start))
             left -= cost
-    retaken = sum(stop - start for start, stop in stops.items())
-    say(f"re-taking {retaken:,} of {total:,} steps")
-    compared_steps = compared_checkpoints = 0
+    found.retaken = sum(stop - start for start, stop in stops.items())
+    say(f"re-taking {found.retaken:,} of {total:,} steps")
     for start, stop in sorted(stops.items()):
         state = training.restore_or_init(start)
         for step, taken, metrics in training.take_steps(state, start, stop):
             state = taken
-            why, line = why_skipped(metrics) if int(metrics["skipped"]) else None, log.get(step, {})
-            compared_steps += bool(line or why)
+            why, line = _why_skipped(metrics), log.get(step, {})
+            found.compared_steps += bool(line or why)
             if why is None and "loss" in line:
                 for name in ("loss", "grad_norm"):
                     compare(f"step {step}: {name}", line[name], float(metrics[name]))
             elif (why, line.get("skipped")).count(None) == 1 or (why != line.get("skipped") and not tolerance):
-                findings.append(f"step {step}: skipped is {line.get('skipped')} in the run, {why} here")
+                found.findings.append(f"step {step}: skipped is {line.get('skipped')} in the run, {why} here")
         if stop in kept:
-            compared_checkpoints += 1
+            found.compared_checkpoints += 1
             claimed = training.restore_or_init(stop)
             for item in ("params", "opt_state"):
                 arrays = jax.tree.leaves_with_path(getattr(claimed, item))
@@ -237,43 +271,5 @@ def audit(
         val_loss = mean_loss(training.trainer.eval_step, params, training.validation_windows())[0]
         compare(f"checkpoint {step}: val_loss", checkpoints.val_loss(step), val_loss)
         compare(f"step {step}: val_loss", val_losses.get(step), val_loss)
-    here, there = installed_versions() | {"device": device_kind()}, metadata.versions | {"device": metadata.device}
-    return AuditResult(
-        run=str(metadata.directory),
-        accepted=not findings,
-        findings=findings,
-        elsewhere=[
-            f"{name} {there.get(name)}, here {value}" for name, value in here.items() if there.get(name) != value
-        ],
-        tolerance=tolerance,
-        steps=total,
-        seed=seed,
-        retaken=retaken,
-        is_whole=retaken == total,
-        compared_steps=compared_steps,
-        compared_checkpoints=compared_checkpoints,
-        compared_validations=len(measured),
-        verified_checkpoints=len(kept),
-    )
-
-
-def format_audit(found: AuditResult) -> str:
-    """Return the result of `audit` as text: the verdict, what differs, and what was compared."""
-    more = len(found.findings) - MOST_PRINTED
-    exact = f"within {found.tolerance:g}" if found.tolerance else "bit for bit"
-    lines = [
-        f"{found.run}: {'accepted' if found.accepted else 'not accepted'}",
-        *(f"  {finding}" for finding in found.findings[:MOST_PRINTED]),
-        *([f"  and {more:,} more"] if more > 0 else []),
-        f"{found.retaken:,} of {found.steps:,} steps re-taken and compared {exact}: {found.compared_steps:,} lines of the "
-        f"log, {found.compared_checkpoints:,} checkpoints, {found.compared_validations} validation losses; "
-        f"{found.verified_checkpoints:,} checkpoints, configuration and data have their SHA-256",
-    ]
-    if found.accepted and found.is_whole:
-        lines.append(f"Every step was re-taken and is right, {exact}.")
-    if not found.accepted and found.elsewhere:
-        lines.append(
-            f"The run was computed elsewhere ({'; '.join(found.elsewhere)}), where the last bits may differ: "
-            "--tolerance 1e-3 accepts that"
-        )
-    return "\n".join(lines)
+    found.compared_validations, found.verified_checkpoints = len(measured), len(kept)
+    return found

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxgpt.config import Experiment, differences
-from jaxgpt.config.validate import check_count
+from jaxgpt.config.validate import Count, Size, check_count
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import UserError
+from jaxgpt.files import new_file, render_json, write_whole
 from jaxgpt.parallel.device import count_parameters
-from jaxgpt.run import Run, load_run
+from jaxgpt.run import Run, load, load_run
 from jaxgpt.runs.checkpoint import open_checkpoints
-from jaxgpt.runs.metrics import finite_values, read_metrics
+from jaxgpt.runs.directory import find_run
+from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
 
@@ -25,31 +28,79 @@ MOST_TEXT = 2**26  # leading tokens of the training text that are searched for m
 LENGTHS = (5, 10, 20, 50)  # n of the n-grams, in characters
 SHOWN = 5  # longest overlaps that are reported
 SAMPLED = 200  # most tokens of each checkpoint's sample
+# Curves of the page, and their names in metrics.jsonl.
+CURVES = {
+    "training": "loss",
+    "validation": "val_loss",
+    "rates": "tokens_per_second",
+    "learning_rates": "learning_rate",
+    "grad_norms": "grad_norm",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Result of `report`: what was written, and where."""
+
+    page: Path
+    summary: dict[str, Any]  # content of `summary.json`
+    html: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary."""
+        return self.summary
+
+    def __str__(self) -> str:
+        """Return the verdict, and where the page is."""
+        size = f"{len(self.html.encode()) / 1e3:,.0f} kB"
+        return f"{self.summary['experiment']}: {self.summary['verdict']}\n{self.page}: {size}; open it in a browser"
+
+
+def report(
+    run: str | Path | None, *, out: str | None = None, force: bool = False, samples: Count = 4, tokens: Size = 400
+) -> Report:
+    """Summarise a run as an HTML page and JSON.
+
+    The page has losses, speed and samples, and how much of the samples is memorised.
+
+    Args:
+        run: run directory; None: the newest under runs/
+        out: the directory for report.html and summary.json; None: the run directory
+        force: overwrite files that exist
+        samples: number of texts to generate and to compare with the training text
+        tokens: tokens per text
+    """
+    directory = find_run(run)
+    folder = directory if out is None else Path(out)
+    page = new_file(str(folder / "report.html"), force=force)
+    new_file(str(folder / "summary.json"), force=force or page.exists())  # it belongs to the page that is replaced
+    summary, html = make_report(load(directory), samples=samples, tokens=tokens)
+    write_whole(page, html)
+    write_whole(folder / "summary.json", render_json(summary, indent=1, ensure_ascii=False) + "\n")
+    return Report(page=page, summary=summary, html=html)
 
 
 def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[str, Any], str]:
-    """Return (the content of `summary.json`, the HTML page) of a run.
-
-    Args:
-        run: the run to summarise.
-        samples: the number of texts to generate and to compare with the training text.
-        tokens: the length of each.
-    """
+    """Return (the content of `summary.json`, the HTML page) of a run; see `report`."""
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    training, finite = _curve(lines, "loss"), finite_values(lines, "val_loss")
-    learning, since = judge_learning(_curve(lines, "val_loss"), training)
+    training, validation = _curve(lines, "loss"), _curve(lines, "val_loss")
+    finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
+    learning, since = judge_learning(validation, training)
     verdict = f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
-    best = min(((loss, step) for step, loss in finite), default=(None, None))
+    best, at = min(finite, default=(None, None))
     rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
-    memorization, why_no_memorization = _measure_memorization(run, samples, tokens)
+    try:
+        memorization, why_no_memorization = _measure_memorization(run, samples, tokens), ""
+    except UserError as e:
+        memorization, why_no_memorization = None, f"Not measured: {e}"
     summary: dict[str, Any] = {
         "run": str(run.directory),
         "experiment": run.experiment.name,
         "verdict": {"yes": "learning", "unknown": "too few validations to judge"}.get(learning, verdict),
         "judged": {"learning": learning, "learning_since": since},
         "steps": {"planned": run.experiment.train.steps, "logged": max((line["step"] for line in lines), default=0)},
-        "validation_loss": {"best": best[0], "at": best[1], "last": finite[-1][1] if finite else None},
+        "validation_loss": {"best": best, "at": at, "last": finite[-1][0] if finite else None},
         "training_loss": training[-1][1] if training and math.isfinite(training[-1][1]) else None,
         "skipped_steps": [line["step"] for line in lines if "skipped" in line],
         "throughput": {
@@ -66,7 +117,22 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "why_no_memorisation": why_no_memorization,
         "configuration": dataclasses.asdict(run.experiment),
     }
-    return summary, _render_page(run.experiment, summary, lines)
+    changed = differences(run.experiment, Experiment(name=run.experiment.name))
+    title = f"Report of {run.experiment.name}"
+    data: dict[str, Any] = {
+        "title": title,
+        "summary": {name: x for name, x in summary.items() if name != "configuration"},
+    }
+    for curve, name in CURVES.items():
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        data[curve] = [[step, round_numbers(x, 6)] for step, x in points]
+    data["configuration"] = [
+        [f"{part}.{name}", value, f"{part}.{name}" in changed]
+        for part, values in summary["configuration"].items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    ]
+    return summary, render_html(["report"], title, data, Arrays())
 
 
 def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -128,22 +194,19 @@ def _sample_checkpoints(run: Run, tokens: int) -> list[dict[str, Any]]:
     return samples
 
 
-def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str, Any] | None, str]:
-    """Compare generated texts, and as much held-out text, with the training text; or return None and the reason."""
+def _measure_memorization(run: Run, samples: int, tokens: int) -> dict[str, Any]:
+    """Compare generated texts, and as much held-out text, with the training text. Raises `UserError` without it."""
     if run.metadata.imported is not None:
-        return None, "Not measured: the model was imported without its training text."
+        raise UserError("the model was imported without its training text.")
     if run.experiment.data.is_packed:
-        return None, "Not measured: the run was trained on conversations or pairs, not on a text."
+        raise UserError("the run was trained on conversations or pairs, not on a text.")
     try:
         dataset = reopen_dataset(run.metadata, run.experiment.data, remedy="put that text back")
     except UserError as e:  # a run that was copied to another machine
-        return None, f"Not measured: the training text could not be read: {e}"
+        raise UserError(f"the training text could not be read: {e}") from None
     train, val, decode = dataset.train, dataset.val, run.tokenizer.decode
     assert isinstance(train, Tokens) and isinstance(val, Tokens), "the data are a text"
-    try:
-        corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
-    except UserError as e:  # the package for it is missing
-        return None, f"Not measured: {e}"
+    corpus = SuffixArray(decode(train.read(0, min(len(train), MOST_TEXT))))
     prompt = run.experiment.train.sample_prompt
     try:
         run.tokenizer.encode(prompt)
@@ -153,7 +216,7 @@ def _measure_memorization(run: Run, samples: int, tokens: int) -> tuple[dict[str
     starts = np.linspace(0, max(len(val) - tokens, 0), samples).astype(int)
     held_out = [decode(val.read(int(start), min(tokens, len(val)))) for start in starts]
     parts = {"written": generated, "held_out": held_out}
-    return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}, ""
+    return {"samples": samples} | {name: measure_novelty(corpus, texts) for name, texts in parts.items()}
 
 
 class SuffixArray:
@@ -165,8 +228,15 @@ class SuffixArray:
             import pydivsufsort
         except ImportError:
             raise UserError("this needs the pydivsufsort package: python -m pip install 'jaxgpt[report]'") from None
-        self._search, self._bytes = pydivsufsort.sa_search, text.encode()
-        self._suffixes = pydivsufsort.divsufsort(self._bytes) if text else np.zeros(0, np.int32)
+        self._search, self.bytes = pydivsufsort.sa_search, text.encode()
+        self._suffixes = pydivsufsort.divsufsort(self.bytes) if text else None
+
+    def find(self, piece: str) -> int | None:
+        """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
+        if self._suffixes is None:
+            return None
+        count, at = self._search(self.bytes, self._suffixes, piece.encode())
+        return int(self._suffixes[at]) if count > 0 else None
 
     def match_lengths(self, text: str) -> np.ndarray:
         """Return the length of the longest match that begins at each character: characters, int64 [len(text)].
@@ -176,23 +246,10 @@ class SuffixArray:
         lengths, grown = np.zeros(len(text), np.int64), 0
         for i in range(len(text)):
             grown = max(grown - 1, 0)
-            while i + grown < len(text) and self._find(text[i : i + grown + 1]) is not None:
+            while i + grown < len(text) and self.find(text[i : i + grown + 1]) is not None:
                 grown += 1
             lengths[i] = grown
         return lengths
-
-    def _find(self, piece: str) -> int | None:
-        """Return the offset, in bytes, of an occurrence of a string in the corpus; None if there is none."""
-        if not self._bytes:
-            return None
-        count, at = self._search(self._bytes, self._suffixes, piece.encode())
-        return int(self._suffixes[at]) if count > 0 else None
-
-    def position(self, piece: str) -> int:
-        """Return the offset, in characters, of an occurrence of a string, which the corpus must contain."""
-        at = self._find(piece)
-        assert at is not None
-        return len(self._bytes[:at].decode())
 
 
 def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]:
@@ -215,31 +272,9 @@ def measure_novelty(corpus: SuffixArray, texts: Sequence[str]) -> dict[str, Any]
             overlaps.add((-int(lengths[i]), text[i : i + lengths[i]]))
     return {
         "characters": sum(map(len, texts)),
-        "overlaps": [{"text": text, "at": corpus.position(text)} for _, text in sorted(overlaps)[:SHOWN]],
+        "overlaps": [
+            {"text": text, "at": len(corpus.bytes[: corpus.find(text)].decode())}
+            for _, text in sorted(overlaps)[:SHOWN]
+        ],
         "novel": {str(n): 1.0 - float(np.mean(found)) if found else None for n, found in seen.items()},
     }
-
-
-def _render_page(experiment: Experiment, summary: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
-    """Return one self-contained HTML file. `lines` are those of metrics.jsonl."""
-    changed = differences(experiment, Experiment(name=experiment.name))
-
-    def points(name: str) -> list[list[Any]]:
-        return [[line["step"], round_numbers(line[name], 6)] for line in lines if line.get(name) is not None]
-
-    data = {
-        "title": f"Report of {summary['experiment']}",
-        "summary": {name: value for name, value in summary.items() if name != "configuration"},
-        "training": points("loss"),
-        "validation": points("val_loss"),
-        "rates": points("tokens_per_second"),
-        "learning_rates": points("learning_rate"),
-        "grad_norms": points("grad_norm"),
-        "configuration": [
-            [f"{part}.{name}", value, f"{part}.{name}" in changed]
-            for part, values in summary["configuration"].items()
-            if isinstance(values, dict)
-            for name, value in values.items()
-        ],
-    }
-    return render_html(["report"], data["title"], data, Arrays())

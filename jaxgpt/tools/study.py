@@ -14,13 +14,14 @@ import numpy as np
 from jaxgpt.config import Experiment, differences
 from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
+from jaxgpt.files import render_json, write_whole
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.multihost import initialize
 from jaxgpt.runs.directory import is_run, read_metadata
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.runs.training import describe_data_changes
 from jaxgpt.statistics import CONFIDENCE, count_pairs_needed, holm_levels, mean_interval, paired_p_values
-from jaxgpt.tools.grid import Curve, format_table, train_or_resume
+from jaxgpt.tools.grid import Curve, format_table, train_grid, with_values
 
 STUDY = "study.json"  # the result, next to the directories of the variants
 # Fields that determine the validation data.
@@ -29,7 +30,7 @@ DISAGREEMENT = 0.1  # nats per token, and fraction: seeds whose losses differ by
 DETECT = 0.01  # nats per token, the difference of `seeds_needed`
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Comparison:
     """One variant compared with the first, at the same number of tokens or seconds."""
 
@@ -45,6 +46,53 @@ class Comparison:
     verdict: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A comparison of all variants."""
+
+    at: float  # tokens or seconds of the shortest run
+    rows: list[Comparison]  # none if some run had no validation until then
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Result of a study."""
+
+    tokens: Table
+    seconds: Table
+    seeds: int
+
+    def __str__(self) -> str:
+        """Return the tables in Markdown."""
+        head = ["variant", "mean", "standard deviation", "difference from the first", "verdict"]
+        head.append(f"seeds to see {DETECT}")
+        parts, tests = [], 0
+        for axis, unit, table in (("tokens", "tokens", self.tokens), ("seconds", "s", self.seconds)):
+            at = f"{_format_count(table.at)} {unit}"
+            if not table.rows:
+                parts.append(f"at equal {axis}: not all runs were validated within {at}, the length of the shortest")
+                continue
+            cells = []
+            for row in table.rows:
+                difference = "" if row.difference is None else f"{row.difference:+.4f}"
+                difference += "" if row.margin is None else f" ± {row.margin:.4f}"
+                mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row.mean, row.deviation))
+                needed = "" if row.seeds_needed is None else _format_count(row.seeds_needed)
+                cells.append([row.variant, mean, deviation, difference, row.verdict, needed])
+                tests += row.p_value is not None
+            parts += [f"validation loss at equal {axis}, {at}, over {self.seeds} seeds", format_table(head, cells)]
+        if tests:
+            parts.append(
+                f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of "
+                "studies find a difference."
+            )
+        return "\n\n".join(parts)
+
+
+def _format_count(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def run_study(
     variants: Mapping[str, Experiment],
     directory: Path,
@@ -52,8 +100,8 @@ def run_study(
     seeds: int,
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
-) -> dict[str, Any]:
-    """Train or resume every variant with seeds 0, 1, ... in subdirectories, and compare them.
+) -> Study:
+    """Train or resume every variant with seeds 0, 1, ... in subdirectories, compare them and write `study.json`.
 
     All variants are trained with one seed before the next seed, so that a change in the machine's speed affects all
     alike, and an interrupted study has complete rounds.
@@ -65,10 +113,6 @@ def run_study(
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
 
-    Returns:
-        "tokens" and "seconds", each with "at", the point of comparison, and "rows", the fields of a `Comparison` for
-        each variant; "seeds", as given.
-
     Raises:
         UserError: the variants cannot be compared, see `check_comparable`.
     """
@@ -76,16 +120,20 @@ def run_study(
     seeds = check_count("seeds", seeds)
     if any(experiment.train.init_from is not None for experiment in variants.values()):
         _check_same_tokens(variants, directory)
-    curves: dict[str, list[Curve]] = {name: [] for name in variants}
-    for seed in range(seeds):
-        for name, experiment in variants.items():
-            train = dataclasses.replace(experiment.train, seed=seed, sample_tokens=0)
-            seeded = dataclasses.replace(experiment, train=train)
-            curve = train_or_resume(seeded, directory / slug(name) / f"seed-{seed}", fit_one)
-            curves[name].append(curve)
-            result = f"{curve.losses[-1]:.4f} after {curve.seconds[-1]:.1f} s" if curve.losses else "diverged"
-            say(f"seed {seed}, {name}: {result}")
-    return compare(curves) | {"seeds": seeds}
+    grid = [
+        (
+            f"seed {seed}, {name}",
+            with_values(experiment, {"train.seed": seed, "train.sample_tokens": 0}),
+            directory / slug(name) / f"seed-{seed}",
+        )
+        for seed in range(seeds)
+        for name, experiment in variants.items()
+    ]
+    curves = train_grid(grid, say, fit_one)
+    tables = compare({name: curves[i :: len(variants)] for i, name in enumerate(variants)})
+    found = Study(**tables, seeds=seeds)
+    write_whole(directory / STUDY, render_json(dataclasses.asdict(found), indent=1, ensure_ascii=False) + "\n")
+    return found
 
 
 def check_comparable(variants: Mapping[str, Experiment]) -> None:
@@ -96,26 +144,19 @@ def check_comparable(variants: Mapping[str, Experiment]) -> None:
     for name in others:
         metric = METRIC
         if all(variants[v].train.init_from is None for v in (first, name)):  # else the tokenizer is that of the weights
-            bpe = ("data.bpe_vocab_size",) if variants[first].data.tokenizer == "bpe" else ()
-            metric = (*METRIC, "data.tokenizer", *bpe)
+            metric += ("data.tokenizer", "data.bpe_vocab_size")[: 2 if variants[first].data.tokenizer == "bpe" else 1]
         for field, (ours, theirs) in differences(variants[first], variants[name]).items():
             if field in metric:
-                raise UserError(
-                    f"variants {first!r} and {name!r} do not share a metric: {field} is {short(ours)} and "
-                    f"{short(theirs)}. Losses per token on different texts or tokens cannot be compared: "
-                    "give both the same value"
-                )
-    slugs = [slug(name) for name in variants]
-    for name, place in zip(variants, slugs, strict=True):
-        if place.casefold() in (".", "..", STUDY):
-            raise UserError(f"variant {name!r} cannot have the directory {place}, which is reserved: give another name")
-    if twice := [name for name in variants if slugs.count(slug(name)) > 1]:
-        raise UserError(f"variants {', '.join(map(repr, twice))} would share a directory: give them other names")
+                raise _no_comparison(first, name, f"{field} is {short(ours)} and {short(theirs)}", "value")
+    places = [".", "..", STUDY, *(slug(name).casefold() for name in variants)]
+    if twice := [name for name in variants if places.count(slug(name).casefold()) > 1]:
+        raise UserError(f"variants {', '.join(map(repr, twice))} have no directory of their own: give them other names")
 
 
 def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> None:
     """Raise `UserError` unless all variants validate on the same tokens, with the tokenizers of their weights."""
     data: dict[str, dict[str, Any]] = {}
+    first = next(iter(variants))
     for name, experiment in variants.items():
         run = directory / slug(name) / "seed-0"
         if is_run(run):
@@ -124,13 +165,15 @@ def _check_same_tokens(variants: Mapping[str, Experiment], directory: Path) -> N
             initialize(experiment.parallel)
             full, _ = resolve_init_from(experiment)
             data[name] = full.data.open_dataset(full.model).fingerprint
-    first, *others = variants
-    for name in others:
         if changed := describe_data_changes(data[first], data[name]):
-            raise UserError(
-                f"variants {first!r} and {name!r} do not share a metric: {', '.join(changed[:8])}. Losses per token on "
-                "different texts or tokens cannot be compared: give both the same data and the tokenizer of the weights"
-            )
+            raise _no_comparison(first, name, ", ".join(changed[:8]), "data and the tokenizer of the weights")
+
+
+def _no_comparison(first: str, name: str, differing: str, remedy: str) -> UserError:
+    return UserError(
+        f"variants {first!r} and {name!r} do not share a metric: {differing}. Losses per token on different texts or "
+        f"tokens cannot be compared: give both the same {remedy}"
+    )
 
 
 def slug(name: str) -> str:
@@ -138,22 +181,20 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "variant"
 
 
-def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Any]:
+def compare(curves: Mapping[str, Sequence[Curve]]) -> dict[str, Table]:
     """Compare all variants at the tokens, and at the seconds, of the shortest run, by linear interpolation."""
-    points, tables = {}, {}
+    points: dict[str, float] = {}
+    losses: dict[str, dict[str, list[float | None]]] = {}
     complete = [curve for seeds in curves.values() for curve in seeds if curve.losses]
     for axis in ("tokens", "seconds"):
         at = points[axis] = min((getattr(curve, axis)[-1] for curve in complete), default=0)
-        tables[axis] = {}
         # A run has no loss before its first validation.
-        if at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf):
-            for name, seeds in curves.items():
-                tables[axis][name] = [
-                    float(np.interp(at, getattr(curve, axis), curve.losses)) if curve.losses else None
-                    for curve in seeds
-                ]
-    rows = compare_losses(tables)
-    return {axis: {"at": at, "rows": [dataclasses.asdict(row) for row in rows[axis]]} for axis, at in points.items()}
+        known = at >= max((getattr(curve, axis)[0] for curve in complete), default=math.inf)
+        losses[axis] = {
+            name: [float(np.interp(at, getattr(c, axis), c.losses)) if c.losses else None for c in seeds]
+            for name, seeds in (curves if known else {}).items()
+        }
+    return {axis: Table(at=points[axis], rows=rows) for axis, rows in compare_losses(losses).items()}
 
 
 def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, list[Comparison]]:
@@ -162,7 +203,7 @@ def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -
     tables: losses by seed of each variant, for each table. None: diverged.
     """
     rows: dict[tuple[str, str], Comparison] = {}
-    differences: dict[tuple[str, str], np.ndarray] = {}
+    family: dict[tuple[str, str], np.ndarray] = {}
     for table, losses in tables.items():
         notes = {name: _describe_failures(by_seed) for name, by_seed in losses.items()}
         first = next(iter(losses), "")
@@ -176,9 +217,17 @@ def compare_losses(tables: Mapping[str, Mapping[str, Sequence[float | None]]]) -
                 verdict=notes[name] or ("the first" if name == first else f"the first: {notes[first]}"),
             )
             if name != first and regular and not notes[first]:
-                differences[table, name] = x - np.array(losses[first], np.float64)
-    for key, fields in _test(differences).items():
-        rows[key] = dataclasses.replace(rows[key], **fields)
+                family[table, name] = x - np.array(losses[first], np.float64)
+    several = [x for x in family.values() if len(x) > 1]  # all or none, since all have the same seeds
+    p_values = paired_p_values(several) if several else np.ones(len(family))
+    for (key, x), p, level in zip(family.items(), p_values, holm_levels(p_values), strict=True):
+        row = rows[key]
+        row.difference, row.verdict = float(x.mean()), "one seed: no interval"
+        if several:
+            row.margin = float(mean_interval(x, 1 - level).margin)
+            row.p_value, row.level = float(p), float(level)
+            row.seeds_needed = count_pairs_needed(x.std(ddof=1), DETECT, level=(1 - CONFIDENCE) / len(family))
+            row.verdict = "no more than noise" if p > level else "better" if row.difference < 0 else "worse"
     return {table: [rows[table, name] for name in losses] for table, losses in tables.items()}
 
 
@@ -190,56 +239,3 @@ def _describe_failures(losses: Sequence[float | None]) -> str:
     if max(finite) - min(finite) > DISAGREEMENT * max(1.0, min(finite)):
         return f"seeds disagree: {min(finite):.4f} to {max(finite):.4f}"
     return ""
-
-
-def _test(differences: Mapping[Any, np.ndarray]) -> dict[Any, dict[str, Any]]:
-    """Test a family of paired differences by Holm's procedure, and return fields of a `Comparison` for each."""
-    family = list(differences.values())
-    if not family or len(family[0]) < 2:
-        return {k: {"difference": float(x[0]), "verdict": "one seed: no interval"} for k, x in differences.items()}
-    p_values = paired_p_values(family)
-    found = {}
-    for (key, x), p, level in zip(differences.items(), p_values, holm_levels(p_values), strict=True):
-        mean, margin = mean_interval(x, 1 - level)
-        needed = count_pairs_needed(float(x.std(ddof=1)), DETECT, level=(1 - CONFIDENCE) / len(family))
-        found[key] = {
-            "difference": float(mean),
-            "margin": float(margin),
-            "p_value": float(p),
-            "level": float(level),
-            "seeds_needed": needed,
-            "verdict": "no more than noise" if p > level else "better" if mean < 0 else "worse",
-        }
-    return found
-
-
-def format_study(found: Mapping[str, Any]) -> str:
-    """Return the result of `run_study` as tables in Markdown."""
-
-    def count(x: float) -> str:
-        return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-    head = ["variant", "mean", "standard deviation", "difference from the first", "verdict", f"seeds to see {DETECT}"]
-    parts, tests = [], 0
-    for axis, unit in (("tokens", "tokens"), ("seconds", "s")):
-        at, cells = found[axis]["at"], []
-        if not found[axis]["rows"]:
-            parts.append(
-                f"at equal {axis}: not all runs were validated within {count(at)} {unit}, the length of the shortest"
-            )
-            continue
-        for row in found[axis]["rows"]:
-            difference = "" if row["difference"] is None else f"{row['difference']:+.4f}"
-            difference += "" if row["margin"] is None else f" ± {row['margin']:.4f}"
-            mean, deviation = ("" if x is None else f"{x:.4f}" for x in (row["mean"], row["deviation"]))
-            needed = "" if row["seeds_needed"] is None else count(row["seeds_needed"])
-            cells.append([row["variant"], mean, deviation, difference, row["verdict"], needed])
-            tests += row["p_value"] is not None
-        parts.append(f"validation loss at equal {axis}, {count(at)} {unit}, over {found['seeds']} seeds")
-        parts.append(format_table(head, cells))
-    if tests:
-        parts.append(
-            f"Better and worse are corrected for {tests} comparisons (Holm): if nothing differs, at most 5% of studies "
-            "find a difference."
-        )
-    return "\n\n".join(parts)

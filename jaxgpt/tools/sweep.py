@@ -16,53 +16,160 @@ but all points of a round are needed at once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxgpt.config import Experiment, differences, from_dict
 from jaxgpt.config.serialize import to_source
+from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, suggest
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, open_whole, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
+from jaxgpt.runs.directory import RUNS
 from jaxgpt.runs.training import CHANGEABLE
 from jaxgpt.statistics import mean_interval
-from jaxgpt.tools.grid import format_table, train_or_resume
-from jaxgpt.tools.space import Axis, describe_point, draw_points, with_values
+from jaxgpt.tools.grid import format_table, train_grid, with_values
 
 SWEEP, WINNER, PLOT = "sweep.json", "winner.py", "sweep.png"  # the first: the definition and, later, the result
 LARGEST_SWEEP = 2**24  # bytes of it
 SHARE = 3  # one point in three survives a round, and is then trained three times as long
+VARIABLE = ("model", "optim", "lora")
+# They change the tokens of a run, or what a loss per token means.
+FIXED = ("model.block_size", "model.vocab_size")
+DIGITS = 4  # of a float in a range: 0.001234
+COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of the rounds, from the shortest; the last one is the finals'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The definition of a sweep."""
+class Axis:
+    """A swept field: choices, or a range of floats or of whole numbers."""
 
-    experiment: Experiment  # to vary
-    axes: tuple[Axis, ...]  # the fields that vary
-    trials: int = 20  # points to draw
-    seeds: int = 3  # runs of each finalist
-    seed: int = 0  # of the points
+    field: str  # such as optim.learning_rate
+    choices: tuple[Any, ...] = ()  # empty: a range
+    low: float = 0.0
+    high: float = 0.0
 
     @property
-    def points(self) -> list[dict[str, Any]]:
-        """Return the values of each trial, a dictionary by field."""
-        return draw_points(self.axes, self.trials, self.seed)
+    def is_log(self) -> bool:
+        """Return whether the range is spread evenly over its logarithm, as every range above 0 is."""
+        return self.low > 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the definition as JSON, with the points."""
-        return {
-            "experiment": dataclasses.asdict(self.experiment),
-            "over": ", ".join(map(str, self.axes)),
-            "trials": self.trials,
-            "seeds": self.seeds,
-            "seed": self.seed,
-            "points": self.points,
-        }
+    def at(self, share: float) -> Any:
+        """Return the value at a share of the range or of the choices, from 0 to less than 1."""
+        if self.choices:
+            return self.choices[int(share * len(self.choices))]
+        span = self.high - self.low
+        value = self.low * (self.high / self.low) ** share if self.is_log else self.low + span * share
+        value = round(value) if isinstance(self.low, int) else float(f"{value:.{DIGITS}g}")
+        return min(max(value, self.low), self.high)
+
+    def __str__(self) -> str:
+        """Return the axis as --over takes it."""
+        values = ",".join(map(str, self.choices)) if self.choices else f"{self.low:g}..{self.high:g}"
+        return f"{self.field}={values}"
+
+
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
+    """Parse what --over was given, once for each field. Raises `UserError`."""
+    axes: dict[str, Axis] = {}
+    for axis in map(parse_axis, texts):
+        if axis.field in axes:
+            raise UserError(f"--over has {axis.field} twice: give each field once")
+        axes[axis.field] = axis
+    if not axes:
+        raise UserError("a sweep needs a field: --over optim.learning-rate=1e-4..1e-1")
+    return list(axes.values())
+
+
+def parse_axis(text: str) -> Axis:
+    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`."""
+    name, _, values = text.partition("=")
+    field = name.replace("-", "_")
+    sections = {section: kind for section, kind in field_hints(Experiment).items() if dataclasses.is_dataclass(kind)}
+    hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
+    try:
+        if not name or not values:
+            raise UserError("needs FIELD=LOW..HIGH or FIELD=A,B,C, such as optim.learning-rate=1e-4..1e-1")
+        if field not in hints:
+            raise UserError(f"there is no field {short(field)}{suggest(field, hints)}. See jaxgpt train --help-all")
+        kinds = _kinds(hints[field])
+        if field.split(".")[0] not in VARIABLE or field in FIXED or tuple in kinds:
+            raise UserError(
+                f"{field} cannot vary: it changes the data, the tokens or the steps of a run, does not decide its loss, "
+                f"or is a list. Fields of {', '.join(VARIABLE)} can vary, except {' and '.join(FIXED)}"
+            )
+        is_range = ".." in values and not kinds.isdisjoint((int, float))
+        words = values.split("..", 1) if is_range else values.split(",")
+        found = tuple(check_value(field, _parse_word(word.strip(), kinds), hints[field]) for word in words)
+        if is_range and (None in found or not found[0] < found[1]):
+            raise UserError("needs LOW below HIGH")
+        if not is_range and len(set(found)) < max(2, len(found)):
+            raise UserError("needs two or more different choices, or a range of numbers, LOW..HIGH")
+    except UserError as e:
+        raise UserError(f"--over {text}: {e}") from None
+    return Axis(field=field, low=found[0], high=found[1]) if is_range else Axis(field=field, choices=found)
+
+
+def _kinds(hint: Any) -> set[type]:
+    """Return the plain types that an annotation allows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kinds(arguments[0])
+    if origin in (Union, UnionType):
+        return set().union(*map(_kinds, arguments))
+    return {str} if origin is Literal else {origin or hint}
+
+
+def _parse_word(word: str, kinds: set[type]) -> Any:
+    """Return the value that a word means; the word itself if it means none, for `check_value` to refuse."""
+    if word == "None" and NoneType in kinds:
+        return None
+    if bool in kinds:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    try:
+        number = float(word)
+    except ValueError:
+        return word
+    if float in kinds:
+        return number
+    return int(number) if int in kinds and number.is_integer() else word
+
+
+def draw_points(axes: Sequence[Axis], trials: int, seed: int) -> list[dict[str, Any]]:
+    """Return the points of a sweep, {field: value}, without repetitions.
+
+    One field: spread evenly. Several: a scrambled Halton sequence (Owen 2017, arXiv:1706.02808), which covers each
+    field as evenly as its own sweep would.
+
+    Args:
+        axes: the swept fields.
+        trials: number of points. Fewer are returned where whole numbers or choices repeat.
+        seed: of the sequence.
+    """
+    if len(axes) == 1:
+        shares = (np.arange(trials)[:, None] + 0.5) / trials
+    else:
+        from scipy.stats import qmc  # a dependency of jax; takes 2 s to import
+
+        shares = qmc.Halton(len(axes), scramble=True, seed=np.random.default_rng(seed)).random(trials)
+    points = [tuple(axis.at(share) for axis, share in zip(axes, row, strict=True)) for row in shares.tolist()]
+    return [dict(zip([axis.field for axis in axes], point, strict=True)) for point in dict.fromkeys(points)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """Runs of equal length. The last round is at full length, with new seeds."""
+
+    trials: int
+    steps: int
+    seeds: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,105 +186,160 @@ class Trial:
         finite = [loss for loss in self.losses[-1] if loss is not None]
         return float(np.mean(finite)) if len(finite) == len(self.losses[-1]) else math.inf
 
+    def __str__(self) -> str:
+        """Return its number and its point in words."""
+        return f"trial {self.trial}, {', '.join(f'{field}={value}' for field, value in self.point.items())}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Round:
-    """Runs of equal length. The last round is at full length, with new seeds."""
+class SweepResult:
+    """Result of a sweep."""
 
-    trials: int
-    steps: int
-    seeds: tuple[int, ...]
+    axes: Sequence[Axis]
+    directory: Path
+    rounds: list[Round]
+    trials: list[Trial]  # the winner first
+    # Loss by which the second is worse, paired by seed. An unadjusted two-sided test of the first against the second is
+    # valid although both were chosen by these losses (Hung and Fithian 2019, arXiv:1610.03944). None: there is no second.
+    gap: tuple[float, float | None] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return rounds, trials and gap."""
+        rounds, trials = ([dataclasses.asdict(x) for x in found] for found in (self.rounds, self.trials))
+        gap = self.gap and dict(zip(("mean", "margin"), self.gap, strict=True))
+        return {"rounds": rounds, "trials": trials, "gap": gap}
+
+    def __str__(self) -> str:
+        """Return a table in Markdown, and what it means."""
+        steps = [f"{r.steps:,} steps" for r in self.rounds]
+        steps[-1] += ", new seeds (95%)"
+        rows = []
+        for trial in self.trials:
+            losses = [_format_losses(losses) for losses in trial.losses]
+            losses += [""] * (len(steps) - len(losses))
+            rows.append([str(trial.trial), *map(str, trial.point.values()), *losses])
+        winner = self.trials[0]
+        lines = [
+            format_table(["trial", *(axis.field for axis in self.axes), *steps], rows),
+            "",
+            f"winner: {winner}: {_format_losses(winner.losses[-1])}",
+        ]
+        if self.gap:
+            mean, margin = self.gap
+            words = "one seed, no interval"
+            if margin is not None:
+                words = "no more than noise" if mean <= margin else "more than noise"
+            by = f"{mean:.4f}" if margin is None else f"{mean:.4f} ± {margin:.4f} (95%)"
+            lines.append(f"{self.trials[1]}, is worse by {by}: {words}")
+        for axis in self.axes:
+            tried, best = [trial.point[axis.field] for trial in self.trials], winner.point[axis.field]
+            if not axis.choices and best in (min(tried), max(tried)):
+                end = "lowest" if best == min(tried) else "highest"
+                lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
+        next_line = shell_line("jaxgpt", "train", self.directory / WINNER)
+        return "\n".join([*lines, f"{self.directory / PLOT}; next: {next_line}"])
 
 
-def plan_rounds(sweep: Sweep) -> list[Round]:
+def _format_losses(losses: list[float | None]) -> str:
+    """Return the mean of a round and its interval, or that it diverged."""
+    finite = [loss for loss in losses if loss is not None]
+    if len(finite) < len(losses):
+        return "diverged" if len(losses) == 1 else f"{len(losses) - len(finite)} of {len(losses)} diverged"
+    mean, margin = mean_and_margin(finite)
+    return f"{mean:.4f}" if margin is None else f"{mean:.4f} ± {margin:.4f}"
+
+
+def plan_rounds(experiment: Experiment, trials: int, seeds: int) -> list[Round]:
     """Return the rounds. Raises `UserError` if the experiment has too few steps."""
-    counts = [len(sweep.points)]
+    train, counts = experiment.train, [trials]
     while counts[-1] > SHARE:
         counts.append(-(-counts[-1] // SHARE))
-    *short, last = counts
-    train = sweep.experiment.train
-    parts = SHARE ** len(short)
-    if train.steps < parts:
-        raise UserError(
-            f"train.steps={train.steps}: {counts[0]} trials begin with runs of 1/{parts} of the steps, so needs "
-            f"at least {parts}, or fewer trials"
-        )
-    rounds = [
-        Round(trials=count, steps=train.steps // (parts // SHARE**r), seeds=(train.seed,))
-        for r, count in enumerate(short)
+    last = len(counts) - 1
+    if train.steps < SHARE**last:
+        begin = f"{trials} trials begin with runs of 1/{SHARE**last} of the steps"
+        raise UserError(f"train.steps={train.steps}: {begin}, so needs at least {SHARE**last}, or fewer trials")
+    new = tuple(range(train.seed + 1, train.seed + 1 + seeds))
+    return [
+        Round(trials=count, steps=train.steps // SHARE ** (last - r), seeds=new if r == last else (train.seed,))
+        for r, count in enumerate(counts)
     ]
-    new = tuple(range(train.seed + 1, train.seed + 1 + sweep.seeds))
-    return [*rounds, Round(trials=last, steps=train.steps, seeds=new)]
 
 
-def format_cost(sweep: Sweep, rounds: Sequence[Round]) -> str:
-    """Return the steps of all rounds in words."""
-    parts = [
-        f"{r.trials} x " + (f"{len(r.seeds)} seeds x " if len(r.seeds) > 1 else "") + f"{r.steps:,}" for r in rounds
-    ]
-    runs = sum(r.trials * len(r.seeds) for r in rounds)
-    total = sum(r.trials * len(r.seeds) * r.steps for r in rounds)
-    times = total / sweep.experiment.train.steps
-    return f"{runs} runs of {' + '.join(parts)} = {total:,} steps, {times:.1f} times those of one full run"
-
-
-def run_sweep(
-    sweep: Sweep,
-    directory: Path,
+def sweep(
     *,
+    over: tuple[str, ...] = (),
+    trials: Count = 20,
+    seeds: Count = 3,
+    seed: NonNegativeInt = 0,
+    run_dir: str | None = None,
+    experiment: Experiment,
     say: Callable[[str], None] = lambda text: None,
     fit_one: Callable[..., Any] = fit,
-) -> dict[str, Any]:
-    """Train or resume all rounds of a sweep in subdirectories, and rank the trials.
+) -> SweepResult:
+    """Search for the best learning rate, or other values.
+
+    Many short runs, fewer long ones, and a few full ones with several seeds. EXPERIMENT is as for `jaxgpt train`.
 
     Args:
-        sweep: what to vary, and how.
-        directory: directory of the sweep. The same sweep is resumed there.
+        over: FIELD=LOW..HIGH, or FIELD=A,B,C; once for each field that varies
+        trials: points to try in the first round
+        seeds: full runs of each finalist
+        seed: seed of the points
+        run_dir: directory of the sweep, resumed if it exists; None: runs/sweeps/NAME
+        experiment: its fields are options too
         say: receives a line of text for each run.
         fit_one: trains a run as `jaxgpt.fit` does.
-
-    Returns:
-        "rounds", each with its "steps" and "seeds"; "trials", the fields of each `Trial`, the winner first; "gap", see
-        `gap`.
 
     Raises:
         UserError: a point is not a valid experiment, the directory has another sweep, or all runs diverged.
     """
-    rounds, points = plan_rounds(sweep), sweep.points
+    axes = parse_axes(over)
+    points = draw_points(axes, trials, seed)
+    all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
+    rounds = plan_rounds(experiment, len(points), seeds)
     planned: dict[tuple[int, int, int], Experiment] = {}  # by trial, steps and seed; all are made before the first run
-    for n, point in enumerate(points, 1):
+    for trial in all_trials:
         try:
-            full = with_values(sweep.experiment, point)
-            planned |= {(n, r.steps, seed): shorten(full, r.steps, seed) for r in rounds for seed in r.seeds}
+            full = with_values(experiment, trial.point)
+            planned |= {(trial.trial, r.steps, x): shorten(full, r.steps, x) for r in rounds for x in r.seeds}
         except UserError as e:
-            raise UserError(f"trial {n} of the sweep, {describe_point(point)}: {e}") from None
-    _check_or_write_definition(sweep, directory)
-    say(format_cost(sweep, rounds))
-    trials = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
-    alive = trials
+            raise UserError(f"{trial}: {e}") from None
+    directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
+    definition = {"experiment": dataclasses.asdict(experiment), "over": ", ".join(map(str, axes)), "points": points}
+    definition |= {"trials": trials, "seeds": seeds, "seed": seed}
+    _check_or_write(definition, experiment, directory)
+    cost = [f"{r.trials} x {f'{n} seeds x ' if (n := len(r.seeds)) > 1 else ''}{r.steps:,}" for r in rounds]
+    runs = [r.trials * len(r.seeds) for r in rounds]
+    total = sum(n * r.steps for n, r in zip(runs, rounds, strict=True))
+    times = f"{total / experiment.train.steps:.1f} times those of one full run"
+    say(f"{sum(runs)} runs of {' + '.join(cost)} = {total:,} steps, {times}")
     for r, current in enumerate(rounds):
-        for trial in alive:
-            trial.losses.append([])
-        for seed in current.seeds:
-            for trial in alive:
-                name = f"steps-{current.steps}-seed-{seed}"
-                place = directory / f"trial-{trial.trial:02}" / name
-                losses = train_or_resume(planned[trial.trial, current.steps, seed], place, fit_one).losses
-                trial.losses[-1].append(losses[-1] if losses else None)
-                result = f"{losses[-1]:.4f}" if losses else "diverged"
-                say(f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}: {result}")
+        grid = []
+        for run_seed, trial in itertools.product(current.seeds, alive):
+            name, place = f"steps-{current.steps}-seed-{run_seed}", directory / f"trial-{trial.trial:02}"
+            label = f"round {r + 1} of {len(rounds)}, trial {trial.trial}, {name}"
+            grid.append((label, planned[trial.trial, current.steps, run_seed], place / name))
+        losses = [curve.losses[-1] if curve.losses else None for curve in train_grid(grid, say, fit_one)]
+        for i, trial in enumerate(alive):
+            trial.losses.append(losses[i :: len(alive)])
         alive = sorted((trial for trial in alive if trial.mean < math.inf), key=lambda trial: trial.mean)
         if not alive:
             raise UserError(
                 f"all trials of {current.steps:,} steps diverged: vary over smaller values. See {directory}"
             )
         alive = alive[: rounds[min(r + 1, len(rounds) - 1)].trials]
-    ranked = sorted(trials, key=lambda trial: (-len(trial.losses), trial.mean))
-    return {
-        "rounds": [dataclasses.asdict(r) for r in rounds],
-        "trials": [dataclasses.asdict(trial) for trial in ranked],
-        "gap": gap(*(trial.losses[-1] for trial in alive[:2])),
-    }
+    ranked = sorted(all_trials, key=lambda trial: (-len(trial.losses), trial.mean))
+    gap = mean_and_margin(np.subtract(alive[1].losses[-1], alive[0].losses[-1])) if len(alive) > 1 else None
+    found = SweepResult(axes=axes, directory=directory, rounds=rounds, trials=ranked, gap=gap)
+    content = {"definition": definition, "result": found.to_json()}
+    write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
+    plot_sweep(found)
+    winner = found.trials[0]
+    note = f"The winner of a sweep over {definition['over']}: validation loss {_format_losses(winner.losses[-1])}."
+    name = f"{experiment.name[:40]}-winner"  # a run of its own, not that of the experiment
+    best = dataclasses.replace(with_values(experiment, winner.point), name=name)
+    write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
+    return found
 
 
 def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
@@ -185,156 +347,77 @@ def shorten(experiment: Experiment, steps: int, seed: int) -> Experiment:
     warmup = experiment.optim.warmup_steps
     if warmup is not None:
         warmup = -(-warmup * steps // experiment.train.steps)
-    return dataclasses.replace(
-        experiment,
-        optim=dataclasses.replace(experiment.optim, warmup_steps=warmup),
-        train=dataclasses.replace(experiment.train, steps=steps, seed=seed, sample_tokens=0),
-    )
+    point = {"optim.warmup_steps": warmup, "train.steps": steps, "train.seed": seed, "train.sample_tokens": 0}
+    return with_values(experiment, point)
 
 
-def _check_or_write_definition(sweep: Sweep, directory: Path) -> None:
+def _check_or_write(definition: dict[str, Any], experiment: Experiment, directory: Path) -> None:
     """Write the definition, unless there are runs already. Raises `UserError` if they are of something else."""
-    path, ours = directory / SWEEP, sweep.to_json()
-    if is_there(directory, "Name another directory with --run-dir.") and not directory.is_dir():
-        raise UserError(f"{directory} is not a directory: name another with --run-dir")
-    names = {p.name for p in directory.glob("*") if not p.name.startswith(f"{SWEEP}.")}
+    path, names = directory / SWEEP, set()
+    if is_there(directory, "Name another directory with --run-dir."):
+        names = {p.name for p in directory.glob("*")} if directory.is_dir() else {""}
     if names <= {SWEEP}:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, render_json({"definition": ours}, indent=1, ensure_ascii=False) + "\n")
+        write_whole(path, render_json({"definition": definition}, indent=1, ensure_ascii=False) + "\n")
         return
     if SWEEP not in names:
         raise UserError(f"{directory} exists and is not a sweep (no {SWEEP}): name another with --run-dir")
-    try:
-        theirs = read_json(path, LARGEST_SWEEP)["definition"]
-        changed = differences(from_dict(Experiment, theirs["experiment"]), sweep.experiment)
-        # The text is compared where a run is resumed, but not where all are complete.
-        changed = {x: values for x, values in changed.items() if x.startswith("data.") or not x.startswith(CHANGEABLE)}
-        changed |= {x: (theirs[x], ours[x]) for x in ours if x != "experiment" and theirs[x] != ours[x]}
-    except (TypeError, KeyError):
-        raise UserError(f"{path} is damaged: name another directory with --run-dir") from None
+    theirs = read_json(path, LARGEST_SWEEP)["definition"]
+    changed = differences(from_dict(Experiment, theirs.pop("experiment")), experiment)
+    # The text is compared where a run is resumed, but not where all are complete.
+    changed = {x: values for x, values in changed.items() if x.startswith("data.") or not x.startswith(CHANGEABLE)}
+    changed |= {x: (was, definition[x]) for x, was in theirs.items() if was != definition[x]}
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items() if name != "points")
         raise UserError(f"{directory} holds another sweep: {listed or 'points'}. Name another directory with --run-dir")
 
 
-def gap(first: Sequence[float | None], *second: Sequence[float | None]) -> dict[str, float | None] | None:
-    """Return the "mean" and the "margin" of the loss by which the second finalist is worse than the first.
-
-    The margin is the half-width of the 95% interval of the differences paired by seed, None with one seed. An
-    unadjusted two-sided test of the first against the second is valid although both were chosen by these losses (Hung
-    and Fithian 2019, arXiv:1610.03944). None: there is no second.
-    """
-    if not second:
-        return None
-    mean, margin = mean_and_margin((np.array(second[0], float) - np.array(first, float)).tolist())
-    return {"mean": mean, "margin": margin}
-
-
-def mean_and_margin(losses: Sequence[float]) -> tuple[float, float | None]:
+def mean_and_margin(losses: ArrayLike) -> tuple[float, float | None]:
     """Return the mean of losses by seed and the half-width of its 95% interval, None with one seed."""
-    if len(losses) < 2:
-        return losses[0], None
-    mean, margin = mean_interval(losses)
+    by_seed = np.asarray(losses, np.float64)
+    if len(by_seed) < 2:
+        return float(by_seed[0]), None
+    mean, margin = mean_interval(by_seed)
     return float(mean), float(margin)
 
 
-def write_report(sweep: Sweep, found: Mapping[str, Any], directory: Path) -> None:
-    """Write `sweep.json`, `sweep.png` and `winner.py` into the directory of the sweep. found: of `run_sweep`."""
-    content = {"definition": sweep.to_json(), "result": found}
-    write_whole(directory / SWEEP, render_json(content, indent=1, ensure_ascii=False) + "\n")
-    plot_sweep(sweep.axes, found, directory / PLOT)
-    winner = found["trials"][0]
-    note = f"The winner of a sweep over {', '.join(map(str, sweep.axes))}: validation loss {_format_loss(winner['losses'][-1])}."
-    name = f"{sweep.experiment.name[:40]}-winner"  # a run of its own, not that of the experiment
-    best = dataclasses.replace(with_values(sweep.experiment, winner["point"]), name=name)
-    write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
-
-
-def format_sweep(sweep: Sweep, found: Mapping[str, Any], directory: Path) -> str:
-    """Return the result of `run_sweep` as a table in Markdown, and what it means. directory: of the sweep."""
-    steps = [f"{r['steps']:,} steps" for r in found["rounds"]]
-    steps[-1] += ", new seeds (95%)"
-    rows = []
-    for trial in found["trials"]:
-        losses = [_format_loss(losses) for losses in trial["losses"]]
-        rows.append(
-            [str(trial["trial"]), *map(str, trial["point"].values()), *losses, *[""] * (len(steps) - len(losses))]
-        )
-    winner, behind = found["trials"][0], found["gap"]
-    lines = [
-        format_table(["trial", *(axis.field for axis in sweep.axes), *steps], rows),
-        "",
-        f"winner: trial {winner['trial']}, {describe_point(winner['point'])}: {_format_loss(winner['losses'][-1])}",
-    ]
-    if behind:
-        second = found["trials"][1]
-        line = f"trial {second['trial']}, {describe_point(second['point'])}, is worse by {behind['mean']:.4f}"
-        if behind["margin"] is None:
-            lines.append(f"{line}: one seed, no interval")
-        else:
-            words = "no more than noise" if behind["mean"] <= behind["margin"] else "more than noise"
-            lines.append(f"{line} ± {behind['margin']:.4f} (95%): {words}")
-    for axis in sweep.axes:
-        tried, best = [trial["point"][axis.field] for trial in found["trials"]], winner["point"][axis.field]
-        if not axis.choices and best in (min(tried), max(tried)):
-            end = "lowest" if best == min(tried) else "highest"
-            lines.append(f"{axis.field}={best} is the {end} value tried: better ones may lie outside")
-    lines.append(f"{directory / PLOT}; next: {shell_line('jaxgpt', 'train', directory / WINNER)}")
-    return "\n".join(lines)
-
-
-def _format_loss(losses: list[float | None]) -> str:
-    """Return the mean of a round and its interval, or that it diverged."""
-    finite = [loss for loss in losses if loss is not None]
-    if len(finite) < len(losses):
-        return "diverged" if len(losses) == 1 else f"{len(losses) - len(finite)} of {len(losses)} diverged"
-    mean, margin = mean_and_margin(finite)
-    return f"{mean:.4f}" + ("" if margin is None else f" ± {margin:.4f}")
-
-
-COLOURS = ("#c6dbef", "#6baed6", "#2171b5", "#08306b")  # of the rounds, from the shortest; the last one is the finals'
-
-
-def plot_sweep(axes: Sequence[Axis], found: Mapping[str, Any], path: Path) -> None:
+def plot_sweep(found: SweepResult) -> None:
     """Plot a panel per field, with a colour per round and error bars at full length, to a PNG file.
 
     Runs that diverged are left out, and losses far above the others lie outside.
-
-    found: of `run_sweep`.
     """
     from matplotlib.figure import Figure  # 2 s to import; pyplot would set global state
 
+    axes, rounds = found.axes, found.rounds
     figure = Figure(figsize=(max(5.5, 4.2 * len(axes)), 4.2), layout="constrained")
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
-    rounds = found["rounds"]
-    means: list[list[tuple[dict[str, Any], float, float]]] = []  # (point, mean, margin) of each trial, by round
-    for r in range(len(rounds)):
-        reached = [trial for trial in found["trials"] if len(trial["losses"]) > r and None not in trial["losses"][r]]
-        values = [mean_and_margin(trial["losses"][r]) for trial in reached]
-        means.append([(x["point"], mean, margin or 0.0) for x, (mean, margin) in zip(reached, values, strict=True)])
-    shown = sorted(mean for by_trial in means for _, mean, _ in by_trial)
-    low, median = shown[0], shown[len(shown) // 2]
-    high = min(shown[-1], low + 4 * (median - low)) if median > low else shown[-1]
-    pad = 0.05 * (high - low) or 0.01
-    style = "o-" if len(axes) == 1 and not axes[0].choices else "o"
+    shown = []
+    for r, current in enumerate(rounds):
+        trials = [trial for trial in found.trials if len(trial.losses) > r and None not in trial.losses[r]]
+        means, margins = zip(*(mean_and_margin(trial.losses[r]) for trial in trials), strict=True)
+        shown += means
+        is_last = r == len(rounds) - 1
+        style = {
+            "color": COLOURS[max(len(COLOURS) - len(rounds) + r, 0)],
+            "label": f"{current.steps:,} steps" + (f", {len(current.seeds)} new seeds" if is_last else ""),
+            "yerr": [margin or 0.0 for margin in margins] if is_last else None,
+        }
+        for axis, panel in zip(axes, panels, strict=True):
+            values = [trial.point[axis.field] for trial in trials]
+            x = list(map(axis.choices.index, values)) if axis.choices else values
+            panel.errorbar(x, means, fmt="o", capsize=3, **style)
+    low, median, high = min(shown), sorted(shown)[len(shown) // 2], max(shown)
+    if high > (top := low + 4 * (median - low)) > low:
+        panels[0].set_ylim(top=top)
     for axis, panel in zip(axes, panels, strict=True):
-        position = axis.choices.index if axis.choices else float
-        for r, by_trial in enumerate(means):
-            points = sorted((position(point[axis.field]), mean, margin) for point, mean, margin in by_trial)
-            x, y, margins = zip(*points, strict=True)
-            is_last = r == len(rounds) - 1
-            colour = COLOURS[max(len(COLOURS) - len(rounds) + r, 0)]
-            label = f"{rounds[r]['steps']:,} steps" + (f", {len(rounds[r]['seeds'])} new seeds" if is_last else "")
-            panel.errorbar(x, y, yerr=margins if is_last else None, fmt=style, color=colour, capsize=3, label=label)
-        panel.set(xlabel=axis.field, ylim=(low - pad, high + pad))
+        panel.set_xlabel(axis.field)
         if axis.choices:
             panel.set_xticks(range(len(axis.choices)), [str(choice) for choice in axis.choices])
             panel.set_xlim(-0.5, len(axis.choices) - 0.5)
         elif axis.is_log:
             panel.set_xscale("log")
         panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("validation loss (nats per token)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
-    with open_whole(path) as f:
+    with open_whole(found.directory / PLOT) as f:
         figure.savefig(f, format="png", dpi=130)

@@ -1,6 +1,8 @@
 """What the command line says, and where: streams that are closed, full or know ASCII alone, and what a shell reads."""
 
+import dataclasses
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 from jaxgpt.cli import console
 from jaxgpt.config import Experiment
 from jaxgpt.data.tokenizer import ByteTokenizer
-from jaxgpt.errors import UserError, shell_line
+from jaxgpt.errors import Preempted, UserError, shell_line
 from jaxgpt.parallel.watchdog import Watchdog
 from jaxgpt.runs import autopsy, checkpoint
 from jaxgpt.runs import directory as run_directory
@@ -21,13 +23,13 @@ from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
 PROGRAM = """
-import json, os
-from jaxgpt.cli.console import say, stdout_is_unicode, report_errors
+import os
+from jaxgpt.cli.console import Result, print_result, say, report_errors
 with report_errors():
     say("on the way")
     with open(os.devnull) as f:
         assert f.fileno() > 2, "a file has taken the place of a stream"
-    print(json.dumps({"text": "año"}, ensure_ascii=not stdout_is_unicode()))
+    print_result(Result({"text": "año"}, ""), as_json=True)
     print("año")
 """
 RESULT = '{"text": "año"}\naño\n'
@@ -93,18 +95,40 @@ def test_what_is_changed_for_a_command_is_put_back():
         (PermissionError(13, "Permission denied", "runs"), 2, "jaxgpt: runs: Permission denied\n"),
         (OSError(28, "No space left on device"), 2, "jaxgpt: No space left on device\n"),
         (KeyboardInterrupt(), 1, "interrupted\n"),
+        (
+            Preempted("saved step 1. Run the same command to resume."),
+            1,
+            "saved step 1. Run the same command to resume.\n",
+        ),
+        # A mistake of ours keeps its traceback.
+        (OSError(9, "Bad file descriptor"), None, ""),
+        (BrokenPipeError(32, "Broken pipe"), None, ""),
+        (KeyError(1), None, ""),
     ],
 )
 def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):
-    with pytest.raises(SystemExit) as left, console.report_errors():
+    with pytest.raises(SystemExit if status else type(error)) as left, console.report_errors():
         raise error
-    assert left.value.code == status and capsys.readouterr().err == said
+    assert capsys.readouterr().err == said and (status is None or left.value.code == status)
 
 
-@pytest.mark.parametrize("error", [OSError(9, "Bad file descriptor"), BrokenPipeError(32, "Broken pipe"), KeyError(1)])
-def test_a_mistake_of_ours_keeps_its_traceback(error):
-    with pytest.raises(type(error)), console.report_errors():
-        raise error
+@dataclasses.dataclass
+class Found:
+    text: str
+    accepted: bool
+
+    def __str__(self):
+        return f"found {self.text}"
+
+
+def test_a_result_is_printed_as_a_text_or_as_json_and_has_a_status(capsys):
+    console.print_result(None, as_json=True)
+    console.print_result(console.Result([math.nan], "a text"), as_json=False)
+    console.print_result(console.Result([math.nan], "a text"), as_json=True)
+    console.print_result(Found("it", True), as_json=False)
+    with pytest.raises(SystemExit, match="1"):
+        console.print_result(Found("it", False), as_json=True)
+    assert capsys.readouterr().out == 'a text\n[null]\nfound it\n{"text": "it", "accepted": false}\n'
 
 
 AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'

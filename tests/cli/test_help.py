@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from jaxgpt.cli.main import COMMANDS, bind_command, main, usage
+from jaxgpt.cli.main import COMMANDS, TOOLS, bind_command, main, usage
 from jaxgpt.cli.options import COMMON
 
 OPTION = re.compile(r"^│ (--[\w.-]+|\[?[A-Z]+\]? )")
@@ -69,22 +69,16 @@ def test_help_shows_the_defaults_of_the_experiment_that_is_named(shown, tmp_path
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_that_parses(shown, name):
-    (example,) = [line for line in shown(name, "--help")[:10] if line.startswith("example: ")]
+def test_help_has_an_example_that_parses_and_words_for_every_option(shown, name):
+    lines = shown(name, "--help-all")
+    (example,) = [line for line in lines[:10] if line.startswith("example: ")]
     program, *words = shlex.split(example.removeprefix("example: "))
     assert program == "jaxgpt" and words[0] == name and len(words) > 1
     bind_command(*words)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_says_what_a_default_of_none_stands_for(shown, name):
-    found = options(shown(name, "--help-all"))
-    assert found
-    silent = [
-        option
-        for option, text in found.items()
-        if "(default: None)" in text and "None: " not in text.split("(default")[0]
-    ]
+    assert name not in TOOLS or TOOLS[name] in lines
+    found = options(lines)
+    assert found and [option for option, text in found.items() if not text.split("(default")[0].strip()] == []
+    silent = [option for option, text in found.items() if "(default: None)" in text and "None: " not in text]
     assert silent == []
 
 

@@ -21,7 +21,7 @@ from jaxgpt.run import load
 from jaxgpt.runs.autopsy import debug_step
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
-from jaxgpt.tools.replay import format_replay, replay
+from jaxgpt.tools.replay import replay
 from jaxgpt.train import init_state
 from tests.helpers import tiny_experiment
 from tests.test_session import Killed, _raise_at
@@ -120,7 +120,7 @@ def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
     assert (found.origin, found.skipped, found.equal) == ("the seed", report["why"], True)
     assert str(found.loss) == str(report["loss"])  # JSON has no NaN
     assert found.findings is not None and found.findings.first == report["findings"]["first"]
-    assert found.findings.first in format_replay(found)
+    assert found.findings.first in str(found)
 
 
 BAD_STEPS = (5, 8)  # the second is one of those that are saved

@@ -14,24 +14,18 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.training import open_training
-from jaxgpt.tools.replay import audit, format_audit, replay
+from jaxgpt.tools.grid import with_values
+from jaxgpt.tools.replay import audit, replay
 from tests.helpers import edit_record, flip, tiny_experiment
 
 STEPS, KEEP = 20, 4
 
 
-def changed(experiment, **parts):
-    return dataclasses.replace(
-        experiment, **{part: dataclasses.replace(getattr(experiment, part), **fields) for part, fields in parts.items()}
-    )
-
-
 @pytest.fixture(scope="module")
 def experiment(text_file):
     train = {"steps": STEPS, "log_every": 1, "eval_every": KEEP, "checkpoint_every": KEEP, "keep_every": KEEP}
-    return changed(
-        tiny_experiment(text_file, eval_tokens=64, **train), model={"n_layer": 1}, optim={"learning_rate": 2e-3}
-    )
+    made = tiny_experiment(text_file, eval_tokens=64, **train)
+    return with_values(made, {"model.n_layer": 1, "optim.learning_rate": 2e-3})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
     found = audit(honest, steps=6)
     assert found.accepted and not found.is_whole and 1 <= found.retaken <= 6 and not found.elsewhere
     assert found.compared_validations == 1 and found.verified_checkpoints == STEPS // KEEP
-    assert "accepted" in format_audit(found) and "bit for bit" in format_audit(found)
+    assert "accepted" in str(found) and "bit for bit" in str(found)
     assert len(drawn) > 1 or drawn == {6}
     assert audit(honest, steps=6, seed=3) == audit(honest, steps=6, seed=3)
     assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
@@ -96,7 +90,7 @@ def test_what_was_changed_is_named_if_every_step_is_taken(run, finding):
     found = audit(run, steps=STEPS)
     assert not found.accepted and found.is_whole and found.retaken == STEPS
     assert any(finding in said for said in found.findings), found.findings
-    assert finding in format_audit(found) and "not accepted" in format_audit(found)
+    assert finding in str(found) and "not accepted" in str(found)
 
 
 def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
@@ -105,9 +99,9 @@ def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
     edit_log(run, lambda line: line | {"loss": line["loss"] * (1 + 1e-5)} if "loss" in line else line)
     found = audit(run, steps=STEPS)
     assert not found.accepted and found.elsewhere == ["device NVIDIA H200, here cpu"]
-    assert "device NVIDIA H200, here cpu" in format_audit(found) and "--tolerance" in format_audit(found)
+    assert "device NVIDIA H200, here cpu" in str(found) and "--tolerance" in str(found)
     found = audit(run, steps=STEPS, tolerance=1e-4)
-    assert found.accepted and "Every step was re-taken and is right, within 0.0001." in format_audit(found)
+    assert found.accepted and "Every step was re-taken and is right, within 0.0001." in str(found)
 
 
 def test_what_cannot_be_audited_is_refused_in_one_line(honest, run):
@@ -118,23 +112,6 @@ def test_what_cannot_be_audited_is_refused_in_one_line(honest, run):
     edit_record(run, lambda record: record.update(imported={"model_type": "gpt2"}))
     with pytest.raises(UserError, match="is an imported model: there is no training to audit"):
         audit(run)
-
-
-# Honest runs of all kinds: other fields of the experiment.
-KINDS = {
-    "muon, dropout, accumulation and pmap": {
-        "model": {"dropout": 0.2},
-        "optim": {"name": "muon", "schedule": "wsd", "min_lr_ratio": 0.0},
-        "parallel": {"micro_batch_size": 2, "strategy": "pmap"},
-    },
-    "skipped steps in bfloat16": {
-        "optim": {"skip_spikes": 1.05, "max_skipped": STEPS, "learning_rate": 0.03},
-        "train": {"dtype": "bfloat16"},
-    },
-    "few checkpoints": {"train": {"keep_every": None, "log_every": 3, "checkpoint_every": 1000}},
-    "resumed": {"train": {"log_every": 2, "eval_every": 7}},
-    "adapters": {"train": {"seed": 5}, "lora": {"rank": 2}},
-}
 
 
 def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
@@ -152,20 +129,39 @@ def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
     assert found.accepted and found.retaken == 10 and found.compared_steps == 1
 
 
+# Honest runs of all kinds: other fields of the experiment.
+KINDS = {
+    "muon, dropout, accumulation and pmap": {
+        "model.dropout": 0.2,
+        "optim.name": "muon",
+        "parallel.micro_batch_size": 2,
+        "parallel.strategy": "pmap",
+    },
+    "skipped steps in bfloat16": {
+        "optim.skip_spikes": 1.05,
+        "optim.max_skipped": STEPS,
+        "optim.learning_rate": 0.03,
+        "train.dtype": "bfloat16",
+    },
+    "few checkpoints, resumed": {"train.keep_every": None, "train.log_every": 3, "train.checkpoint_every": 1000},
+    "adapters": {"train.seed": 5, "lora.rank": 2},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, kind):
     run = tmp_path / "run"
-    if kind == "resumed":
+    if "resumed" in kind:
         with pytest.raises(Preempted), pytest.MonkeyPatch.context() as patch:
             stop = contextlib.nullcontext(lambda step: "SIGTERM" if step == STEPS // 2 else None)
             patch.setattr("jaxgpt.fitting.catch_signals", lambda: stop)
             fit(experiment, run, progress=False)
     if kind == "adapters":
-        experiment = changed(experiment, train={"init_from": str(honest)})
-    fit(changed(experiment, **KINDS[kind]), run, progress=False)
+        experiment = with_values(experiment, {"train.init_from": str(honest)})
+    fit(with_values(experiment, KINDS[kind]), run, progress=False)
     found, lines = audit(run, steps=STEPS), read_metrics(run / "metrics.jsonl")
     assert found.findings == [] and found.is_whole
-    assert "Every step was re-taken and is right, bit for bit." in format_audit(found)
+    assert "Every step was re-taken and is right, bit for bit." in str(found)
     assert any("skipped" in line for line in lines) == kind.startswith("skipped")
     assert replay(run, STEPS).equal

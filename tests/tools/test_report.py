@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -14,9 +15,10 @@ from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import read_metrics
-from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty
+from jaxgpt.tools.grid import with_values
+from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty, report
 from tests.browser import unreadable
-from tests.helpers import run_command, tiny_experiment
+from tests.helpers import tiny_experiment
 
 pytest.importorskip("pydivsufsort")
 TEXT = "In a village <script>pwned=1</script> of La Mancha there lived not long since a gentleman.\n" * 30
@@ -33,12 +35,6 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(run):
     return make_report(run, samples=2, tokens=30)
-
-
-def test_counts_that_no_report_takes(run):
-    for how, said in (({"samples": 0}, "samples=0: needs at least 1"), ({"tokens": 2.5}, "tokens=2.5: needs a whole")):
-        with pytest.raises(UserError, match=said):
-            make_report(run, **how)
 
 
 def test_the_summary_is_what_was_logged(run, found):
@@ -60,8 +56,6 @@ def test_samples_are_those_of_each_checkpoint(run, found):
     assert len(steps) >= 3 and [one["step"] for one in found[0]["samples"]] == steps
     for one in found[0]["samples"]:
         assert one["text"] == load(run.directory, which=one["step"]).sample("In a ", max_new_tokens=30, seed=0)
-    with pytest.raises(UserError, match="which=5: .* needs a good checkpoint of that step"):
-        load(run.directory, which=5)
 
 
 def test_memorisation_is_of_what_it_writes(run, found):
@@ -78,30 +72,21 @@ def test_memorisation_is_of_what_it_writes(run, found):
     assert len(memory["held_out"]["overlaps"][0]["text"]) == 30
 
 
-def test_over_fitting_is_said(run, tmp_path):
+def test_a_verdict_says_since_when(run, tmp_path):
     """Lines of a run whose validation loss turns while training goes on."""
-    lines = []
-    for step in range(1, 41):
-        lines.append({"step": step, "tokens": step, "loss": 3 - step / 20, "tokens_per_second": 9.0, "seconds": 1.0})
-        if step % 5 == 0:
-            lines.append({"step": step, "val_loss": 2.0 + abs(step - 20) / 20})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for name in ("experiment.json", "tokenizer.json", "checkpoints"):
-        (tmp_path / name).symlink_to(run.directory / name)
-    summary, _ = make_report(dataclasses.replace(run, directory=tmp_path), samples=1, tokens=8)
+    lines = [{"step": step, "loss": 3 - step / 20} for step in range(1, 41)]
+    lines += [{"step": step, "val_loss": 2.0 + abs(step - 20) / 20} for step in range(5, 41, 5)]
+    shutil.copytree(run.directory, tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary, _ = make_report(load(tmp_path / "run"), samples=1, tokens=8)
     assert summary["verdict"] == "over-fitting since step 20"
 
 
-def test_without_its_text_it_says_why(run, tmp_path, monkeypatch):
+def test_without_its_text_or_the_package_it_says_why(run, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
-    gone = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
-    moved = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=gone))
-    summary, page = make_report(moved, samples=1, tokens=8)
-    assert summary["memorisation"] is None and "gone.txt" in summary["why_no_memorisation"]
-    assert "gone.txt" in page and math.isfinite(summary["validation_loss"]["best"])
-
-
-def test_without_the_package_the_rest_is_there(run, monkeypatch):
+    gone = with_values(run.experiment, {"data.path": str(tmp_path / "gone.txt")})
+    summary, page = make_report(dataclasses.replace(run, experiment=gone), samples=1, tokens=8)
+    assert summary["memorisation"] is None and "gone.txt" in summary["why_no_memorisation"] and "gone.txt" in page
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
     summary, _ = make_report(run, samples=1, tokens=8)
     assert summary["memorisation"] is None and "pip install 'jaxgpt[report]'" in summary["why_no_memorisation"]
@@ -127,18 +112,14 @@ def test_the_page(found, open_page, tmp_path):
         page.close()
 
 
-@pytest.mark.slow
-def test_the_command(run, tmp_path):
-    options = ["--samples", "1", "--tokens", "8", "--out", str(tmp_path)]
-    done = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reported: learning\n") and re.search(r"report.html: \d", done.stdout)
-    kept = json.loads((tmp_path / "summary.json").read_text())
-    again = run_command("-m", "jaxgpt", "report", str(run.directory), *options, "--json", cwd=tmp_path)
-    assert json.loads(again.stdout) == kept
-    (tmp_path / "report.html").unlink()
-    refused = run_command("-m", "jaxgpt", "report", str(run.directory), *options, cwd=tmp_path)
-    assert refused.returncode == 2 and "summary.json exists" in refused.stderr
+def test_what_is_written_is_what_is_returned(run, tmp_path):
+    found = report(run.directory, samples=1, tokens=8, out=str(tmp_path))
+    assert str(found).startswith("reported: learning\n") and re.search(r"report.html: \d", str(found))
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(found.to_json()))
+    assert found.page.read_text() == found.html
+    found.page.unlink()
+    with pytest.raises(UserError, match=r"summary\.json exists"):
+        report(run.directory, out=str(tmp_path))
 
 
 # What a curve says: on curves that say it clearly, and on those that only just do not.
@@ -181,14 +162,11 @@ SWINGING = [*falling()[:5], 1.65, 1.6, 1.664, 1.6]
         ([*falling()[:-1], math.inf], TRAINING, "diverging", 900),
         ([math.nan] * 10, TRAINING, "diverging", None),
         ([0.0] * 10, TRAINING, "yes", None),  # a text of one letter
+        ([2.0], TRAINING, "unknown", None),
     ],
 )
 def test_what_a_curve_says(losses, training, learning, since):
-    assert judge_learning(list(zip(STEPS, losses, strict=True)), training) == (learning, since)
-
-
-def test_one_validation_is_too_few():
-    assert judge_learning([(1, 2.0)], TRAINING) == ("unknown", None)
+    assert judge_learning(list(zip(STEPS, losses, strict=False)), training) == (learning, since)
 
 
 # What is word for word from a corpus: against every stretch tried by hand.
@@ -215,13 +193,10 @@ def test_novel_n_grams_and_the_longest_overlaps():
     first, second, *_ = found["overlaps"]
     assert first["text"] == corpus[100:160] and corpus[first["at"] : first["at"] + 60] == first["text"]
     assert second["text"] == corpus[1000:1030]
-    lengths = [len(each["text"]) for each in found["overlaps"]]
-    assert len(lengths) == SHOWN and lengths == sorted(lengths, reverse=True)
+    assert len(found["overlaps"]) == SHOWN
 
 
 def test_the_shortest_texts():
-    corpus = SuffixArray("abcabc")
-    assert measure_novelty(corpus, [""])["overlaps"] == []
-    for texts, novel in ((["", "ab"], None), (["abcabc"], 0.0), (["xyzxyz"], 1.0)):
-        assert measure_novelty(corpus, texts)["novel"]["5"] == novel
+    for texts, novel in (([""], None), (["", "ab"], None), (["abcabc"], 0.0), (["xyzxyz"], 1.0)):
+        assert measure_novelty(SuffixArray("abcabc"), texts)["novel"]["5"] == novel
     assert SuffixArray("").match_lengths("ab").tolist() == [0, 0]

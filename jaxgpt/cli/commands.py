@@ -1,0 +1,207 @@
+"""Commands that read a run or an experiment by a tool of `jaxgpt.tools`, which is imported when the command runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from jaxgpt.cli.console import Result, say
+from jaxgpt.cli.experiment_file import load_variants
+from jaxgpt.config import Experiment, Precision
+from jaxgpt.config.validate import LARGEST_SIZE, Count, Interval
+from jaxgpt.errors import shell_line
+from jaxgpt.files import new_file, write_whole
+from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.directory import RUNS, find_run
+
+if TYPE_CHECKING:
+    from jaxgpt.run import Run
+
+
+def open_run(run: str | None, average: int | None) -> Run:
+    """Set up the process and load a run."""
+    find_run(run)  # before jax is imported
+    configure_jax()
+    from jaxgpt.run import load
+
+    return load(run, average=average)
+
+
+def evaluate(
+    run: str | None = None,
+    *,
+    average: Count | None = None,
+    data: str | None = None,
+    stride: int | None = None,
+    batch_size: Count | None = None,
+    weights: Precision | None = None,
+) -> Result:
+    """Measure loss and perplexity of a run on held-out text.
+
+    Bits per byte and per character compare runs with different tokenizers.
+
+    Args:
+        data: a UTF-8 text file, or conversations (.jsonl); None: the run's validation split
+        stride: tokens from one window to the next. Each token has at least block_size - stride tokens before it: a
+            smaller stride takes longer and gives a lower loss; None: block_size, windows that do not overlap
+        batch_size: windows per batch; None: the run's train.batch_size
+        weights: dtype of the matrices, to measure what fewer bits cost; None: as trained
+    """
+    model = open_run(run, average)
+    model = model if weights is None else model.for_decoding(weights)
+    from jaxgpt.tools.evaluate.evaluate import evaluate_run, format_evaluation
+
+    found = evaluate_run(model, data, stride=stride, batch_size=batch_size)
+    return Result(found, format_evaluation(found))
+
+
+def xray(
+    run: str | None = None,
+    *,
+    average: Count | None = None,
+    prompt: str,
+    out: str = "xray.html",
+    force: bool = False,
+    data: str | None = None,
+    corpus_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = 32768,
+) -> None:
+    """Show what a model does with a text, as an HTML page.
+
+    Args:
+        prompt: the text, at most block_size tokens
+        out: the page to write
+        data: a UTF-8 text file in which to look for the top activating examples of each MLP unit; None: the run's own training text
+        corpus_tokens: tokens of that text to read, spread evenly over it; 0: none
+    """
+    find_run(run)
+    path = new_file(out, force=force)
+    model = open_run(run, average)
+    from jaxgpt.tools.xray.xray import xray
+
+    _write_page(path, xray(model, prompt, data=data, corpus_tokens=corpus_tokens))
+
+
+def page(
+    run: str | None = None,
+    *,
+    average: Count | None = None,
+    weights: Literal["int8", "float32"] = "int8",
+    prompt: str | None = None,
+    out: str = "page.html",
+    force: bool = False,
+) -> None:
+    """Write a model as an HTML page that runs it.
+
+    The page has the weights and needs no network: type, let it write, and switch heads and MLPs off.
+
+    Args:
+        weights: dtype of the matrices on the page
+        prompt: the text to begin with; None: the run's train.sample_prompt
+        out: the page to write
+    """
+    find_run(run)
+    path = new_file(out, force=force)
+    model = open_run(run, average)
+    from jaxgpt.tools.xray.live import make_page
+
+    _write_page(path, make_page(model, prompt, weights=weights))
+
+
+def _write_page(path: Path, html: str) -> None:
+    write_whole(path, html)
+    print(f"{path}: {len(html.encode()) / 1e3:,.0f} kB; open it in a browser")
+
+
+def study(experiment: str, *, seeds: Count = 8, run_dir: str | None = None) -> object:
+    """Train variants with several seeds; report which differ.
+
+    If nothing differs, at most 5% of studies find a difference: verdicts are corrected for the number of comparisons.
+
+    Args:
+        experiment: a Python file with `variants = {name: Experiment(...), ...}` in it
+        seeds: runs of each variant; seeds are 0, 1, ...
+        run_dir: directory of the runs; those that exist are resumed; None: runs/studies/FILE
+    """
+    variants = load_variants(experiment)
+    configure_jax()
+    from jaxgpt.tools.study import run_study
+
+    place = Path(run_dir) if run_dir else RUNS / "studies" / Path(experiment).stem
+    return run_study(variants, place, seeds=seeds, say=say)
+
+
+def plan(*, topology: str | None = None, experiment: Experiment) -> Result:
+    """Compile a training step; estimate its memory and speed.
+
+    The step is not run. EXPERIMENT is as for `jaxgpt train`.
+
+    Args:
+        topology: TPUs such as v5e:4x4 or v5litepod-16, two slices as 2xv5e:16x16, or GPUs such as h200:8, four
+            hosts as h200:4x8; None: this machine
+    """
+    if topology is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a plugin compiles; no device of this machine is wanted
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # JAX cannot read back programs of absent devices
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what does not fit, and so does the plan
+    configure_jax()
+    from jaxgpt.runs.pretrained import resolve_init_from
+    from jaxgpt.tools.plan.plan import format_plan, make_plan
+
+    full, _ = resolve_init_from(experiment)
+    vocab_size = full.model.vocab_size or full.data.open_dataset(full.model).tokenizer.vocab_size
+    found = make_plan(full, vocab_size, topology=topology, say=say)
+    return Result(found.to_json(), format_plan(found))
+
+
+def import_model(
+    model: str,
+    *,
+    run_dir: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    tokenizer: str | None = None,
+) -> Result:
+    """Make a run of a model of the Hub, or of our GGUF.
+
+    Args:
+        model: a directory, an id on the Hub such as openai-community/gpt2, or a FILE.gguf that jaxgpt export wrote
+        run_dir: directory of the new run
+        dtype: dtype of the parameters; None: as stored
+        tokenizer: path of another tokenizer.json, or ids for none; None: the model's
+    """
+    configure_jax(computes=False)
+    from jaxgpt.tools.convert import import_gguf, import_hf
+
+    convert = import_gguf if model.endswith(".gguf") else import_hf
+    source = convert(model, run_dir, dtype=dtype, tokenizer=tokenizer)
+    family, count = source.family.model_type, len(source.tensors)
+    said = f"{family}: {count} tensors of {source.directory} are in {run_dir}"
+    return Result(
+        {"run": run_dir, "model_type": family, "tensors": count},
+        f'{said}\nnext: {shell_line("jaxgpt", "sample", run_dir)} --prompt "..."',
+    )
+
+
+def export_model(run: str | None = None, *, to: Literal["gguf", "hf"], out: str, dtype: str | None = None) -> Result:
+    """Write a run as GGUF or in Hugging Face's format.
+
+    llama.cpp and ollama run the file, transformers and vLLM the directory.
+
+    Args:
+        to: gguf: one file; hf: a directory
+        out: the file or directory to write
+        dtype: float32, float16, bfloat16, or for gguf q8_0; None: as in the run
+    """
+    find_run(run)
+    configure_jax(computes=False)
+    from jaxgpt.gguf.file import DTYPES, parse_dtype
+    from jaxgpt.tools.convert import export_gguf, export_hf
+
+    dtype = parse_dtype(dtype, [name for name in DTYPES if to == "gguf" or name != "q8_0"])
+    if to == "gguf":
+        place = export_gguf(run, out, dtype=dtype)
+        size = place.stat().st_size
+        return Result({"out": str(place), "bytes": size}, f"{place}: {size:,} bytes")
+    place = export_hf(run, out, dtype=dtype)
+    files = sorted(path.name for path in place.iterdir())
+    return Result({"out": str(place), "files": files}, f"{place}: {', '.join(files)}")
