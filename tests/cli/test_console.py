@@ -12,7 +12,7 @@ import pytest
 
 from jaxgpt.cli import console
 from jaxgpt.errors import UserError, shell_line
-from jaxgpt.parallel.watchdog import Watchdog
+from jaxgpt.parallel.multihost import Watchdog
 from jaxgpt.runs import autopsy, checkpoint
 from jaxgpt.runs import directory as run_directory
 from tests.conftest import REPOSITORY
