@@ -372,16 +372,10 @@ def checksum(tree: Any) -> jax.Array:
 
 
 def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
-    """Raise `ReplicasDiffer` unless the R copies of each of the G parts have equal checksums.
+    """Raise `ReplicasDiffer`, with the devices that may be faulty, unless the R copies of each of the G parts are equal.
 
-    Args:
-        sums_RG: checksums, uint32.
-        devices: the R * G devices, in the order of `sums_RG`.
-        since: step of the last check, which passed.
-        step: step of this check.
-
-    Raises:
-        ReplicasDiffer: the message names the devices that may be faulty.
+    `sums_RG` are checksums, uint32, of the R * G devices, in this order. The last check, which passed, was at step
+    `since`; this one is at `step`.
     """
     sums = np.asarray(sums_RG)
     if (sums == sums[0]).all():
