@@ -49,15 +49,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 class Array(NamedTuple):
     """Type and location of an array in the program."""
 
-    dtype: str
+    bits: int  # of one element
     dims: tuple[int, ...]
     on_chip: bool  # in a TPU's VMEM instead of main memory
-
-    @property
-    def bits(self) -> int:
-        """Return the bits of one element."""
-        digits = re.search(r"\d+", self.dtype)  # f8e4m3fn, s4, bf16
-        return 8 if self.dtype == "pred" else int(digits[0]) if digits else 0  # token and opaque have no size
 
     @property
     def bytes(self) -> int:
@@ -127,8 +121,8 @@ def parse_hlo(text: str) -> Computation:
             assert match
             is_root, name, shape, op, rest = match.groups()
             arrays = tuple(
-                Array(a[1], tuple(map(int, re.findall(r"\d+", a[2]))), on_tpu and "S(" in (a[3] or ""))
-                for a in _ARRAY.finditer(shape)
+                Array(_bits(dtype), tuple(map(int, re.findall(r"\d+", dims))), on_tpu and "S(" in layout)
+                for dtype, dims, layout in _ARRAY.findall(shape)
             )
             operands = [] if op == "constant" else re.findall(r"%([\w.\-]+)", rest.split(")", 1)[0])
             inputs = [within.instructions[operand] for operand in operands]
@@ -141,19 +135,21 @@ def parse_hlo(text: str) -> Computation:
     return computations[entry]
 
 
-class Execution(NamedTuple):
-    """The runs of one instruction at one place of the program."""
-
-    x: Instruction
-    times: int
-    launched: str  # name of the computation with the outermost fusion or asynchronous start around it, or ""
-    is_fused: bool  # a part of a fusion
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)  # f8e4m3fn, s4, bf16
+    return 8 if dtype == "pred" else int(digits[0]) if digits else 0  # token and opaque have no size
 
 
-def iter_executions(within: Computation, times: int = 1, launched: str = "", *, is_fused=False) -> Iterator[Execution]:
-    """Yield every instruction that runs, each followed by those that it calls."""
+def iter_executions(
+    within: Computation, times: int = 1, launched: str = "", *, is_fused: bool = False
+) -> Iterator[tuple[Instruction, int, str, bool]]:
+    """Yield every instruction that runs, how often, and where, each followed by those that it calls.
+
+    `launched` is the name of the computation with the outermost fusion or asynchronous start around it, or empty, and
+    `is_fused` says whether the instruction is a part of a fusion.
+    """
     for x in within.instructions.values():
-        yield Execution(x, times, launched, is_fused)
+        yield x, times, launched, is_fused
         is_launch = x.op == "fusion" or (x.op.endswith("-start") and x.kind not in COLLECTIVES)
         if is_launch or x.op in ("while", "call", "conditional"):
             n = times * (_trip_count(x) if x.op == "while" else 1)
