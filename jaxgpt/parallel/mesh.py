@@ -205,7 +205,8 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
             f"parallel.slices={slices}, but the TPU's {len(devices)} devices are {n} slice{'s' * (n > 1)}: "
             f"take --parallel.slices {n}"
         )
-    return [[d for d in devices if _slice_index(d) == index] for index in sorted({*map(_slice_index, devices)})]
+    indices = sorted({_slice_index(d) or 0 for d in devices})
+    return [[d for d in devices if _slice_index(d) == index] for index in indices]
 
 
 def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
