@@ -21,10 +21,9 @@ from jaxgpt.hf.source import keep_companions
 from jaxgpt.parallel import multihost
 from jaxgpt.parallel.device import device_kind, first_device
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.parallel.multihost import check_replicas
+from jaxgpt.parallel.multihost import check_replicas, watch
 from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
-from jaxgpt.parallel.watchdog import watch
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
 from jaxgpt.runs.directory import (

@@ -213,7 +213,7 @@ OPTIONS = [
     (["runs", "--sort", "los"], "los"),
     (
         ["track", "runs/tiny", "--to", "wandb"],
-        "an experiment now: take python experiments/track.py",
+        "an experiment's now: take python experiments/track.py",
     ),
     (["study"], "a Python file with"),
     (["study", "nowhere.py"], "no study 'nowhere.py': give a .py file"),
@@ -264,7 +264,7 @@ OPTIONS = [
     (["export-hf", "runs/tiny", "--out", "t.txt"], "t.txt exists and is not empty"),
     (
         ["scale", "quickstart", "--minutes", "9"],
-        "an experiment now: take python experiments/scaling_laws.py",
+        "an experiment's now: take python experiments/scaling_laws.py",
     ),
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),

@@ -21,7 +21,7 @@ from jaxgpt.config import differences
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel import multihost
-from jaxgpt.parallel.watchdog import Watchdog
+from jaxgpt.parallel.multihost import Watchdog
 from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import re
+import tempfile
 import warnings
 
 from jaxgpt.errors import UserError
@@ -121,24 +122,20 @@ def _try_flags(flags: str) -> None:
         return
     from jaxlib import _jax
 
-    read, write = os.pipe()
-    with warnings.catch_warnings():
+    with tempfile.TemporaryFile("w+") as stderr, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about threads, which the fork does not use
-        child = os.fork()
-    if not child:
-        os.dup2(write, 2)
-        _jax.CompileOptions()
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as stderr:
-        output = stderr.read().decode("utf-8", "replace")
-    if os.waitpid(child, 0)[1]:
-        first = re.sub(r"^.*?\] ", "", output.splitlines()[0]) if output else "XLA ended"
-        raise UserError(f"XLA cannot use XLA_FLAGS={flags!r}: {first}. Correct it, or unset it.")
+        if not (child := os.fork()):
+            os.dup2(stderr.fileno(), 2)
+            _jax.CompileOptions()
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            stderr.seek(0)
+            first = re.sub(r"^.*?\] ", "", stderr.readline().strip()) or "XLA ended"
+            raise UserError(f"XLA cannot use XLA_FLAGS={flags!r}: {first}. Correct it, or unset it.")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep the memory that a step frees for the next step, instead of returning it to the kernel.
+    """Let the C library keep the memory that a step frees for the next step. Return False without glibc.
 
     XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
     40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
@@ -146,7 +143,7 @@ def keep_freed_memory() -> bool:
 
     Each thread has a heap of its own. In one heap for all, the threads of the compiler wait for each other, and the
     holes that they leave slow down each product of each step. But only the first thread's heap keeps blocks above
-    64 MB, so steps have to run in the thread that calls them, without asynchronous dispatch. Returns False without glibc.
+    64 MB, so steps have to run in the thread that calls them, without asynchronous dispatch.
     """
     return _tune_malloc(
         M_MMAP_MAX=0,  # allocate all sizes from the heaps
@@ -180,7 +177,6 @@ def enable_compilation_cache() -> None:
 
     JAX runs the programs it finds there, so only the user can access the directory (mode 0700); it is never in /tmp.
     `JAX_COMPILATION_CACHE_DIR` names another directory, or turns the cache off if it is empty.
-    `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` is respected too.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return

@@ -126,9 +126,7 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
         )
 
     def jit_checksums(shardings: TrainState) -> Callable[[TrainState], jax.Array] | None:
-        """Compile the checksums, uint32 [data, fsdp * tensor]."""
-
-        def gather_checksums(state: TrainState) -> jax.Array:
+        def gather_checksums(state: TrainState) -> jax.Array:  # [data, fsdp * tensor]
             part = jax.lax.all_gather(checksum(state), MESH_AXES[1:])
             return jax.lax.all_gather(part.reshape(-1), "data")
 
@@ -162,27 +160,21 @@ def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
     model = model.explicit()
     assert model.n_kv_head and model.head_dim and model.mlp_dim
-    fsdp, tensor = (("fsdp", sizes["fsdp"]), ("tensor", sizes["tensor"]))
-    both = ("fsdp x tensor", sizes["fsdp"] * sizes["tensor"])
-    checks = [
-        ("n_embd", model.n_embd, fsdp),
-        ("n_head", model.n_head, tensor),
-        ("n_kv_head", model.n_kv_head, tensor),
-        ("mlp_dim", model.mlp_dim, tensor),
-        ("vocab_size", model.vocab_size or 0, tensor),
-    ]
+    counts = dict(sizes) | {"fsdp x tensor": sizes["fsdp"] * sizes["tensor"]}
+    checks = [("n_embd", model.n_embd, "fsdp"), ("n_head", model.n_head, "tensor")]
+    checks += [("n_kv_head", model.n_kv_head, "tensor"), ("mlp_dim", model.mlp_dim, "tensor")]
+    checks.append(("vocab_size", model.vocab_size or 0, "tensor"))
     if model.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
-        checks.append(("n_head x head_dim", model.n_head * model.head_dim, both))
-        checks.append(("n_kv_head x head_dim", model.n_kv_head * model.head_dim, both))
+        checks.append(("n_head x head_dim", model.n_head * model.head_dim, "fsdp x tensor"))
+        checks.append(("n_kv_head x head_dim", model.n_kv_head * model.head_dim, "fsdp x tensor"))
     if model.bias:
-        checks.append(("mlp_dim", model.mlp_dim, both))
-    for field, size, (axis, n) in checks:
-        if size % n:
-            near = nearest_multiples(size, n)
-            counts = [d for d in range(1, n + 1) if size % d == 0]
+        checks.append(("mlp_dim", model.mlp_dim, "fsdp x tensor"))
+    for field, size, axis in checks:
+        if size % (n := counts[axis]):
+            divisors = [d for d in range(1, n + 1) if size % d == 0]
             raise UserError(
-                f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}, or {axis} "
-                f"from {counts}"
+                f"model.{field}={size} does not divide over parallel.{axis}={n}: "
+                f"take model.{field}={nearest_multiples(size, n)}, or {axis} from {divisors}"
             )
 
 
@@ -213,8 +205,8 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
             f"parallel.slices={slices}, but the TPU's {len(devices)} devices are {n} slice{'s' * (n > 1)}: "
             f"take --parallel.slices {n}"
         )
-    found = [(index, [d for d in devices if _slice_index(d) == index]) for index in set(map(_slice_index, devices))]
-    return [members for _, members in sorted(found)]
+    indices = sorted({_slice_index(d) or 0 for d in devices})
+    return [[d for d in devices if _slice_index(d) == index] for index in indices]
 
 
 def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
@@ -229,15 +221,14 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
                 key = jax.random.fold_in(key, jax.lax.axis_index(MESH_AXES))
             return attention_fn(q_BTNH, k_BSKH, v_BSKH, segments_BT=segments_BT, key=key, **scores)
 
-        attend_locally = jax.shard_map(
+        return jax.shard_map(
             attend,
             mesh=free,
             in_specs=(rows_heads, rows_heads, rows_heads, P(), P(rows)),
             out_specs=rows_heads,
             axis_names={*rows, "tensor"},
             check_vma=False,  # Pallas kernels do not declare over which axes their results vary
-        )
-        return attend_locally(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
+        )(q_BTNH, k_BSKH, v_BSKH, key, segments_BT)
 
     return sharded_attention
 
@@ -331,16 +322,15 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
 
         def reduce(params, *arrays):
             free, rows = _free_axes(mesh)
+            widths = {name: 0 if name == "lm_head" else 1 for name in params}  # the axis of D in a matrix of that name
+            specs = {name: P(*[None] * axis, "fsdp") for name, axis in widths.items()}
 
             def reduce_locally(params, *arrays):
-                gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", tiled=True)
-                params = {
-                    name: jax.tree.map(functools.partial(gather, axis=_width_axis(name)), x)
-                    for name, x in params.items()
-                }
+                for name, axis in widths.items():
+                    gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=axis, tiled=True)
+                    params = params | {name: jax.tree.map(gather, params[name])}
                 return jax.lax.psum(function(params, *arrays), rows)
 
-            specs = {name: P("fsdp") if _width_axis(name) == 0 else P(None, "fsdp") for name in params}
             return jax.shard_map(
                 reduce_locally,
                 mesh=free,
@@ -353,8 +343,3 @@ def _sharding_hooks(mesh: Mesh) -> ShardingHooks:
         return reduce
 
     return ShardingHooks(constrain=constrain, embed=embed, reduce_loss=reduce_loss)
-
-
-def _width_axis(name: str) -> int:
-    """Return the axis of D in the embedding table or in `lm_head`."""
-    return 0 if name == "lm_head" else 1

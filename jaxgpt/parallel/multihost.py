@@ -1,15 +1,26 @@
-"""Several processes and several copies of a state: connect the processes, exchange values, compare the copies."""
+"""Several processes and several copies of a state: connect and watch the processes, compare the copies.
+
+If a collective fails or hangs, all processes are in the same call. Each then says in process 0's key-value store how far
+it has come: those that say nothing are gone, and those furthest behind are stuck. A run in one process is never ended:
+whatever delays its step may pass, and nobody else waits for it.
+"""
 
 import contextlib
+import ctypes
+import faulthandler
 import importlib.util
 import itertools
+import json
+import math
 import os
+import signal
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +31,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxgpt.config import ParallelConfig
-from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line
+from jaxgpt.errors import RaisedOnAllProcesses, UserError, first_line, shell_line
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as lost and the others end
 SHUTDOWN = 300  # seconds that a finished process waits for the others: process 0 still writes a sample
 LINGER = 3  # seconds that process 0 waits before it ends, so that the others can read its last message
+STEPS = 20  # durations of a median step without progress after which a run is stuck
+SLOW = 10  # factor of the limit during a slow operation, such as a save or a first validation, which compiles
+INTERVAL = 1.0  # seconds between two looks of the watchdog
+GRACE = 5  # intervals in which every process that is not gone says how far it has come
 
 
 class ProcessLost(RuntimeError):
@@ -127,24 +142,13 @@ _asked = itertools.count()  # equal in all processes, which make the same calls 
 
 
 def _store() -> Any:
-    """Return the client of JAX's key-value store, which is in the memory of process 0.
+    """Return the client of JAX's key-value store, in process 0's memory; its calls raise `JaxRuntimeError` without it.
 
-    JAX 0.10.2 has no public name for it: `jax.distributed` only connects and disconnects processes, and
-    `jax.experimental.multihost_utils` communicates through the devices, which may hang.
+    JAX has no public name for it, and `jax.experimental.multihost_utils` communicates through devices, which may hang.
     """
     from jax._src import distributed
 
     return distributed.global_state.client
-
-
-def publish(key: str, value: str) -> None:
-    """Store a value for the other processes in process 0. Raises `JaxRuntimeError` if that does not answer."""
-    _store().key_value_set(f"jaxgpt/{key}", value, allow_overwrite=True)
-
-
-def read_published(folder: str) -> list[str]:
-    """Return the values of all keys in a folder. Raises `JaxRuntimeError` if process 0 does not answer."""
-    return [value for _, value in _store().key_value_dir_get(f"jaxgpt/{folder}")]
 
 
 def on_process_0(function: Callable[[], int]) -> int:
@@ -162,11 +166,11 @@ def on_process_0(function: Callable[[], int]) -> int:
         except UserError as e:
             words = f"no: {e}"
     if is_multiprocess():
-        key = f"leader/{next(_asked)}"
+        key = f"jaxgpt/leader/{next(_asked)}"
         if is_process_0():
-            publish(key, words)
+            _store().key_value_set(key, words)
         else:  # A week: process 0 may take long. If it is lost, JAX ends this process.
-            words = _store().blocking_key_value_get(f"jaxgpt/{key}", 7 * 24 * 3600 * 1000)
+            words = _store().blocking_key_value_get(key, 7 * 24 * 3600 * 1000)
     if words.startswith("no: "):
         raise UserError(words.removeprefix("no: "))
     return int(words)
@@ -180,6 +184,145 @@ def exit_now(status: int) -> NoReturn:
     if is_multiprocess() and is_process_0():
         time.sleep(LINGER)
     os._exit(status)
+
+
+class Watchdog:
+    """End the process if `beat` is not called in time, or if another process has ended."""
+
+    def __init__(self, seconds: float | None):
+        """Set the minimum of `seconds` without progress after which a run is stuck; None or 0: it never is."""
+        self.directory: Path | None = None  # of the run, for the message on how to continue
+        self.last_step: Callable[[], int | None] = lambda: None  # returns the step of the last checkpoint, if any
+        self._least = seconds
+        self.process, self.processes = jax.process_index(), jax.process_count()
+        self.name = f"process {self.process} of {self.processes} (host {socket.gethostname()}, pid {os.getpid()})"
+        self._turn = self._step = 0
+        self._since = self._stepped = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=101)  # of steps, in seconds, from one beat to the next
+        self._patience = 1
+        self._over = threading.Event()
+
+    def beat(self, step: int, *, slow: bool = False) -> None:
+        """Record progress of the main thread. `slow`: what follows, such as a save, may take far longer than a step."""
+        now = time.monotonic()
+        if step != self._step:
+            if self._turn:
+                self._durations.append(now - self._stepped)
+            self._stepped = now
+        self._patience = SLOW if slow else 1
+        self._since, self._step = now, step
+        self._turn += 1
+
+    def _publish(self, what: str, *value: Any) -> None:
+        _store().key_value_set(f"jaxgpt/{what}/{self.process}", json.dumps(value), allow_overwrite=True)
+
+    def _published(self, what: str) -> list[Any]:
+        return [json.loads(value) for _, value in _store().key_value_dir_get(f"jaxgpt/{what}")]
+
+    def _watch(self) -> None:
+        asked = 0  # processes that look for a culprit
+        while not self._over.wait(INTERVAL):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone: JAX ends this one
+                for words, status in self._published("ended"):
+                    self._end(words, status, stacks=words.startswith(self.name))
+                # There is no limit before the first step is done, which includes compilation and connecting.
+                typical = statistics.median([*self._durations] or [math.inf])
+                idle = time.monotonic() - self._since
+                if self._least and idle > self._patience * max(self._least, STEPS * typical):
+                    gone, stuck = self.find_culprit()
+                    self._end(f"{gone or stuck}: no progress for {idle:.0f} s, since step {self._step}", 1, stacks=True)
+                if asked < (asked := len(self._published("turns"))):
+                    self._publish("turns", self.process, self.name, self._turn)
+
+    def find_culprit(self) -> tuple[str | None, str | None]:
+        """Ask all processes how far they have come. Return messages on those that are gone, and on those that are stuck."""
+        try:
+            self._publish("turns", self.process, self.name, self._turn)
+            time.sleep(GRACE * INTERVAL)
+            turns = {process: (name, turn) for process, name, turn in self._published("turns")}
+        except jax.errors.JaxRuntimeError:
+            return f"process 0 of {self.processes} is gone: it does not answer", None
+        if gone := [str(process) for process in range(self.processes) if process not in turns]:
+            return f"process {', '.join(gone)} of {self.processes} {'are' if len(gone) > 1 else 'is'} gone", None
+        least = min(turn for _, turn in turns.values())
+        stuck = [name for name, turn in turns.values() if turn == least]
+        if len(stuck) == len(turns):
+            return None, f"all {self.processes} processes are stuck in the same collective"
+        return None, f"{', '.join(stuck)} {'are' if len(stuck) > 1 else 'is'} stuck"
+
+    def stop(self, words: str = "", status: int = 0) -> None:
+        """Stop watching. The others end with `words` and `status`; if `words` is empty, they continue."""
+        self._over.set()
+        if words:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._publish("ended", words, status)
+
+    def explain(self) -> tuple[str, int] | None:
+        """Return (message, exit status) if a collective failed because another process has ended or is gone."""
+        gone, _ = self.find_culprit()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            for words, status in self._published("ended"):
+                return words, status
+        return None if gone is None else (gone, 1)
+
+    def say(self, what: str) -> None:
+        """Write a message to stderr, past Python's buffers, whose locks the main thread may hold."""
+        cursor = b"\x1b[?25h" if os.isatty(2) else b""  # show it again: a progress bar hides it
+        with contextlib.suppress(OSError):  # stderr may be closed, or its disk full; the process must end anyway
+            os.write(2, cursor + f"\njaxgpt: {self.words(what)}\n".encode())
+
+    def words(self, what: str) -> str:
+        """Return a message with the last checkpoint and how to continue."""
+        saved = None
+        with contextlib.suppress(Exception):
+            saved = self.last_step()
+        last = "There is no checkpoint" if saved is None else f"The last checkpoint is step {saved}"
+        command = shell_line("jaxgpt", "train", "--run-dir", self.directory) if self.directory else ""
+        return f"{what}. {last}." + (f" To continue, on every process: {command}" if command else "")
+
+    def _end(self, what: str, status: int, *, stacks: bool) -> None:
+        if stacks:
+            faulthandler.dump_traceback(2, all_threads=True)
+        self.say(what)
+        self.stop(what, status)
+        exit_now(status)
+
+
+@contextlib.contextmanager
+def watch(seconds: float | None) -> Iterator[Watchdog]:
+    """Watch the calling thread inside the context, if there are other processes. Raises `ProcessLost` if one is lost."""
+    dog = Watchdog(seconds)
+    if not is_multiprocess():
+        yield dog
+        return
+
+    def end(_: int) -> None:
+        dog.say("another process is gone, or did not hear of this one: see above")
+        os._exit(1)
+
+    # JAX aborts this process when another is lost, which no option of its client prevents. Python's signal handlers run
+    # later, in the main thread; this one runs immediately, in the aborting thread.
+    set_handler: Any = ctypes.CDLL(None).signal if os.name == "posix" else lambda *_: None
+    set_handler.restype, set_handler.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
+    before = set_handler(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    threading.Thread(target=dog._watch, name="watchdog", daemon=True).start()
+    try:
+        yield dog
+    except RaisedOnAllProcesses:
+        raise
+    except BaseException as e:
+        # The type of the error of a failed collective depends on the backend.
+        if isinstance(e, Exception) and not isinstance(e, UserError) and (cause := dog.explain()):
+            dog.stop(*cause)
+            raise ProcessLost(dog.words(cause[0]), cause[1]) from None
+        is_mistake = isinstance(e, UserError)
+        what = first_line(e) if is_mistake else f"{type(e).__name__}: {e}".splitlines()[0]
+        dog.stop(f"{dog.name} has ended: {what}", 2 if is_mistake else 1)
+        raise
+    finally:
+        dog.stop()
+        set_handler(signal.SIGABRT, before)
 
 
 def whole_everywhere() -> jax.sharding.Sharding:
@@ -229,16 +372,10 @@ def checksum(tree: Any) -> jax.Array:
 
 
 def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int, step: int) -> None:
-    """Raise `ReplicasDiffer` unless the R copies of each of the G parts have equal checksums.
+    """Raise `ReplicasDiffer`, with the devices that may be faulty, unless the R copies of each of the G parts are equal.
 
-    Args:
-        sums_RG: checksums, uint32.
-        devices: the R * G devices, in the order of `sums_RG`.
-        since: step of the last check, which passed.
-        step: step of this check.
-
-    Raises:
-        ReplicasDiffer: the message names the devices that may be faulty.
+    `sums_RG` are checksums, uint32, of the R * G devices, in this order. The last check, which passed, was at step
+    `since`; this one is at `step`.
     """
     sums = np.asarray(sums_RG)
     if (sums == sums[0]).all():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -213,7 +214,8 @@ def choose_strategy(
         return make_single(devices) if name == "single" else make_pmap(devices)
 
     choices = [experiment.parallel]
-    if recorded is not None and _layout(recorded.parallel) == _layout(experiment.parallel):
+    layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
+    if recorded is not None and layout(recorded.parallel) == layout(experiment.parallel):
         choices += alternatives(experiment.parallel, len(present), count_slices(present))
     errors: list[UserError] = []
     for choice in choices:
@@ -230,15 +232,11 @@ def choose_strategy(
     raise errors[0]
 
 
-def _layout(config: ParallelConfig) -> tuple[str, int, int, int, int]:
-    return config.strategy, config.data, config.fsdp, config.tensor, config.slices
-
-
 def alternatives(config: ParallelConfig, devices: int, slices: int = 1) -> list[ParallelConfig]:
     """Return fallbacks for other devices: the same kind of sharding if it was a mesh, auto, one device."""
     found = []
     if config.strategy == "mesh" and devices > 1:
-        found = [] if config.slices == slices else [dataclasses.replace(config, slices=slices)]
+        found += [] if config.slices == slices else [dataclasses.replace(config, slices=slices)]
         rest: dict[str, Any] = {"data": -1} if config.fsdp == 1 else {"data": slices, "fsdp": -1}
         tensors = (max(config.tensor, 1), 1)
         found += [dataclasses.replace(config, **rest, tensor=tensor, slices=slices) for tensor in tensors]

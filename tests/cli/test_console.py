@@ -16,7 +16,7 @@ from jaxgpt.cli import console
 from jaxgpt.config import Experiment
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Preempted, UserError, shell_line
-from jaxgpt.parallel.watchdog import Watchdog
+from jaxgpt.parallel.multihost import Watchdog
 from jaxgpt.runs import autopsy, checkpoint
 from jaxgpt.runs import directory as run_directory
 from tests.conftest import REPOSITORY

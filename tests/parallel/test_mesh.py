@@ -112,25 +112,18 @@ def test_tpus_state_their_slice():
     assert split_slices(mixed, 2) == [[mixed[1], mixed[3]], [mixed[0], mixed[2]]]
     described = [types.SimpleNamespace(platform="tpu")] * 4  # by the compiler, without a TPU
     assert count_slices(described) == 1 and split_slices(described, 1) == [described]
+    for devices, slices, message in (
+        (tpus(0, 0, 1, 1), 1, "slices=1, but the TPU's 4 devices are 2 slices: take --parallel.slices 2"),
+        (tpus(0, 0), 2, "slices=2, but the TPU's 2 devices are 1 slice: take --parallel.slices 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            split_slices(devices, slices)
 
 
 def test_other_devices_are_in_blocks():
     gpus = [types.SimpleNamespace(platform="gpu", slice_index=0, process_index=i // 2) for i in range(8)]
     assert count_slices(gpus) == 1
     assert split_slices(gpus, 4) == [gpus[0:2], gpus[2:4], gpus[4:6], gpus[6:8]]
-
-
-@pytest.mark.parametrize(
-    ("devices", "slices", "message"),
-    [
-        (tpus(0, 0, 1, 1), 1, "slices=1, but the TPU's 4 devices are 2 slices: take --parallel.slices 2"),
-        (tpus(0, 1, 2, 3), 2, "slices=2, but the TPU's 4 devices are 4 slices: take --parallel.slices 4"),
-        (tpus(0, 0), 2, "slices=2, but the TPU's 2 devices are 1 slice: take --parallel.slices 1"),
-    ],
-)
-def test_the_number_of_slices_is_the_tpus(devices, slices, message):
-    with pytest.raises(UserError, match=message):
-        split_slices(devices, slices)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='libtpu is not here: pip install ".[tpu]"')

@@ -1,5 +1,6 @@
 """Several processes on one machine, with real jax.distributed: the same curve, and an end in bounded time."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -138,7 +140,7 @@ def test_one_that_is_killed_is_named(start, tmp_path, lost):
 
 HANGS = """
 import sys, time
-from jaxgpt.parallel.watchdog import Watchdog
+from jaxgpt.parallel.multihost import Watchdog
 beat = Watchdog.beat
 def hanging_beat(self, step, **how):
     if step == 8 and "{process}" in sys.argv[sys.argv.index("--parallel.process-id") + 1]:
@@ -248,6 +250,46 @@ def test_the_store_of_jax_is_where_it_was():
     assert client is None, "one process has no store"
     for name in ("key_value_set", "key_value_dir_get", "blocking_key_value_get"):
         assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("turns", "processes", "expected"),
+    [
+        ({0: 9, 1: 9}, 2, (None, "all 2 processes are stuck in the same collective")),
+        ({0: 9, 1: 7}, 2, (None, "process 1 is stuck")),
+        ({0: 7, 1: 9, 2: 7}, 3, (None, "process 0, process 2 are stuck")),
+        ({0: 9}, 2, ("process 1 of 2 is gone", None)),
+        ({0: 9, 3: 9}, 4, ("process 1, 2 of 4 are gone", None)),
+    ],
+)
+def test_who_is_silent_or_furthest_behind_is_to_blame(turns, processes, expected, monkeypatch):
+    said = [("", json.dumps([process, f"process {process}", turn])) for process, turn in turns.items()]
+    store = SimpleNamespace(key_value_set=lambda *_, **__: None, key_value_dir_get=lambda folder: said)
+    monkeypatch.setattr(multihost, "INTERVAL", 0.0)
+    monkeypatch.setattr(multihost, "_store", lambda: store)
+    dog = multihost.Watchdog(60.0)
+    dog.processes = processes
+    assert dog.find_culprit() == expected
+
+
+def test_a_process_that_is_alone_is_never_ended(monkeypatch):
+    """Whatever delays a step may pass: a disk, a laptop that sleeps, a debugger."""
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(multihost, "INTERVAL", 0.02)
+    with multihost.watch(0.05) as dog:
+        for step in range(1, 5):
+            dog.beat(step)
+        time.sleep(0.3)
+    assert exits == []
+
+
+def test_the_last_words_do_not_need_a_stderr(monkeypatch):
+    def closed(*_):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(os, "write", closed)
+    multihost.Watchdog(60.0).say("stuck")
 
 
 def test_the_leader_tells_a_whole_number_or_what_is_wrong():

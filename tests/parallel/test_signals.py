@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -71,6 +70,7 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
+    """The last one is reported, as it would have been without the signal."""
     script(monkeypatch, STOP, math.nan)
     with pytest.raises(Preempted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
@@ -78,34 +78,27 @@ def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experimen
     assert [x["val_loss"] for x in lines(tmp_path / "r") if x["step"] == 2] == [None, None]
     assert load(tmp_path / "r", which=2).val_loss is None
 
-
-def test_a_last_loss_on_return_that_is_no_number_is_told(experiment, tmp_path, monkeypatch):
-    """As it would have been without the signal."""
     e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    script(monkeypatch, STOP, STOP, math.nan)
-    for error, said in (
-        (Preempted, "saved step 4 of 4"),
-        (Preempted, "step 4 of 4 is saved"),
-        (Diverged, "the last validation loss is nan"),
-    ):
+    script(monkeypatch, STOP, math.nan)
+    for error, said in ((Preempted, "saved step 4 of 4"), (Diverged, "the last validation loss is nan")):
         with pytest.raises(error, match=said):
-            fit(e, tmp_path / "r", progress=False)
-    assert load(tmp_path / "r").step == 4
+            fit(e, tmp_path / "last", progress=False)
+    assert load(tmp_path / "last").step == 4
 
 
 @pytest.mark.parametrize(
     "garbled, third, kept", [(0.3, 2.0, "1 2 3 4"), pytest.param(9.3, 4.0, "1 2 4", marks=pytest.mark.slow)]
 )
-@pytest.mark.filterwarnings("ignore:.*lines are damaged and left out")
 def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch, garbled, third, kept):
-    """Whatever metrics.jsonl says, whose lines may be older than their checksums."""
+    """Whatever metrics.jsonl says, which has no checksum."""
     train = dataclasses.replace(experiment.train, eval_every=1, checkpoint_every=99, keep_last=9)
     e = dataclasses.replace(experiment, train=train)
     script(monkeypatch, 3.0, STOP, 5.0, third, 4.5)
     with pytest.raises(Preempted, match="saved step 2 of 4"):
         fit(e, tmp_path / "r", progress=False)
     metrics = tmp_path / "r" / "metrics.jsonl"
-    metrics.write_text(re.sub(r'"val_loss": 3.0, "crc32": \d+', f'"val_loss": {garbled}', metrics.read_text()))
+    assert '"val_loss": 3.0' in metrics.read_text()
+    metrics.write_text(metrics.read_text().replace('"val_loss": 3.0', f'"val_loss": {garbled}'))
     fit(e, tmp_path / "r", progress=False)
     assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == set(kept.split())
 
@@ -124,14 +117,8 @@ __main__.main(sys.argv[1:])
     ("how", "sent", "status", "last"),
     [
         ("usual", [signal.SIGTERM], 1, "SIGTERM: saved step "),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("usual", [signal.SIGINT], 1, "SIGINT: saved step "),
-                ("slow", [signal.SIGINT, signal.SIGINT], 130, "SIGINT: stopped at once"),
-                ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: stopped at once"),
-            )
-        ),
+        pytest.param("usual", [signal.SIGINT], 1, "SIGINT: saved step ", marks=pytest.mark.slow),
+        pytest.param("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: stopped at once", marks=pytest.mark.slow),
     ],
 )
 def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, last):

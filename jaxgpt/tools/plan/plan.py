@@ -15,12 +15,11 @@ from typing import Any
 
 import jax
 
-from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.config import Experiment
 from jaxgpt.errors import UserError
 from jaxgpt.layers.kernels.splash import computed_scores
 from jaxgpt.parallel.device import (
     PEAKS,
-    Peaks,
     all_devices,
     attention_flops,
     bytes_per_device,
@@ -28,19 +27,13 @@ from jaxgpt.parallel.device import (
     train_flops_per_token,
 )
 from jaxgpt.parallel.mesh import count_slices
-from jaxgpt.parallel.strategy import split_batch
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.tools.plan.hlo import Collective, Program, read_program
 from jaxgpt.tools.plan.topology import INSTALL, topology_devices
 
 
 class DoesNotFit(Exception):
-    """The step needs more memory than a device has: at least `needed` bytes; None: the compiler does not report them."""
-
-    def __init__(self, needed: int | None):
-        """Store the bytes."""
-        super().__init__(needed)
-        self.needed = needed
+    """The step needs more memory than a device has; the argument is the bytes, or None: the compiler does not say."""
 
 
 @contextlib.contextmanager
@@ -87,26 +80,30 @@ def make_plan(
     """
     devices = all_devices() if topology is None else topology_devices(topology)
     model = dataclasses.replace(experiment.model, vocab_size=vocab_size)
-    experiment = dataclasses.replace(experiment, model=model)
+    given = dataclasses.replace(experiment, model=model)
     found: list[Plan] = []
-    for number, variant in enumerate(_iter_variants(experiment, len(devices), count_slices(devices))):
-        description = f"remat {variant.model.remat}, {_describe_layout(variant)}"
-        try:
-            attempts = list(_iter_micro_batches(variant, devices))
-        except UserError as e:  # the width or the batch is not divisible over the devices
-            if not number:
-                raise
-            say(f"{description}: {e}")
-            continue
-        for smaller in attempts:
-            micro = smaller.parallel.micro_batch_size
+    for number, variant in enumerate(iter_variants(given, len(devices), count_slices(devices))):
+        p, micro = variant.parallel, variant.parallel.micro_batch_size
+        layout = f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}" + f" slices={p.slices}" * (p.slices > 1)
+        description = f"remat {variant.model.remat}, {layout if p.strategy == 'mesh' else p.strategy}"
+        while micro != 0:
+            smaller = dataclasses.replace(variant, parallel=dataclasses.replace(p, micro_batch_size=micro))
             try:
-                fitting = _compile(smaller, devices, topology)
+                trainer = make_trainer(smaller, devices)
+            except UserError as e:  # the width or the batch is not divisible over the devices
+                if not number:
+                    raise
+                say(f"{description}: {e}")
+                break
+            micro = trainer.split.micro_batch_size
+            try:
+                fitting = compile_plan(smaller, trainer, topology)
             except DoesNotFit as e:
                 available = format_gib(memory_of(devices[0]))
-                say(f"{description}, micro-batch {micro}: needs {format_gib(e.needed)} of {available}")
+                say(f"{description}, micro-batch {micro}: needs {format_gib(e.args[0])} of {available}")
+                micro //= 2
                 continue
-            if not number and smaller is attempts[0]:  # the experiment as given
+            if smaller == given:
                 return fitting
             say(f"{description}, micro-batch {micro}: fits")
             found.append(fitting)
@@ -121,46 +118,26 @@ def make_plan(
     return min(found, key=lambda p: p.step_seconds or 0.0)
 
 
-def _iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:
+def iter_variants(experiment: Experiment, devices: int, slices: int = 1) -> Iterator[Experiment]:
     """Yield the experiment with more recomputation, then with its state sharded over more devices of a slice."""
-    slices = max(slices, experiment.parallel.slices)  # only TPUs state theirs
-    parallels = [experiment.parallel]
-    if experiment.parallel.tensor == 1:
-        width = experiment.model.n_embd
-        current = experiment.parallel.fsdp if experiment.parallel.strategy == "mesh" else 1
+    given, model = experiment.parallel, experiment.model
+    slices = max(slices, given.slices)  # only TPUs state theirs
+    parallels = [given]
+    if given.tensor == 1:
+        least = max(given.fsdp if given.strategy == "mesh" else 1, 1) + 1
         largest = devices // slices
-        sizes = [n for n in range(max(current, 1) + 1, largest + 1) if largest % n == 0 and width % n == 0]
-        mesh = dataclasses.replace(experiment.parallel, strategy="mesh", data=-1, slices=slices)
+        mesh = dataclasses.replace(given, strategy="mesh", data=-1, slices=slices)
+        sizes = [n for n in range(least, largest + 1) if largest % n == 0 and model.n_embd % n == 0]
         parallels += [dataclasses.replace(mesh, fsdp=n) for n in sizes]
     policies = ("none", "dots", "full")
     for parallel in parallels:
-        for remat in policies[policies.index(experiment.model.remat) :]:
-            model = dataclasses.replace(experiment.model, remat=remat)
-            yield dataclasses.replace(experiment, model=model, parallel=parallel)
+        for remat in policies[policies.index(model.remat) :]:
+            yield dataclasses.replace(experiment, model=dataclasses.replace(model, remat=remat), parallel=parallel)
 
 
-def _iter_micro_batches(experiment: Experiment, devices: list[jax.Device]) -> Iterator[Experiment]:
-    """Yield the experiment as configured, then with the micro-batch halved repeatedly, down to one sequence."""
-    trainer = make_trainer(experiment, devices)
-    split = trainer.split
-    while True:
-        parallel = dataclasses.replace(experiment.parallel, micro_batch_size=split.micro_batch_size)
-        yield dataclasses.replace(experiment, parallel=parallel)
-        if split.micro_batch_size == 1:
-            return
-        half = dataclasses.replace(parallel, micro_batch_size=split.micro_batch_size // 2)
-        split = split_batch(experiment.train.batch_size, trainer.strategy.data_parallel_size, half)
-
-
-def _describe_layout(experiment: Experiment) -> str:
-    p = experiment.parallel
-    slices = f" slices={p.slices}" if p.slices > 1 else ""
-    return p.strategy if p.strategy != "mesh" else f"data={p.data} fsdp={p.fsdp} tensor={p.tensor}{slices}"
-
-
-def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | None) -> Plan:
-    trainer = make_trainer(experiment, devices)
-    state, available = bytes_per_device(trainer.abstract_state), memory_of(devices[0])
+def compile_plan(experiment: Experiment, trainer: Trainer, topology: str | None) -> Plan:
+    """Compile a training step for the trainer's devices and estimate its cost. Raises `DoesNotFit`."""
+    state, available = bytes_per_device(trainer.abstract_state), memory_of(trainer.strategy.devices[0])
     if available is not None and state > available:
         raise DoesNotFit(state)
     try:
@@ -181,14 +158,10 @@ def _compile(experiment: Experiment, devices: list[jax.Device], topology: str | 
 
 def memory_of_program(executable: jax.stages.Compiled) -> int:
     """Return the peak bytes of a program on one device: arguments, results and temporaries."""
-    analysis = executable.memory_analysis()
-    assert analysis is not None, "the backend does not report memory"
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes  # the new state replaces the old one
-        + analysis.temp_size_in_bytes
-    )
+    found = executable.memory_analysis()
+    assert found is not None, "the backend does not report memory"
+    new = found.output_size_in_bytes - found.alias_size_in_bytes  # the new state replaces the old one
+    return found.argument_size_in_bytes + new + found.temp_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,15 +232,26 @@ def estimate(
     topology=None means this machine. `memory` is what the step needs on one device and `available` what the device has,
     in bytes; None means unknown.
     """
-    train, config, strategy = experiment.train, experiment.model, trainer.strategy
-    used = strategy.devices
+    train, config, used = experiment.train, experiment.model, trainer.strategy.devices
     parameters, in_adapters = trainer.parameters
     tokens = train.batch_size * config.block_size
     flops_per_token = train_flops_per_token(config, parameters, in_adapters)
-    flops = program.flops + program.custom_flops + _splash_flops(trainer, config, tokens / len(used), program)
-    limits = PEAKS.get(used[0].device_kind)
-    collectives = _total_collectives(program.collectives, used)
-    seconds = _bounds(flops, program.bytes_accessed, collectives, limits)
+    flops = program.flops + program.custom_flops + splash_flops(experiment, trainer, program.silent_kernels)
+    collectives = total_collectives(program.collectives, used)
+    seconds: dict[str, float | None] = dict.fromkeys(("compute", "memory", "interconnect", "network"))
+    serial = None
+    if limits := PEAKS.get(used[0].device_kind):
+        seconds = {
+            "compute": flops / limits.flops,
+            "memory": program.bytes_accessed / limits.memory_bandwidth,
+            "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
+            "network": _add([c.seconds for c in collectives if c.between_slices], sum),
+        }
+        if not limits.torus:  # a TPU's memory prefetches for the next kernel
+            serial = math.fsum(
+                times * max(flops / limits.flops, accessed / limits.memory_bandwidth)
+                for times, flops, accessed in program.launches
+            )
     step = _add(list(seconds.values()), max)
     rate = tokens / step if step else None
     return Plan(
@@ -275,7 +259,7 @@ def estimate(
         topology=topology or "this machine",
         devices=len(used),
         device=used[0].device_kind,
-        strategy=strategy.name,
+        strategy=trainer.strategy.name,
         compute=trainer.options.reason,
         remat=config.remat,
         micro_batch_size=trainer.split.micro_batch_size,
@@ -294,8 +278,9 @@ def estimate(
         memory_seconds=seconds["memory"],
         interconnect_seconds=seconds["interconnect"],
         network_seconds=seconds["network"],
-        network_bytes=sum(_sent(c) for c in program.collectives if c.between_slices),
-        serial_seconds=_serial_seconds(program, limits),
+        # over a switch, at 1 byte/s
+        network_bytes=sum(_seconds(c, 1.0, switched=True) for c in program.collectives if c.between_slices),
+        serial_seconds=serial,
         step_seconds=step,
         bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
         tokens_per_second=rate,
@@ -305,39 +290,15 @@ def estimate(
     )
 
 
-def _bounds(
-    flops: float, accessed: float, collectives: Sequence[CollectiveTotal], limits: Peaks | None
-) -> dict[str, float | None]:
-    """Return the seconds per step that each of the device's limits demands, by its name."""
-    if limits is None:
-        return dict.fromkeys(("compute", "memory", "interconnect", "network"))
-    return {
-        "compute": flops / limits.flops,
-        "memory": accessed / limits.memory_bandwidth,
-        "interconnect": _add([c.seconds for c in collectives if not c.between_slices], sum),
-        "network": _add([c.seconds for c in collectives if c.between_slices], sum),
-    }
-
-
-def _serial_seconds(program: Program, limits: Peaks | None) -> float | None:
-    """Return the seconds of a GPU's kernels one after another; None: a TPU's memory prefetches for the next one."""
-    if limits is None or limits.torus:
-        return None
-    return math.fsum(
-        times * max(flops / limits.flops, accessed / limits.memory_bandwidth)
-        for times, flops, accessed in program.launches
-    )
-
-
-def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: Program) -> float:
-    """Return the FLOPs of splash attention, which the program does not state: 2 products forward, 5 backward.
+def splash_flops(experiment: Experiment, trainer: Trainer, calls: int) -> float:
+    """Return the FLOPs of `calls` of splash attention, which does not state them: 2 products forward, 5 backward.
 
     The backward pass recomputes the scores. Scores are computed in whole blocks.
     """
+    config = experiment.model
     if trainer.options.attention != "splash" or config.dropout:
         return 0.0
     # One forward and one backward call per layer and micro-batch, and the forward calls that remat repeats.
-    calls = program.silent_kernels
     forward = calls - config.n_layer * trainer.split.grad_accum_steps
     if forward <= 0:
         return 0.0
@@ -347,35 +308,36 @@ def _splash_flops(trainer: Trainer, config: GPTConfig, tokens: float, program: P
     read = sum(min(window or T, T) * T for window in windows)
     share = sum(computed_scores(T, H, window) for window in windows) / read
     products = 2 * forward / (calls - forward) + 5
+    tokens = experiment.train.batch_size * T / len(trainer.strategy.devices)
     return products * attention_flops(config) * tokens * share
 
 
-def _total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
+def total_collectives(collectives: Sequence[Collective], devices: Sequence[jax.Device]) -> tuple[CollectiveTotal, ...]:
     """Add up the collectives of each kind and group size."""
     limits = PEAKS.get(devices[0].device_kind)
-    has_switch = limits is not None and limits.torus == 0
     groups: dict[tuple[bool, str, int], list[Collective]] = defaultdict(list)
     for c in collectives:
         groups[c.between_slices, c.kind, len(c.group)].append(c)
-
-    def seconds(c: Collective) -> float | None:
-        bandwidth = ring_bandwidth(devices, c.group)
-        if bandwidth is None:
-            return None
-        switched = has_switch or c.between_slices
-        return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
-
-    return tuple(
-        CollectiveTotal(
-            kind=kind,
-            devices=n,
-            count=sum(c.times for c in members),
-            bytes=sum(c.bytes * c.times for c in members),
-            seconds=_add([seconds(c) for c in members], math.fsum),
-            between_slices=between_slices,
+    totals = []
+    for (between_slices, kind, n), members in sorted(groups.items()):
+        switched = between_slices or (limits is not None and limits.torus == 0)
+        rates = [ring_bandwidth(devices, c.group) for c in members]
+        seconds = [rate and _seconds(c, rate, switched=switched) for c, rate in zip(members, rates, strict=True)]
+        totals.append(
+            CollectiveTotal(
+                kind=kind,
+                devices=n,
+                count=sum(c.times for c in members),
+                bytes=sum(c.bytes * c.times for c in members),
+                seconds=_add(seconds, math.fsum),
+                between_slices=between_slices,
+            )
         )
-        for (between_slices, kind, n), members in sorted(groups.items())
-    )
+    return tuple(totals)
+
+
+def _seconds(c: Collective, bandwidth: float, *, switched: bool) -> float:
+    return c.times * collective_seconds(c.kind, c.bytes, len(c.group), bandwidth, switched=switched)
 
 
 def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float | None:
@@ -400,32 +362,22 @@ def ring_bandwidth(devices: Sequence[jax.Device], group: Sequence[int]) -> float
         return None if network is None else min(limits.link_bandwidth, min(on_host.values()) * network)
     if len({getattr(d, "slice_index", 0) for d in members}) > 1:
         return limits.network_bandwidth
-    sizes = [len({d.coords[axis] for d in devices}) for axis in range(limits.torus)]
+    sizes, reached = ([len({d.coords[axis] for d in ds}) for axis in range(limits.torus)] for ds in (devices, members))
     cubes = limits.torus == 3 and all(size % 4 == 0 for size in sizes)
-    links = 0
-    for axis, size in enumerate(sizes):
-        reached = len({d.coords[axis] for d in members})
-        closes = cubes or (limits.torus == 2 and size == 16)
-        if reached > 1:
-            links += 2 if closes and reached == size else 1
+    closes = [cubes or (limits.torus == 2 and size == 16) for size in sizes]
+    ways = zip(closes, sizes, reached, strict=True)
+    links = sum(2 if ring and n == size else 1 for ring, size, n in ways if n > 1)
     return links * limits.link_bandwidth or None  # one device, or the cores of one chip: no links
 
 
 def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switched: bool = False) -> float:
-    """Return the seconds that one collective takes if bandwidth is the only limit.
+    """Return the seconds that one collective over n devices takes if bandwidth, in bytes/s, is the only limit.
 
     Each device sends n - 1 of n parts; an all-reduce is a reduce-scatter and an all-gather
     (jax-ml.github.io/scaling-book/sharding). In an all-to-all, half of what half of the devices hold crosses the
     middle: n * size / 4 bytes, over the one link of a line or the two of a ring; on a torus of more dimensions this is
-    an upper bound. A permutation is assumed to use all links; between neighbours it uses one. Latency, about a
-    microsecond per link, is not included.
-
-    Args:
-        kind: name of the collective in HLO, such as "all-reduce".
-        size: bytes, as in `hlo.Collective`.
-        n: number of devices in the group.
-        bandwidth: bytes/s, from `ring_bandwidth`.
-        switched: every device reaches every other directly, as GPUs do.
+    an upper bound. Where all devices are switched, as GPUs are, each reaches every other directly. A permutation is
+    assumed to use all links; between neighbours it uses one. Latency, about a microsecond per link, is not included.
     """
     if n == 1:
         return 0.0
@@ -440,11 +392,6 @@ def collective_seconds(kind: str, size: int, n: int, bandwidth: float, *, switch
     return parts[kind] * size / bandwidth
 
 
-def _sent(c: Collective) -> float:
-    """Return the bytes that each device sends in one step, over a switch."""
-    return c.times * collective_seconds(c.kind, c.bytes, len(c.group), 1.0, switched=True)
-
-
 def _add(values: Sequence[float | None], add: Callable[[Sequence[float]], float]) -> float | None:
     """Return the sum of the values, or what else `add` makes of them. None: one of them is unknown."""
     known = [value for value in values if value is not None]
@@ -456,49 +403,47 @@ def format_gib(n: float | None) -> str:
     return "unknown" if n is None else f"{n / 2**30:.2f} GiB"
 
 
-def format_ms(seconds: float | None) -> str:
-    """Return a time as text, in milliseconds."""
-    return "unknown" if seconds is None else f"{seconds * 1e3:,.1f} ms"
-
-
-def _format_collective(c: CollectiveTotal) -> str:
-    text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"
-    return text if c.seconds is None else f"{text}, {format_ms(c.seconds)}"
-
-
 def format_plan(p: Plan) -> str:
     """Return a plan as text: the verdict, then one fact per line. A time is the longest of all that are known."""
+
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:,.1f} ms"
+
     bounds = [(p.step_seconds or 0.0, f"{p.bottleneck}-bound"), (p.serial_seconds or 0.0, "its kernels in turn")]
     step, why = max(bounds)
     hours = p.total_tokens / p.tokens_per_step * step / 3600
-    mfu = p.mfu and p.mfu * (p.step_seconds or 0.0) / step
-    fits = "fits" if p.fits else "unknown whether it fits"
-    verdict = f"{fits}: {format_gib(p.memory)} of {format_gib(p.available)} per device"
-    verdict += f"; at least {format_ms(step)} per step, {hours:,.1f} hours for all" if step else ""
-    skips = " (it counts masked scores, which the kernel skips)" if (mfu or 0.0) > 1.0 else ""
+    verdict = "fits" if p.fits else "unknown whether it fits"
+    verdict += f": {format_gib(p.memory)} of {format_gib(p.available)} per device"
+    verdict += f"; at least {ms(step)} per step, {hours:,.1f} hours for all" if step else ""
     batch = f"{p.tokens_per_step // p.accumulation:,} tokens each"
-    network = f"{p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"
-    times = {"compute": p.compute_seconds, "memory traffic": p.memory_seconds, "interconnect": p.interconnect_seconds}
-    unknown = ", ".join([name for name, seconds in times.items() if seconds is None] + ["speed"] * (not step))
     rows = [
         ("verdict", verdict),
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
         ("FLOPs per token", f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed"),
-        *([("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items()))] if p.kernels else []),
-        *(("between slices" if c.between_slices else "collectives", _format_collective(c)) for c in p.collectives),
-        *((name, format_ms(s)) for name, s in times.items() if s is not None),
-        *([("network", f"{format_ms(p.network_seconds)}, {network}")] if p.network_bytes else []),
-        *([("kernels in turn", format_ms(p.serial_seconds))] if p.serial_seconds else []),
-        *([("unknown", f"{unknown}: no rates of {p.device} are on record")] if unknown else []),
     ]
+    if p.kernels:
+        rows.append(("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items())))
+    for c in p.collectives:
+        text = f"{c.count} x {c.kind} over {c.devices}: {c.bytes / 1e6:,.1f} MB"
+        text += "" if c.seconds is None else f", {ms(c.seconds)}"
+        rows.append(("between slices" if c.between_slices else "collectives", text))
+    times = {"compute": p.compute_seconds, "memory traffic": p.memory_seconds, "interconnect": p.interconnect_seconds}
+    rows += [(name, ms(seconds)) for name, seconds in times.items() if seconds is not None]
+    if p.network_bytes:
+        seconds = "unknown" if p.network_seconds is None else ms(p.network_seconds)
+        rows.append(("network", f"{seconds}, {p.network_bytes / 1e6:,.1f} MB sent to other slices by each device"))
+    if p.serial_seconds:
+        rows.append(("kernels in turn", ms(p.serial_seconds)))
+    if unknown := [name for name, seconds in times.items() if seconds is None] + ["speed"] * (not step):
+        rows.append(("unknown", f"{', '.join(unknown)}: no rates of {p.device} are on record"))
     if step:
-        rows += [
-            ("step", f"at least {format_ms(step)}: {why}"),
-            ("tokens per second", f"at most {p.tokens_per_step / step:,.0f}"),
-            *([("MFU", f"at most {mfu:.1%}{skips}")] if mfu else []),
-        ]
+        rows.append(("step", f"at least {ms(step)}: {why}"))
+        rows.append(("tokens per second", f"at most {p.tokens_per_step / step:,.0f}"))
+        if mfu := p.mfu and p.mfu * (p.step_seconds or 0.0) / step:
+            skips = " (it counts masked scores, which the kernel skips)" if mfu > 1.0 else ""
+            rows.append(("MFU", f"at most {mfu:.1%}{skips}"))
     rows.append(("full run", f"{p.total_tokens:,} tokens" + (f" in at least {hours:,.1f} hours" if step else "")))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

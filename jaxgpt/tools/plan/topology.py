@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,13 +19,12 @@ INSTALL = 'pip install "jaxgpt[plan-gpu]"'
 _MOST_ON_HOST = 8  # GPUs of a DGX or HGX
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """The facts about a GPU that XLA's compiler asks for, beside those of all of them in `_TARGET_TEXT`."""
 
     name: str  # JAX's name of the device, a key of PEAKS
     capability: tuple[int, int]  # CUDA compute capability
-    accelerated: bool  # compile for sm_90a, with instructions of this generation alone, not for sm_90
+    features: str  # ACCELERATED_FEATURES: compile for sm_90a, with instructions of this generation alone, not for sm_90
     cores: int  # streaming multiprocessors
     fpus_per_core: int
     clock_ghz: float
@@ -39,68 +37,22 @@ class Target:
     def to_text(self) -> str:
         """Return the target as a `stream_executor.GpuTargetConfigProto` in text form."""
         major, minor = self.capability
-        return _TARGET_TEXT.format(
-            **dataclasses.asdict(self),
-            memory=PEAKS[self.name].memory,
-            major=major,
-            minor=minor,
-            features="ACCELERATED_FEATURES" if self.accelerated else "NONE",
-        )
+        return _TARGET_TEXT.format(**self._asdict(), memory=PEAKS[self.name].memory, major=major, minor=minor)
 
 
 # Facts of github.com/openxla/xla, xla/backends/gpu/target_config/specs: h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro
 # (.txtpb, at commit 4336d12 of 2026). XLA asks the driver for them where there is a GPU.
-_H100 = Target(
-    name="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
-    accelerated=True,
-    cores=132,
-    fpus_per_core=128,
-    clock_ghz=1.98,
-    threads_per_core=2048,
-    shared_memory_per_core=233_472,
-    shared_memory_per_block=232_448,
-    l2_cache=52_428_800,
-    memory_bandwidth=3_352_320_000_000,
-)
+_A, _N = "ACCELERATED_FEATURES", "NONE"
+_HOPPER = Target("", (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800, 0)
+_A100 = Target("", (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040, 2_039_040_000_000)
+_B200 = Target("", (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864, 7_672_320_000_000)
+_PRO = Target("", (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728, 1_792_000_000_000)
 TARGETS = {
-    "h100": _H100,
-    "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory_bandwidth=4_800_000_000_000),
-    "a100-80": dataclasses.replace(
-        _H100,
-        name="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        accelerated=False,
-        cores=108,
-        fpus_per_core=64,
-        clock_ghz=1.41,
-        shared_memory_per_core=167_936,
-        shared_memory_per_block=166_912,
-        l2_cache=41_943_040,
-        memory_bandwidth=2_039_040_000_000,
-    ),
-    "b200": dataclasses.replace(
-        _H100,
-        name="NVIDIA B200",
-        capability=(10, 0),
-        cores=148,
-        clock_ghz=1.965,
-        l2_cache=132_644_864,
-        memory_bandwidth=7_672_320_000_000,
-    ),
-    "rtx6000pro": dataclasses.replace(
-        _H100,
-        name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
-        capability=(12, 0),
-        accelerated=False,
-        cores=188,
-        clock_ghz=2.6,
-        threads_per_core=1536,
-        shared_memory_per_core=131_072,
-        shared_memory_per_block=101_376,
-        l2_cache=134_217_728,
-        memory_bandwidth=1_792_000_000_000,
-    ),
+    "h100": _HOPPER._replace(name="NVIDIA H100 80GB HBM3", memory_bandwidth=3_352_320_000_000),
+    "h200": _HOPPER._replace(name="NVIDIA H200", memory_bandwidth=4_800_000_000_000),
+    "a100-80": _A100._replace(name="NVIDIA A100-SXM4-80GB"),
+    "b200": _B200._replace(name="NVIDIA B200"),
+    "rtx6000pro": _PRO._replace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition"),
 }
 
 _TARGET_TEXT = """
@@ -133,13 +85,19 @@ gpu_device_info {{
 """
 
 
+def topology_devices(topology: str) -> list[jax.Device]:
+    """Return the devices to compile for: GPUs, as "h200:8", or a TPU slice, as "v5e:4x4"."""
+    return gpu_devices(topology) if topology.partition(":")[0] in TARGETS else tpu_devices(topology)
+
+
 def gpu_devices(topology: str) -> list[jax.Device]:
     """Return the devices of "h200:8" (one host of 8 GPUs) or "h200:4x8" (4 hosts of 8), to compile for.
 
     The devices come from JAX's CUDA plugin; they cannot hold arrays or run programs. Neither a GPU nor CUDA is needed,
     but cuDNN, if the program calls it.
 
-    Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib.
+    Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib,
+    which JAX does not use.
     """
     match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-9][0-9]{0,3})", topology)
     target = TARGETS.get(match[1]) if match else None
@@ -148,34 +106,9 @@ def gpu_devices(topology: str) -> list[jax.Device]:
             f"topology {topology!r}: needs {', '.join(TARGETS)} and 1 to {_MOST_ON_HOST} GPUs, such as h200:8, or hosts "
             "and the GPUs of each, such as h200:4x8"
         )
-    _check_plugin()
-    skip_cuda_check()
-    gpu_memory_share()  # JAX would log a traceback of what is wrong with it
-    from jax.experimental import topologies
-
-    try:
-        found = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="",
-            topology=f"1x{match[2] or 1}x{match[3]}",  # slices x hosts x GPUs
-            target_config=target.to_text(),
-        )
-    except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
-        raise UserError(
-            "JAX has refused its CUDA plugin in this process: set JAX_PLATFORMS=cpu before jax is imported"
-        ) from None
-    return list(found.devices)
-
-
-def _check_plugin() -> None:
-    """Raise `UserError` unless the CUDA plugin is installed in jaxlib's version: JAX uses no other."""
+    plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+    versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
     jaxlib = importlib.metadata.version("jaxlib")
-    versions = {}
-    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if not versions:
         raise UserError(f"a GPU topology needs JAX's CUDA plugin, which is not installed: {INSTALL}")
     if jaxlib not in versions.values():
@@ -183,18 +116,20 @@ def _check_plugin() -> None:
         raise UserError(
             f'a GPU topology needs {name} of jaxlib\'s version, {jaxlib}, not {version}: pip install "{name}=={jaxlib}"'
         )
+    skip_cuda_check()
+    gpu_memory_share()  # JAX would log a traceback of what is wrong with it
+    from jax.experimental import topologies
 
-
-# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
-# tiled by hosts of 2x2x1 chips.
-_SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
-_LARGEST = {"v4": 4096, "v5p": 6144}  # chips
-
-
-def topology_devices(topology: str) -> list[jax.Device]:
-    """Return the devices to compile for: GPUs, as "h200:8", or a TPU slice, as "v5e:4x4"."""
-    return gpu_devices(topology) if topology.partition(":")[0] in TARGETS else tpu_devices(topology)
+    shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=shape, target_config=target.to_text()
+        )
+    except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
+        raise UserError(
+            "JAX has refused its CUDA plugin in this process: set JAX_PLATFORMS=cpu before jax is imported"
+        ) from None
+    return list(found.devices)
 
 
 def tpu_devices(topology: str) -> list[jax.Device]:
@@ -220,10 +155,10 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     options: dict[str, Any] = {"chip_config_name": "megacore"} if family in _LARGEST else {}
     if shape == "1x1":
         options["chips_per_host_bounds"] = (1, 1, 1)
-    options["num_slices"] = slices
     name = f"{family}:{shape}"
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices, **options)
+        return list(found.devices)
     except jax.errors.JaxRuntimeError as error:
         if "lockfile" not in str(error):
             raise
@@ -231,6 +166,13 @@ def tpu_devices(topology: str) -> list[jax.Device]:
             "another process has loaded libtpu, which allows one at a time: wait until it ends. If neither uses a TPU, "
             "set ALLOW_MULTIPLE_LIBTPU_LOAD=1 in the environment to allow several."
         ) from error
+
+
+# Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
+# tiled by hosts of 2x2x1 chips.
+_SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # and every AxBxC of multiples of 4
+_LARGEST = {"v4": 4096, "v5p": 6144}  # chips
 
 
 def parse_slice(topology: str) -> tuple[int, str, str]:
@@ -246,25 +188,17 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
         )
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")
-    if family in _LARGEST:
-        shapes = {*_SHAPES_3D, *_cubes(_LARGEST[family])}
-        choices = f"{', '.join(_SHAPES_3D)}, or AxBxC of multiples of 4, A <= B <= C, up to {_LARGEST[family]} chips"
-    else:
-        shapes, choices = set(_SHAPES_2D), ", ".join(_SHAPES_2D)
+    shapes, choices, cores = list(_SHAPES_2D), ", ".join(_SHAPES_2D), 1
+    if largest := _LARGEST.get(family):
+        cubes = itertools.combinations_with_replacement(range(4, largest // 16 + 1, 4), 3)
+        shapes = [*_SHAPES_3D, *(f"{a}x{b}x{c}" for a, b, c in cubes if a * b * c <= largest)]
+        choices = f"{', '.join(_SHAPES_3D)}, or AxBxC of multiples of 4, A <= B <= C, up to {largest} chips"
+        cores = 2
     if count is not None:
         sides = {name: [int(side) for side in name.split("x")] for name in shapes}
-        chips = int(count) / (2 if family in _LARGEST else 1)
+        chips = int(count) / cores
         as_many = [name for name in shapes if math.prod(sides[name]) == chips]
         shape = min(as_many, key=lambda name: sum(sides[name]), default=f"of {chips:g} chips")  # the most compact one
     if shape not in shapes:
         raise UserError(f"topology {topology}: {family} has no slice {shape}. It has {choices}.")
     return int(slices or 1), family, shape
-
-
-def _cubes(largest: int) -> set[str]:
-    sides = range(4, largest // 16 + 1, 4)
-    return {
-        f"{a}x{b}x{c}"
-        for a, b, c in itertools.combinations_with_replacement(sides, 3)
-        if math.prod((a, b, c)) <= largest
-    }

@@ -2,12 +2,12 @@
 
 import importlib.metadata
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import PEAKS
-from jaxgpt.tools.plan import topology as gpu
 from jaxgpt.tools.plan.topology import TARGETS, gpu_devices, topology_devices
 
 
@@ -47,12 +47,10 @@ def test_targets_agree_with_the_data_sheets(target):
     ],
 )
 def test_the_plugin_that_is_not_there(monkeypatch, installed, message):
-    def version(name):
-        try:
-            return ({"jaxlib": "0.10.2"} | installed)[name]
-        except KeyError:
-            raise importlib.metadata.PackageNotFoundError(name) from None
+    def distributions(*, name):
+        return [SimpleNamespace(name=name, version=installed[name])] if name in installed else []
 
-    monkeypatch.setattr(gpu.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
+    monkeypatch.setattr(importlib.metadata, "version", {"jaxlib": "0.10.2"}.get)
     with pytest.raises(UserError, match=message):
         gpu_devices("h200:8")

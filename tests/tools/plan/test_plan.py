@@ -10,7 +10,7 @@ from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
-from jaxgpt.tools.plan.hlo import Collective, read_program
+from jaxgpt.tools.plan.hlo import Collective
 from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan
 from tests.helpers import TINY, run_command
 
@@ -39,15 +39,8 @@ def test_this_machine(here):
 def test_what_is_unknown_is_unknown(here):
     """There is no table of CPUs: neither a time nor a rate is guessed."""
     assert "cpu" not in PEAKS
-    unknown = (
-        "compute_seconds",
-        "memory_seconds",
-        "interconnect_seconds",
-        "step_seconds",
-        "bottleneck",
-        "mfu",
-        "hours",
-    )
+    names = ("compute", "memory", "interconnect", "step")
+    unknown = [f"{name}_seconds" for name in names] + ["bottleneck", "mfu", "hours"]
     assert all(getattr(here, name) is None for name in unknown)
     unknown = "unknown          compute, memory traffic, interconnect, speed: no rates of cpu are on record\n"
     assert format_plan(here).count("unknown") == 1 and unknown in format_plan(here)
@@ -80,12 +73,13 @@ def test_the_roofline(monkeypatch):
 
 
 def splash_flops(calls: int, attention: str = "splash", **model) -> float:
-    """Two layers and three micro-batches, in a program with another kernel, which states its FLOPs."""
+    """Two layers and three micro-batches."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=128, **model)
-    trainer = SimpleNamespace(options=SimpleNamespace(attention=attention), split=SimpleNamespace(grad_accum_steps=3))
-    program = read_program("HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
-    program = dataclasses.replace(program, silent_kernels=calls, custom_flops=1e12)
-    return plans._splash_flops(trainer, config, 100, program) / 100 / (2 * 2 * 128)  # products x tokens read
+    experiment = Experiment(name="splash", model=config, train=TrainConfig(batch_size=6))
+    options, split = SimpleNamespace(attention=attention), SimpleNamespace(grad_accum_steps=3)
+    trainer = SimpleNamespace(options=options, split=split, strategy=SimpleNamespace(devices=[None] * 2))
+    tokens = 6 * config.block_size / 2  # of a device
+    return plans.splash_flops(experiment, trainer, calls) / tokens / (2 * 2 * 128)  # products x tokens read
 
 
 def test_what_splash_attention_computes():
@@ -106,29 +100,18 @@ def test_an_mfu_above_one_says_why(here):
     assert "at most 102.0% (it counts masked scores, which the kernel skips)" in format_plan(above)
 
 
-def test_collectives_add_up(monkeypatch):
-    monkeypatch.setattr(plans, "ring_bandwidth", lambda devices, group: 1e9)
-    one = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
-    other = dataclasses.replace(one, bytes=500, times=2)
-    gather = dataclasses.replace(one, kind="all-gather", times=1)
-    found = plans._total_collectives((one, gather, other), [type("Device", (), {"device_kind": "TPU v4"})])
-    assert [(e.kind, e.devices, e.count, e.bytes) for e in found] == [
-        ("all-gather", 2, 1, 1000),
-        ("all-reduce", 2, 5, 4000),
-    ]
-    assert [e.seconds for e in found] == pytest.approx([0.5e-6, 4e-6])  # half of it; twice half of it
-
-
-def test_what_goes_between_slices_is_counted_apart(monkeypatch, here):
-    """It has a row of its own, and binds the step if it takes longest."""
+def test_collectives_add_up(monkeypatch, here):
+    """Those of a kind and a group size are one row; what goes between slices has rows of its own."""
     monkeypatch.setattr(plans, "ring_bandwidth", lambda devices, group: 1e6 if group == (0, 4) else 1e9)
-    inside = Collective(kind="all-reduce", shapes=("f32[250]",), bytes=1000, group=(0, 1), times=3)
-    across = dataclasses.replace(inside, group=(0, 4), between_slices=True)
-    found = plans._total_collectives((across, inside), [type("Device", (), {"device_kind": "TPU v4"})])
-    assert [(e.between_slices, e.count, e.seconds) for e in found] == [(False, 3, 3e-6), (True, 3, 3e-3)]
-    assert plans._sent(across) == 3000  # half of 1,000 bytes to the other slice, twice
-    seconds = plans._bounds(1.0, 1.0, found, PEAKS["TPU v4"])
-    assert max(seconds, key=seconds.get) == "network" and seconds["interconnect"] == 3e-6
+    one = Collective(kind="all-reduce", bytes=1000, group=(0, 1), times=3)
+    other, gather = dataclasses.replace(one, bytes=500, times=2), dataclasses.replace(one, kind="all-gather", times=1)
+    across = dataclasses.replace(one, group=(0, 4), between_slices=True)
+    found = plans.total_collectives((across, one, gather, other), [SimpleNamespace(device_kind="TPU v4")])
+    assert [(e.between_slices, e.kind, e.devices, e.count, e.bytes, e.seconds) for e in found] == [
+        (False, "all-gather", 2, 1, 1000, pytest.approx(0.5e-6)),  # half of it
+        (False, "all-reduce", 2, 5, 4000, pytest.approx(4e-6)),  # twice half of it
+        (True, "all-reduce", 2, 3, 3000, pytest.approx(3e-3)),
+    ]
     plan = dataclasses.replace(here, collectives=found, network_seconds=3e-3, network_bytes=3000.0)
     assert "between slices   3 x all-reduce over 2: 0.0 MB, 3.0 ms\n" in format_plan(plan)
     assert "network          3.0 ms, 0.0 MB sent to other slices by each device\n" in format_plan(plan)
@@ -139,14 +122,14 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
     """A device that only holds a micro-batch of 2 with remat full, or of 1 with dots; full is the faster one."""
     said, tried = [], []
 
-    def compiled(experiment, devices, topology):
-        remat, micro = experiment.model.remat, experiment.parallel.micro_batch_size
+    def compiled(experiment, trainer, topology):
+        remat, micro = experiment.model.remat, trainer.split.micro_batch_size
         tried.append((remat, micro))
-        if (micro or 8) > {"none": 0, "dots": 1, "full": 2}[remat]:
+        if micro > {"none": 0, "dots": 1, "full": 2}[remat]:
             raise DoesNotFit(3 * 2**30)
         return dataclasses.replace(here, remat=remat, micro_batch_size=micro, step_seconds=1.0 / micro)
 
-    monkeypatch.setattr(plans, "_compile", compiled)
+    monkeypatch.setattr(plans, "compile_plan", compiled)
     found = make_plan(EXPERIMENT, 11, say=said.append)
     assert (found.remat, found.micro_batch_size) == ("full", 2)
     assert tried == [
@@ -166,31 +149,20 @@ def test_nothing_fits(monkeypatch):
 
 def test_the_search_splits_the_state_over_more_and_more_devices():
     experiment = dataclasses.replace(EXPERIMENT, model=GPTConfig(n_embd=96, n_head=2, remat="dots"))
-    variants = [(v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in plans._iter_variants(experiment, 8)]
+    variants = [(v.model.remat, v.parallel.strategy, v.parallel.fsdp) for v in plans.iter_variants(experiment, 8)]
     assert variants == [
         *[(remat, "auto", 1) for remat in ("dots", "full")],
         *[(remat, "mesh", n) for n in (2, 4, 8) for remat in ("dots", "full")],
     ]
-    slices = [v.parallel for v in plans._iter_variants(experiment, 8, 2)]
+    slices = [v.parallel for v in plans.iter_variants(experiment, 8, 2)]
     assert [(p.strategy, p.fsdp, p.slices) for p in slices[2::2]] == [("mesh", 2, 2), ("mesh", 4, 2)]
     tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
-    assert len(list(plans._iter_variants(tensor, 8))) == 2  # how it is split is the user's choice already
+    assert len(list(plans.iter_variants(tensor, 8))) == 2  # how it is split is the user's choice already
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path, text_file):
-    shape = [
-        "--model.n-layer",
-        "1",
-        "--model.n-head",
-        "1",
-        "--model.n-embd",
-        "8",
-        "--model.block-size",
-        "8",
-        "--train.batch-size",
-        "2",
-    ]
+    shape = "--model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.block-size 8 --train.batch-size 2".split()
     command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file))
     done = run_command(*command, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -46,13 +46,26 @@ def test_slices(tmp_path):
     assert [json.loads(line) for line in result.stdout.splitlines()] == [*SLICES, ["cpu", 3.0]]
 
 
+NO_TOPOLOGY = "needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"
+NO_COUNT = r"has no slice of [0-9.]+ chips\. It has "
+IN_2D = "It has 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+IN_3D = "It has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4"
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["", "v5e", "v5e:", "v5e:4,4", "v3:2x2", "4x4", "v5e:4x4 ", "v5litepod4", "v5e-", "0xv5e:4x4", "100xv5e:4x4", "x"],
+    ("names", "message"),
+    [
+        ("|v5e|v5e:|v5e:4,4|v3:2x2|4x4|v5e:4x4 |v5litepod4|v5e-|0xv5e:4x4|100xv5e:4x4|x", NO_TOPOLOGY),
+        ("v5e-12|v5p-4|v4-9|v4-12288", NO_COUNT),
+        ("v5e:3x3|v5e:4x2|v6e:32x32|v5e:4x4x1", IN_2D),
+        ("v4:4x4|v5p:1x1x1|v5p:8x4x4|v4:4x4x6|v4:16x16x20|v5p:16x20x28", IN_3D),
+    ],
+    ids=["topology", "count", "two dimensions", "three dimensions"],
 )
-def test_what_is_no_topology(name):
-    with pytest.raises(UserError, match="needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4"):
-        tpu_devices(name)
+def test_what_is_no_slice(names, message):
+    for name in names.split("|"):
+        with pytest.raises(UserError, match=message):
+            tpu_devices(name)
 
 
 @pytest.mark.parametrize(
@@ -70,24 +83,6 @@ def test_what_is_no_topology(name):
 )
 def test_the_names_of_google_cloud(name, found):
     assert parse_slice(name) == found
-
-
-@pytest.mark.parametrize("name", ["v5e-12", "v5p-4", "v4-9", "v4-12288"])
-def test_numbers_of_chips_that_no_slice_has(name):
-    with pytest.raises(UserError, match=r"has no slice of [0-9.]+ chips\. It has "):
-        parse_slice(name)
-
-
-@pytest.mark.parametrize("name", ["v5e:3x3", "v5e:4x2", "v6e:32x32", "v5e:4x4x1"])
-def test_shapes_of_two_dimensions(name):
-    with pytest.raises(UserError, match="It has 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"):
-        tpu_devices(name)
-
-
-@pytest.mark.parametrize("name", ["v4:4x4", "v5p:1x1x1", "v5p:8x4x4", "v4:4x4x6", "v4:16x16x20", "v5p:16x20x28"])
-def test_shapes_of_three_dimensions(name):
-    with pytest.raises(UserError, match="It has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4"):
-        tpu_devices(name)
 
 
 def test_without_libtpu(monkeypatch):
