@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config import Experiment
@@ -20,8 +19,7 @@ from jaxgpt.data.template import ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole
-from jaxgpt.gguf.families import FAMILIES
-from jaxgpt.gguf.file import open_gguf, parse_dtype, to_gguf, write_gguf
+from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import Family
@@ -36,7 +34,7 @@ from jaxgpt.hf.source import (
     tokenizer_config,
     tokenizer_json,
 )
-from jaxgpt.hf.weights import SHARD, read_params, to_tensors, write
+from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_tensors, write
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -202,7 +200,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
     model, params = unstack_layers(loaded.model, loaded.params)
     tensors = to_tensors(params, family, model.config, dtype)
-    stored_as = np.dtype(next(iter(tensors.values())).dtype).name
+    stored_as = DTYPES[next(iter(tensors.values())).kind].name
     config = (imported or _special_ids(loaded)) | family.write(model.config)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,7 @@ from flax import traverse_util
 
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.families import FAMILIES, write_fields
-from jaxgpt.gguf.file import open_gguf, to_gguf, write_gguf
+from jaxgpt.gguf.file import FAMILIES, open_gguf, to_gguf, write_fields, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.family import canonical_form

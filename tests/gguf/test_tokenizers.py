@@ -266,7 +266,7 @@ DAMAGED = {
     "tokens is missing": {"tokenizer.ggml.tokens": None},
     "needs a list of texts": {"tokenizer.ggml.tokens": ["a", 3]},
     "neither the 256 bytes nor characters": {"tokenizer.ggml.model": "rwkv"},
-    "vocab_size, got None": {"tokenizer.ggml.model": "none"},
+    "vocab_size=None: needs a whole number": {"tokenizer.ggml.model": "none"},
     "is int": {JSON: 3},
     "cannot be used": {JSON: "{}"},
     "differ: token": {JSON: train_bpe([TEXT[::-1]], 400).to_json()},

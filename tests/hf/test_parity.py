@@ -16,7 +16,7 @@ import pytest
 import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
 from jaxgpt.hf.family import IGNORED, canonical_form
-from jaxgpt.hf.weights import LazyTensor, list_tensors, read_params, shapes_of, to_tensors, write
+from jaxgpt.hf.weights import hold, list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.helpers import stack_layers
@@ -57,7 +57,7 @@ def imported(golden, tmp_path_factory):
 
 
 def made(x):
-    return LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda: x)
+    return hold(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
