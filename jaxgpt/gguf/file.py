@@ -20,222 +20,154 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
+from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
 from jaxgpt.gguf.tokenizers import GGML, JSON, read_tokenizer
-from jaxgpt.hf.config_rules import SCALINGS, ConfigRule, Json, always, choice, fields
-from jaxgpt.hf.family import Family, Layout, find_differences, weight_rules
+from jaxgpt.hf.config_rules import SCALINGS, ConfigRule, Json
+from jaxgpt.hf.family import Family, find_differences, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 
+# Tensors whose presence tells a part of the configuration: their names count as fields.
 OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
+QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
 LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
 FLOATS = ("epsilon", "freq_base", "freq_base_swa", "factor", "softcapping")  # endings of fields that are never integers
+SIZES = {"vocab_size": "vocab_size", "context_length": "block_size", "embedding_length": "n_embd"}
+SIZES |= {"block_count": "n_layer", "attention.head_count": "n_head", "feed_forward_length": "mlp_dim"}
+EPSILON = {"layernorm": "attention.layer_norm_epsilon", "rmsnorm": "attention.layer_norm_rms_epsilon"}
+WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
+RMS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
+NO_BIAS = {"bias": False, "out_bias": False}
+GEMMA = RMS | NO_BIAS | {"activation": "geglu_tanh", "norm_offset": True, "scale_embeddings": True}
+# What all models of an architecture have in common, by llama.cpp's name of it.
+USUAL: dict[str, Json] = {
+    "gpt2": {"norm": "layernorm", "activation": "gelu_tanh"},
+    "llama": RMS,
+    "qwen2": RMS | NO_BIAS,
+    "qwen3": RMS | NO_BIAS | {"qk_norm": True},
+    "gemma": GEMMA,
+    "gemma2": GEMMA | {"norm_position": "sandwich"},
+    "gemma3": GEMMA | {"norm_position": "sandwich", "qk_norm": True},
+    "gptneox": {"norm": "layernorm", "position": "rope", "activation": "gelu"},
+    "olmo2": RMS | NO_BIAS | {"norm_position": "output", "qk_norm": True, "qk_norm_over": "heads"},
+}
+# Norms of a layer by their position: our name -> theirs.
+NORMS = {
+    "pre": {"ln_1": "attn_norm", "ln_2": "ffn_norm"},
+    "output": {"ln_1": "post_attention_norm", "ln_2": "post_ffw_norm"},
+    "sandwich": dict(ln_1="attn_norm", ln_1_out="post_attention_norm", ln_2="ffn_norm", ln_2_out="post_ffw_norm"),
+}
+WITH_HEAD_SIZE = ("llama", "qwen3", "gemma", "gemma2", "gemma3")  # in the others it is n_embd / n_head
+TIED_WITH_COPY = ("gptneox", "olmo2")  # where llama.cpp needs the output matrix
+ALWAYS_TIED = ("gemma", "gemma2")  # all others are tied if there is no output matrix
+# Size and period of windows if their fields are absent; layers of the model of 27B, by which llama.cpp knows it.
+WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
 
 
-def _count(values: Json, key: str) -> int:
-    return check_count(key, values.get(key), 1, LARGEST_SIZE)
+def _write(name: str, c: GPTConfig) -> Json:
+    """Return the fields of an architecture. What it cannot express is left out."""
+    usual = USUAL[name]
+    values: Json = {key: getattr(c, ours) for key, ours in SIZES.items()}
+    if usual.get("position") == "rope":
+        values |= {"rope.freq_base": c.rope_theta, "rope.dimension_count": int((c.head_dim or 0) * c.rope_fraction)}
+        if c.rope_scaling == "linear":
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.rope_factor}
+    values[EPSILON[usual["norm"]]] = c.norm_eps
+    if usual["norm"] == "rmsnorm":
+        values |= {"attention.head_count_kv": c.n_kv_head} | ({QKV_BIAS: True} if c.qkv_bias else {})
+    if name == "llama":
+        if c.rope_scaling == "llama3" and (rope := c.make_rope(None)) is not None:
+            values |= {f"jaxgpt.{ours}": getattr(c, ours) for ours in SCALINGS["llama3"].values()}
+            # What llama.cpp divides the angle of each pair by, a tensor.
+            values[FREQUENCIES] = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
+        values |= ({OUT_BIAS: True} if c.out_bias else {}) | ({UP_BIAS: True} if c.bias else {})
+    if name in WITH_HEAD_SIZE:
+        values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
+    if name in TIED_WITH_COPY:
+        values["jaxgpt.tie_embeddings"] = c.tie_embeddings
+    elif name not in ALWAYS_TIED and not c.tie_embeddings:
+        values[OUTPUT] = True
+    if name == "gptneox":
+        values["use_parallel_residual"] = c.parallel_residual
+    # llama.cpp has the tanh form of GELU only. By erf it is at most 4.7e-4 away; ggml's table in float16 is up to 2e-3 away.
+    if c.activation != usual["activation"] and usual["activation"].startswith(c.activation.removesuffix("_tanh")):
+        values["jaxgpt.activation"] = c.activation
+    if name == "gemma3":
+        values["rope.freq_base_swa"] = c.rope_local_theta or c.rope_theta
+    if name in WINDOWED and c.window(0) is not None:  # else no layer has one
+        values |= {WINDOW: c.sliding_window, PERIOD: c.global_every or 0}
+    if name == "gemma2":
+        values["attn_logit_softcapping"] = c.attention_softcap
+    if name in WINDOWED:
+        values["final_logit_softcapping"] = c.logit_softcap
+    return {key: float(x) if key.endswith(FLOATS) else x for key, x in values.items() if x is not None}
 
 
-def _head_size(values: Json) -> int:
-    return _count(values, "embedding_length") // _count(values, "attention.head_count")
+def _read(name: str, values: Json) -> Json:
+    """Return the fields of `GPTConfig` for the model that llama.cpp computes, with its defaults."""
+    usual, get = USUAL[name], values.get
+    needed = [*SIZES, EPSILON[usual["norm"]]]
+    needed += ["attention.key_length"] if name in WITH_HEAD_SIZE else []
+    needed += ["rope.dimension_count", "use_parallel_residual"] if name == "gptneox" else []
+    for key in needed:
+        if get(key) is None:
+            raise UserError(f"it has no {key}")
+    ours = usual | {field: values[key] for key, field in SIZES.items()} | {"norm_eps": get(EPSILON[usual["norm"]])}
+    head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
+    if usual.get("position") == "rope":
+        ours["rope_theta"] = get("rope.freq_base", 10_000.0)
+        if (factor := get("rope.scaling.factor")) is not None:
+            ours |= {"rope_scaling": "linear", "rope_factor": factor}
+    if usual["norm"] == "rmsnorm":
+        ours |= {"n_kv_head": get("attention.head_count_kv"), "qkv_bias": QKV_BIAS in values}
+    if name == "llama":
+        if FREQUENCIES in values:
+            ours |= {"rope_scaling": "llama3"} | {x: get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
+        ours |= {"out_bias": OUT_BIAS in values, "bias": UP_BIAS in values}
+    if name in WITH_HEAD_SIZE:
+        ours["head_dim"] = values["attention.key_length"]
+    if name in TIED_WITH_COPY:
+        ours["tie_embeddings"] = get("jaxgpt.tie_embeddings", False)
+    elif name not in ALWAYS_TIED:
+        ours["tie_embeddings"] = OUTPUT not in values
+    if name == "gptneox":
+        rotated = check_count("rope.dimension_count", values["rope.dimension_count"])
+        ours |= {"rope_fraction": rotated / max(head_size, 1), "parallel_residual": values["use_parallel_residual"]}
+    ours["activation"] = get("jaxgpt.activation", usual["activation"])
+    if name == "gemma3":
+        ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
+    if name in WINDOWED:
+        size, every, deepest = WINDOWED[name]
+        ours["sliding_window"] = get(WINDOW, size) or None
+        ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
+        if values["block_count"] == deepest:  # whose scores have the scale of n_embd / n_head
+            ours["query_scale"] = head_size
+        ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
+    if name == "gemma2":
+        ours["attention_softcap"] = get("attn_logit_softcapping", 50.0)
+    return ours
 
 
-def _stored(ours: str, tensor: str, meant: bool = True) -> ConfigRule:
-    """Return the rule for a field that is `meant` if there is a tensor, else not."""
-    return ConfigRule(
-        (),
-        lambda v: {ours: (tensor in v) == meant},
-        lambda config: {tensor: True} if getattr(config, ours) == meant else {},
-    )
-
-
-SIZES = (
-    fields(vocab_size="vocab_size", block_size="context_length", n_embd="embedding_length", n_layer="block_count"),
-    fields(n_head="attention.head_count", mlp_dim="feed_forward_length"),
-)
-TIED_IF_ABSENT = _stored("tie_embeddings", OUTPUT, meant=False)
-TIED_WITH_COPY = fields(tie_embeddings=("jaxgpt.tie_embeddings", False))  # where llama.cpp needs the output matrix
-LAYER_NORM = (fields(norm_eps="attention.layer_norm_epsilon"), always(norm="layernorm"))
-HEAD_SIZE = (
-    fields(head_dim="attention.key_length"),
-    ConfigRule((), lambda v: {}, lambda config: {"attention.value_length": config.head_dim}),
-)
-NO_OTHER_BIAS = always(bias=False, out_bias=False)
-
-
-def _read_rotation(values: Json) -> Json:
-    factor = values.get("rope.scaling.factor")
-    scaling = {} if factor is None else {"rope_scaling": "linear", "rope_factor": factor}
-    return {"position": "rope", "rope_theta": values.get("rope.freq_base", 10_000.0)} | scaling
-
-
-def _write_rotation(config: GPTConfig) -> Json:
-    rotated = int((config.head_dim or 0) * config.rope_fraction)
-    rotation = {"rope.freq_base": config.rope_theta, "rope.dimension_count": rotated}
-    if config.rope_scaling == "linear":
-        rotation |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_factor}
-    return rotation
-
-
-ROTATION = ConfigRule((), _read_rotation, _write_rotation)
-FRACTION = ConfigRule((), lambda v: {"rope_fraction": _count(v, "rope.dimension_count") / max(_head_size(v), 1)})
-LLAMA3_FIELDS = fields(**{name: f"jaxgpt.{name}" for name in SCALINGS["llama3"].values()})
-
-
-def _write_llama3(config: GPTConfig) -> Json:
-    """Return our fields of llama3 scaling, and what llama.cpp divides the angle of each pair by, which is a tensor."""
-    if config.rope_scaling != "llama3":
-        return {}
-    rope = config.make_rope(None)
-    assert rope is not None
-    divisors = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
-    return LLAMA3_FIELDS.write(config) | {FREQUENCIES: divisors}
-
-
-LLAMA3 = ConfigRule(
-    (), lambda v: {"rope_scaling": "llama3"} | LLAMA3_FIELDS.read(v) if FREQUENCIES in v else {}, _write_llama3
-)
-
-
-def _gelu(computed: str, approximated: str, default: str) -> ConfigRule:
-    """Return the rule for GELU, of which llama.cpp has the tanh form only. default: the activation without our field.
-
-    GELU by erf is at most 4.7e-4 away from it; ggml's table in float16 is up to 2e-3 away.
-    """
-    rule = choice("activation", "jaxgpt.activation", {name: name for name in (computed, approximated)}, default)
-    return rule._replace(write=lambda config: {} if config.activation == default else rule.write(config))
-
-
-def _windows(size: int | None, every: int) -> ConfigRule:
-    """Return the rule for layers with a sliding window, but for every n-th. The arguments are for absent fields."""
-    keys = "attention.sliding_window", "attention.sliding_window_pattern"
-
-    def read(values: Json) -> Json:
-        window = values.get(keys[0], size) or None
-        return {"sliding_window": window} | ({"global_every": values.get(keys[1], every) or None} if window else {})
-
-    def write(config: GPTConfig) -> Json:
-        if config.window(0) is None:  # then no layer has one
-            return {}
-        return {keys[0]: config.sliding_window, keys[1]: config.global_every or 0}
-
-    return ConfigRule((), read, write)
-
-
-def _query_scale(largest: int) -> ConfigRule:
-    """Return the rule for the scale of scores: the head size, and n_embd / n_head in Gemma's model of 27B.
-
-    largest: layers of that model, by which llama.cpp knows it.
-    """
-    return ConfigRule((), lambda v: {"query_scale": _head_size(v)} if v["block_count"] == largest else {})
-
-
-# Norms of a layer: our name -> theirs.
-PRE = {"ln_1": "attn_norm", "ln_2": "ffn_norm"}
-AFTER = {"ln_1": "post_attention_norm", "ln_2": "post_ffw_norm"}
-SANDWICH = {"ln_1": "attn_norm", "ln_1_out": "post_attention_norm", "ln_2": "ffn_norm", "ln_2_out": "post_ffw_norm"}
-
-
-def _family(
-    name: str,
-    *config_rules: ConfigRule,
-    norms: dict[str, str] = PRE,
-    has_fused_qkv: bool = False,
-    rotated: Layout = "rows",
-) -> Family:
-    """Return a family. norms: our names of a layer's norms -> theirs. rotated: layout of queries and keys."""
-    qkv = {"attn/qkv": "attn_qkv"} if has_fused_qkv else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
+def _family(name: str) -> Family:
+    fused = {"attn/qkv": "attn_qkv"} if name in ("gpt2", "gptneox") else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
     rules = weight_rules(
         {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output", "ln_f": "output_norm"},
         "blk.{}",
-        qkv
+        fused
         | {"attn/c_proj": "attn_output", "mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up", "mlp/c_proj": "ffn_down"}
-        | norms
+        | NORMS[USUAL[name].get("norm_position", "pre")]
         | {"attn/q_norm": "attn_q_norm", "attn/k_norm": "attn_k_norm"},
-        rotated=rotated,
+        rotated="pairs" if name == "llama" else "rows",
     )
-    return Family(model_type=name, config_rules=(*SIZES, *config_rules), weight_rules=rules)
+    config_rule = ConfigRule((), functools.partial(_read, name), functools.partial(_write, name))
+    return Family(model_type=name, config_rules=(config_rule,), weight_rules=rules)
 
 
-LLAMA_LIKE = (
-    ROTATION,
-    fields(norm_eps="attention.layer_norm_rms_epsilon", n_kv_head=("attention.head_count_kv", None)),
-    always(norm="rmsnorm", activation="swiglu"),
-    _stored("qkv_bias", "blk.0.attn_q.bias"),
-)
-GEMMA_LIKE = (
-    *LLAMA_LIKE,
-    *HEAD_SIZE,
-    NO_OTHER_BIAS,
-    _gelu("geglu_tanh", "geglu", default="geglu_tanh"),
-    always(norm_offset=True, scale_embeddings=True),
-)
-LLAMA = _family(
-    "llama",
-    *LLAMA_LIKE,
-    LLAMA3,
-    *HEAD_SIZE,
-    TIED_IF_ABSENT,
-    _stored("out_bias", "blk.0.attn_output.bias"),
-    _stored("bias", "blk.0.ffn_up.bias"),
-    rotated="pairs",
-)
-# By the model_type of Hugging Face.
-FAMILIES = {
-    "gpt2": _family(
-        "gpt2", *LAYER_NORM, TIED_IF_ABSENT, _gelu("gelu_tanh", "gelu", default="gelu_tanh"), has_fused_qkv=True
-    ),
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": _family("qwen2", *LLAMA_LIKE, TIED_IF_ABSENT, NO_OTHER_BIAS),
-    "qwen3": _family("qwen3", *LLAMA_LIKE, *HEAD_SIZE, TIED_IF_ABSENT, NO_OTHER_BIAS, always(qk_norm=True)),
-    "gemma": _family("gemma", *GEMMA_LIKE),
-    "gemma2": _family(
-        "gemma2",
-        *GEMMA_LIKE,
-        _windows(4096, every=2),
-        _query_scale(largest=46),
-        fields(attention_softcap=("attn_logit_softcapping", 50.0), logit_softcap=("final_logit_softcapping", 30.0)),
-        always(norm_position="sandwich"),
-        norms=SANDWICH,
-    ),
-    "gemma3_text": _family(
-        "gemma3",
-        *GEMMA_LIKE,
-        ConfigRule(
-            ("rope.freq_base_swa",),
-            lambda v: {"rope_local_theta": v.get("rope.freq_base_swa", 10_000.0)},
-            lambda config: {"rope.freq_base_swa": config.rope_local_theta or config.rope_theta},
-        ),
-        _windows(None, every=6),
-        _query_scale(largest=62),
-        fields(logit_softcap=("final_logit_softcapping", None)),
-        TIED_IF_ABSENT,
-        always(norm_position="sandwich", qk_norm=True),
-        norms=SANDWICH,
-    ),
-    "gpt_neox": _family(
-        "gptneox",
-        ROTATION,
-        FRACTION,
-        *LAYER_NORM,
-        TIED_WITH_COPY,
-        fields(parallel_residual="use_parallel_residual"),
-        _gelu("gelu_tanh", "gelu", default="gelu"),
-        has_fused_qkv=True,
-    ),
-    "olmo2": _family(
-        "olmo2",
-        *LLAMA_LIKE,
-        TIED_WITH_COPY,
-        NO_OTHER_BIAS,
-        always(norm_position="output", qk_norm=True, qk_norm_over="heads"),
-        norms=AFTER,
-    ),
-}
-ARCHITECTURES = {family.model_type: family for family in FAMILIES.values()}  # by llama.cpp's name
+ARCHITECTURES = {name: _family(name) for name in USUAL}
+RENAMED = {"gemma3_text": ARCHITECTURES["gemma3"], "gpt_neox": ARCHITECTURES["gptneox"]}
+FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by the model_type of Hugging Face
 
 
 def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
@@ -243,8 +175,7 @@ def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
 
     Raises `UserError` if llama.cpp would compute another model.
     """
-    written = {key: value for key, value in family.write(config).items() if value is not None}
-    values = {key: float(value) if key.endswith(FLOATS) else value for key, value in written.items()}
+    values = family.write(config)
     try:
         check_count("block_count", config.n_layer, 1, LARGEST_DEPTH)
         differs = find_differences(config, family.read(values))
@@ -295,7 +226,7 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dic
     if FREQUENCIES in values:
         tensors[FREQUENCIES] = hold(values[FREQUENCIES])
     prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
-    made = {"general.architecture": family.model_type}
+    made: Json = {"general.architecture": family.model_type}
     made |= {name: values[key] for name, key in prefixed.items() if key not in tensors}
     if config.norm_offset:
         parameters = {n: np.asarray(tensors[n].read(), np.float32) for n in sorted(tensors) if n.endswith(NORM)}
@@ -474,5 +405,5 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
         if len(shape) > 4 or is_cut or offset + _count_bytes(shape, kind) > size:
             raise UserError(f"{path} is damaged: it ends before the end of {name}. Download it again.")
         read = functools.partial(_read_elements, path, shape, kind, offset)
-        tensors[name] = Tensor(shape, "F32" if kind == "Q8_0" else kind, read)
+        tensors[name] = Tensor(shape, "F32" if kind == "Q8_0" else kind, read, path)
     return values, tensors

@@ -147,6 +147,7 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
+    fields: dict[str, Any]
     has_fallback, vocab = model["byte_fallback"], model["vocab"]
     names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
     missing, harmless = {byte for byte, name in enumerate(names) if name not in vocab}, set()

@@ -48,6 +48,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     kind: str  # dtype in the format's spelling, such as F32
     read: Callable[[], np.ndarray]
+    file: Path | None = None  # that has it
 
     @property
     def bytes(self) -> int:
@@ -104,7 +105,7 @@ def _read_header(file: Path) -> dict[str, Tensor]:
     with _open(file) as f:
         parts = {name: f.get_slice(name) for name in list(f.keys())}
         return {
-            name: Tensor(tuple(part.get_shape()), part.get_dtype(), functools.partial(read, name))
+            name: Tensor(tuple(part.get_shape()), part.get_dtype(), functools.partial(read, name), file)
             for name, part in parts.items()
         }
 
@@ -241,7 +242,7 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
             return
     raise UserError(
         f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent): "
-        f"set it to false to use both, or remove {head} from its file"
+        f"set it to false to use both, or remove {head} from {tensors[head].file}"
     )
 
 

@@ -20,7 +20,8 @@ from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
-from jaxgpt.gguf.file import LLAMA, read_config, read_gguf, write_fields, write_gguf
+from jaxgpt.gguf.file import FAMILIES as GGUF_FAMILIES
+from jaxgpt.gguf.file import read_config, read_gguf, write_fields, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
@@ -129,7 +130,9 @@ def _write_gguf(path: Path) -> None:
     """A Llama 3 of an embedding alone."""
     hf = BODY | {"vocab_size": 4, "hidden_size": 16, "rope_parameters": LLAMA3}
     tokenizer = tokenizer_fields(CharTokenizer("ab\n"), 4, chat_template="{{ messages }}", ends=[1])
-    fields = {f"llama.{key}": value for key, value in write_fields(LLAMA, FAMILIES["llama"].read(hf)).items()}
+    fields = {
+        f"llama.{key}": value for key, value in write_fields(GGUF_FAMILIES["llama"], FAMILIES["llama"].read(hf)).items()
+    }
     tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(4, 16)}
     made = {n: hold(np.asarray(x, np.float32)) for n, x in tensors.items()}
     write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
