@@ -93,6 +93,7 @@ def tokenizer_fields(
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
     template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
+    fields: dict[str, Any]
     if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size
         return {GGML + "model": "none"}
     if isinstance(tokenizer, BPETokenizer):

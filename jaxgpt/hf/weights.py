@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     kind: str  # dtype in the format's spelling, such as F32
     read: Callable[[], np.ndarray]
-    file: Path | None = None  # that has it
+    file: Path = Path()  # that has it
 
     @property
     def bytes(self) -> int:
