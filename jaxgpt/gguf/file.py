@@ -24,8 +24,7 @@ from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
 from jaxgpt.gguf.tokenizers import GGML, JSON, read_tokenizer
-from jaxgpt.hf.config_rules import SCALINGS, ConfigRule, Json
-from jaxgpt.hf.family import Family, find_differences, weight_rules
+from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
 from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 

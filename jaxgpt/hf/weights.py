@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -212,7 +211,7 @@ def read_params(
     assert head_dim is not None
     for rule in family.expand_rules(config, shapes_of(config)):
         tensor = tensors[rule.theirs].read()
-        if not is_finite(tensor):
+        if not np.isfinite(tensor).all():
             broken.append(rule.theirs)
         for path, part in zip(rule.ours, split(tensor, len(rule.ours), rule.layout, head_dim), strict=True):
             params[path] = jax.make_array_from_callback(
@@ -244,13 +243,6 @@ def _check_tied(tensors: dict[str, Tensor], family: Family, config: GPTConfig) -
         f"{head} differs from {embedding}, but config.json ties them (tie_word_embeddings is true or absent): "
         f"set it to false to use both, or remove {head} from {tensors[head].file}"
     )
-
-
-def is_finite(tensor: np.ndarray) -> bool:
-    """Return whether all elements are finite."""
-    if tensor.dtype == DTYPES["BF16"]:  # bits without the sign: 2.5 times as fast as isfinite (2 s for 10^9)
-        return bool((tensor.view(np.uint16) & 0x7FFF).max(initial=0) < 0x7F80)
-    return bool(np.isfinite(tensor).all())
 
 
 def to_tensors(params: dict, family: Family, config: GPTConfig, dtype: DTypeLike | None = None) -> dict[str, Tensor]:
@@ -317,14 +309,12 @@ def _write_one(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def summarize_names(names: Iterable[str]) -> str:
     """Join names of tensors; those that differ only in the layer become one, such as "h.0-11.attn.bias"."""
-    patterns: dict[str, list[int]] = {}
+    layer, patterns = re.compile(r"(?<=\.)\d+(?=\.)"), {}
     for name in sorted(names):
-        number = re.search(r"(?<=\.)\d+(?=\.)", name)
-        pattern = name if number is None else f"{name[: number.start()]}{{}}{name[number.end() :]}"
-        patterns.setdefault(pattern, []).extend([] if number is None else [int(number[0])])
-
-    def ranges(layers: list[int]) -> str:
-        runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-        return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-    return ", ".join(pattern.format(ranges(sorted(layers))) for pattern, layers in patterns.items())
+        patterns.setdefault(layer.sub("*", name, count=1), []).extend(map(int, layer.findall(name)[:1]))
+    shown = []
+    for pattern, found in patterns.items():
+        is_range = len(found) > 1 and len(found) == max(found) - min(found) + 1
+        numbers = f"{min(found)}-{max(found)}" if is_range else ",".join(map(str, sorted(found)))
+        shown.append(pattern.replace("*", numbers, 1) if found else pattern)
+    return ", ".join(shown)

@@ -19,6 +19,7 @@ from jaxgpt.data.tokenizer import (
 )
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json
+from jaxgpt.hf.source import list_byte_names
 from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
@@ -127,18 +128,6 @@ def hold(params: Params, weights: Weights) -> Params:
     return jax.tree.map_with_path(convert, params)
 
 
-def restore(held: Params) -> Params:
-    """Return the parameters, in float32, with which `GPT` computes what the page does. held: of `hold`."""
-
-    def convert(path: Any, x: Any) -> np.ndarray:
-        if not isinstance(x, Matrix):
-            return x
-        matrix_FD = x.values_FD.astype(np.float32) * (1 if x.scale_F is None else x.scale_F[:, None])
-        return matrix_FD if path[-1].key == "embedding" else matrix_FD.T
-
-    return jax.tree.map_with_path(convert, held, is_leaf=lambda x: isinstance(x, Matrix))
-
-
 def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
     """Return the fields with which `tokenizer.js` encodes what is typed on a page.
 
@@ -179,7 +168,7 @@ def _read_bpe(tokenizer: BPETokenizer) -> tuple[list[bytes], list[int], str, lis
         *(["another model than BPE"] if model.get("type", "BPE") != "BPE" else []),
         *(name for name, usual in PLAIN_BPE.items() if (model.get(name) or usual) != usual),
     ]
-    letters, vocab = _byte_letters(), model.get("vocab", {})
+    letters, vocab = list_byte_names(), model.get("vocab", {})
     if not unusual and any(letter not in vocab for letter in letters):
         unusual = ["a vocabulary without some of the 256 bytes"]
     if unusual or pattern is None:
@@ -194,10 +183,3 @@ def _read_bpe(tokenizer: BPETokenizer) -> tuple[list[bytes], list[int], str, lis
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
     return tokens, [vocab[letter] for letter in letters], pattern, triples, bool(model.get("ignore_merges"))
-
-
-def _byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in a byte-level vocabulary, as GPT-2's."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(0x100)]
