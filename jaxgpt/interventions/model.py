@@ -90,7 +90,8 @@ def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of the activations of one token at each place, by name; a pattern's is [N, 1] for any keys."""
     c = config.explicit()
     assert c.n_kv_head and c.head_dim and c.mlp_dim
-    shapes = dict.fromkeys(PLACES[1:], (c.n_embd,)) | {"pattern": (c.n_head, 1), "units": (c.mlp_dim,)}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
+    shapes |= {"pattern": (c.n_head, 1), "units": (c.mlp_dim,)}
     shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, c.head_dim))
     shapes |= dict.fromkeys(("keys", "values"), (c.n_kv_head, c.head_dim))
     return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
