@@ -119,7 +119,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
         params: its parameters.
         into_T: token ids of the text that is patched.
         source_T: token ids of the text that the activations come from, as many.
-        place: where, in each layer (`edits.PLACES`): "heads", "queries" or "pattern" by head; "keys" or "values" by
+        place: where, in each layer (`model.PLACES`): "heads", "queries" or "pattern" by head; "keys" or "values" by
             key/value head; "attention", "middle", "units", "mlp" or "stream" of a token.
         metric: of the next token's logits_V. Give the same function again to use the compiled programs again.
 
