@@ -110,7 +110,7 @@ def tokenizer_fields(
                 "UTF-8 is that of one in it: check the characters of prompts",
                 stacklevel=2,
             )
-        tokens = [_escape(c.encode()) for c in characters] or BYTE_TOKENS
+        tokens = BYTE_TOKENS if isinstance(tokenizer, ByteTokenizer) else [_escape(c.encode()) for c in characters]
         # Unused tokens begin with a byte that UTF-8 never contains.
         unused = [rf"\xff[PAD{i}]" for i in range(len(tokens), vocab_size)]
         kinds = [NORMAL] * len(tokens) + [UNUSED] * len(unused)
