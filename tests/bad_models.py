@@ -10,7 +10,7 @@ import numpy as np
 from jaxgpt.config import GPTConfig
 from jaxgpt.hf.families import GPT2
 from jaxgpt.hf.family import their_shape
-from jaxgpt.hf.weights import LazyTensor, shapes_of, write
+from jaxgpt.hf.weights import hold, shapes_of, write
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 60, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 
@@ -155,4 +155,4 @@ def _model(directory: Path, config: dict, tensors: dict[str, np.ndarray] | None 
     letters = "".join(chr(0x21 + i) for i in range(characters))
     (directory / "tokenizer.json").write_text(json.dumps({"jaxgpt": "char", "characters": letters}))
     if tensors is not None:
-        write(directory, {n: LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()})
+        write(directory, {n: hold(x) for n, x in tensors.items()})

@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
-from jaxgpt.interventions import lens
-from jaxgpt.interventions.lens import fit_jacobian_lens, fit_probe, logit_lens
+from jaxgpt.interventions import analyses
+from jaxgpt.interventions.analyses import fit_jacobian_lens, fit_probe, logit_lens
 from jaxgpt.layers.hooks import Compute
 from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
@@ -120,7 +120,7 @@ def generated_programs(seed: int) -> Iterator[Program]:
         return _logprobs(model(params), params, *map(jnp.asarray, (batch.inputs_BT, batch.targets_BT)), wanted_BT)
 
     def probed(x_UD):
-        lens.STEPS = 4  # without jit each takes half a second
+        analyses.STEPS = 4  # without jit each takes half a second
         return fit_probe(x_UD, np.arange(len(x_UD)) % 3).loss  # the weights are at the end of a search
 
     yield f"loss and gradients {size}", loss, (params,)

@@ -52,7 +52,7 @@ def make(directory: Path, size: str) -> int:
     from jaxgpt.config.presets import gpt2
     from jaxgpt.hf.families import GPT2
     from jaxgpt.hf.family import their_shape
-    from jaxgpt.hf.weights import LazyTensor, shapes_of, write
+    from jaxgpt.hf.weights import SPELLED, Tensor, shapes_of, write
 
     config, kind = gpt2(size), np.dtype(ml_dtypes.bfloat16)
     shapes, rng = shapes_of(config), np.random.default_rng(0)
@@ -60,7 +60,7 @@ def make(directory: Path, size: str) -> int:
     for row in GPT2.expand_rules(config, shapes):
         shape = their_shape([shapes[path] for path in row.ours], row.layout)
         make = lambda shape=shape: (rng.standard_normal(shape, np.float32) * 0.02).astype(kind)  # noqa: E731
-        tensors[row.theirs] = LazyTensor(shape=shape, dtype=kind, make=make)
+        tensors[row.theirs] = Tensor(shape, SPELLED[kind], make)
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(GPT2.write(config) | {"dtype": "bfloat16"}))
     write(directory, tensors)

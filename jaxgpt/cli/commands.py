@@ -194,10 +194,10 @@ def export_model(run: str | None = None, *, to: Literal["gguf", "hf"], out: str,
     """
     find_run(run)
     configure_jax(computes=False)
-    from jaxgpt.gguf.file import DTYPES, parse_dtype
+    from jaxgpt.gguf.file import NAMES, parse_dtype
     from jaxgpt.tools.convert import export_gguf, export_hf
 
-    dtype = parse_dtype(dtype, [name for name in DTYPES if to == "gguf" or name != "q8_0"])
+    dtype = parse_dtype(dtype, [name for name in NAMES if to == "gguf" or name != "q8_0"])
     if to == "gguf":
         place = export_gguf(run, out, dtype=dtype)
         size = place.stat().st_size

@@ -1,9 +1,15 @@
-"""Write models as GGUF files, and read those back (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+"""Write models as GGUF files, and read those back (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+Rules convert between `GPTConfig` and the fields of an architecture of llama.cpp, in both directions: `read` gives the model
+that llama.cpp computes, with its defaults. They name fields without the prefix of the architecture. Those that begin with
+"jaxgpt." are ours, which llama.cpp ignores. Tensors that show a part of the configuration count as fields.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import struct
@@ -11,50 +17,197 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.config.validate import short
+from jaxgpt.config.validate import check_count, short
 from jaxgpt.errors import UserError
 from jaxgpt.files import open_file, open_whole
-from jaxgpt.gguf.families import ARCHITECTURES, FAMILIES, FREQUENCIES, OUTPUT, write_fields
-from jaxgpt.gguf.tokenizers import is_written_here, read_tokenizer
-from jaxgpt.hf.family import Family
+from jaxgpt.gguf.tokenizers import GGML, JSON, read_tokenizer
+from jaxgpt.hf.family import SCALINGS, ConfigRule, Family, Json, find_differences, weight_rules
 from jaxgpt.hf.source import Source, check_vocabulary, load_named_tokenizer
-from jaxgpt.hf.weights import LazyTensor, Tensor, check, to_tensors
+from jaxgpt.hf.weights import DTYPES, Tensor, check, hold, to_tensors
 
-Fields = dict[str, Any]
+# Tensors whose presence tells a part of the configuration: their names count as fields.
+OUTPUT, FREQUENCIES = "output.weight", "rope_freqs.weight"
+QKV_BIAS, OUT_BIAS, UP_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_up.bias"
+LARGEST_DEPTH = 512  # layers: llama.cpp's LLAMA_MAX_LAYERS
+FLOATS = ("epsilon", "freq_base", "freq_base_swa", "factor", "softcapping")  # endings of fields that are never integers
+SIZES = {"vocab_size": "vocab_size", "context_length": "block_size", "embedding_length": "n_embd"}
+SIZES |= {"block_count": "n_layer", "attention.head_count": "n_head", "feed_forward_length": "mlp_dim"}
+EPSILON = {"layernorm": "attention.layer_norm_epsilon", "rmsnorm": "attention.layer_norm_rms_epsilon"}
+WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
+RMS = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
+NO_BIAS = {"bias": False, "out_bias": False}
+GEMMA = RMS | NO_BIAS | {"activation": "geglu_tanh", "norm_offset": True, "scale_embeddings": True}
+# What all models of an architecture have in common, by llama.cpp's name of it.
+USUAL: dict[str, Json] = {
+    "gpt2": {"norm": "layernorm", "activation": "gelu_tanh"},
+    "llama": RMS,
+    "qwen2": RMS | NO_BIAS,
+    "qwen3": RMS | NO_BIAS | {"qk_norm": True},
+    "gemma": GEMMA,
+    "gemma2": GEMMA | {"norm_position": "sandwich"},
+    "gemma3": GEMMA | {"norm_position": "sandwich", "qk_norm": True},
+    "gptneox": {"norm": "layernorm", "position": "rope", "activation": "gelu"},
+    "olmo2": RMS | NO_BIAS | {"norm_position": "output", "qk_norm": True, "qk_norm_over": "heads"},
+}
+# Norms of a layer by their position: our name -> theirs.
+NORMS = {
+    "pre": {"ln_1": "attn_norm", "ln_2": "ffn_norm"},
+    "output": {"ln_1": "post_attention_norm", "ln_2": "post_ffw_norm"},
+    "sandwich": dict(ln_1="attn_norm", ln_1_out="post_attention_norm", ln_2="ffn_norm", ln_2_out="post_ffw_norm"),
+}
+WITH_HEAD_SIZE = ("llama", "qwen3", "gemma", "gemma2", "gemma3")  # in the others it is n_embd / n_head
+TIED_WITH_COPY = ("gptneox", "olmo2")  # where llama.cpp needs the output matrix
+ALWAYS_TIED = ("gemma", "gemma2")  # all others are tied if there is no output matrix
+# Size and period of windows if their fields are absent; layers of the model of 27B, by which llama.cpp knows it.
+WINDOWED = {"gemma2": (4096, 2, 46), "gemma3": (None, 6, 62)}
+
+
+def _write(name: str, c: GPTConfig) -> Json:
+    """Return the fields of an architecture. What it cannot express is left out."""
+    usual = USUAL[name]
+    values: Json = {key: getattr(c, ours) for key, ours in SIZES.items()}
+    if usual.get("position") == "rope":
+        values |= {"rope.freq_base": c.rope_theta, "rope.dimension_count": int((c.head_dim or 0) * c.rope_fraction)}
+        if c.rope_scaling == "linear":
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.rope_factor}
+    values[EPSILON[usual["norm"]]] = c.norm_eps
+    if usual["norm"] == "rmsnorm":
+        values |= {"attention.head_count_kv": c.n_kv_head} | ({QKV_BIAS: True} if c.qkv_bias else {})
+    if name == "llama":
+        if c.rope_scaling == "llama3" and (rope := c.make_rope(None)) is not None:
+            values |= {f"jaxgpt.{ours}": getattr(c, ours) for ours in SCALINGS["llama3"].values()}
+            # What llama.cpp divides the angle of each pair by, a tensor.
+            values[FREQUENCIES] = np.asarray(rope._replace(scaling="none").frequencies() / rope.frequencies())
+        values |= ({OUT_BIAS: True} if c.out_bias else {}) | ({UP_BIAS: True} if c.bias else {})
+    if name in WITH_HEAD_SIZE:
+        values |= dict.fromkeys(("attention.key_length", "attention.value_length"), c.head_dim)
+    if name in TIED_WITH_COPY:
+        values["jaxgpt.tie_embeddings"] = c.tie_embeddings
+    elif name not in ALWAYS_TIED and not c.tie_embeddings:
+        values[OUTPUT] = True
+    if name == "gptneox":
+        values["use_parallel_residual"] = c.parallel_residual
+    # llama.cpp has the tanh form of GELU only. By erf it is at most 4.7e-4 away; ggml's table in float16 is up to 2e-3 away.
+    if c.activation != usual["activation"] and usual["activation"].startswith(c.activation.removesuffix("_tanh")):
+        values["jaxgpt.activation"] = c.activation
+    if name == "gemma3":
+        values["rope.freq_base_swa"] = c.rope_local_theta or c.rope_theta
+    if name in WINDOWED and c.window(0) is not None:  # else no layer has one
+        values |= {WINDOW: c.sliding_window, PERIOD: c.global_every or 0}
+    if name == "gemma2":
+        values["attn_logit_softcapping"] = c.attention_softcap
+    if name in WINDOWED:
+        values["final_logit_softcapping"] = c.logit_softcap
+    return {key: float(x) if key.endswith(FLOATS) else x for key, x in values.items() if x is not None}
+
+
+def _read(name: str, values: Json) -> Json:
+    """Return the fields of `GPTConfig` for the model that llama.cpp computes, with its defaults."""
+    usual, get = USUAL[name], values.get
+    needed = [*SIZES, EPSILON[usual["norm"]]]
+    needed += ["attention.key_length"] if name in WITH_HEAD_SIZE else []
+    needed += ["rope.dimension_count", "use_parallel_residual"] if name == "gptneox" else []
+    for key in needed:
+        if get(key) is None:
+            raise UserError(f"it has no {key}")
+    ours = usual | {field: values[key] for key, field in SIZES.items()} | {"norm_eps": get(EPSILON[usual["norm"]])}
+    head_size = check_count("n_embd", get("embedding_length")) // check_count("n_head", get("attention.head_count"))
+    if usual.get("position") == "rope":
+        ours["rope_theta"] = get("rope.freq_base", 10_000.0)
+        if (factor := get("rope.scaling.factor")) is not None:
+            ours |= {"rope_scaling": "linear", "rope_factor": factor}
+    if usual["norm"] == "rmsnorm":
+        ours |= {"n_kv_head": get("attention.head_count_kv"), "qkv_bias": QKV_BIAS in values}
+    if name == "llama":
+        if FREQUENCIES in values:
+            ours |= {"rope_scaling": "llama3"} | {x: get(f"jaxgpt.{x}") for x in SCALINGS["llama3"].values()}
+        ours |= {"out_bias": OUT_BIAS in values, "bias": UP_BIAS in values}
+    if name in WITH_HEAD_SIZE:
+        ours["head_dim"] = values["attention.key_length"]
+    if name in TIED_WITH_COPY:
+        ours["tie_embeddings"] = get("jaxgpt.tie_embeddings", False)
+    elif name not in ALWAYS_TIED:
+        ours["tie_embeddings"] = OUTPUT not in values
+    if name == "gptneox":
+        rotated = check_count("rope.dimension_count", values["rope.dimension_count"])
+        ours |= {"rope_fraction": rotated / max(head_size, 1), "parallel_residual": values["use_parallel_residual"]}
+    ours["activation"] = get("jaxgpt.activation", usual["activation"])
+    if name == "gemma3":
+        ours["rope_local_theta"] = get("rope.freq_base_swa", 10_000.0)
+    if name in WINDOWED:
+        size, every, deepest = WINDOWED[name]
+        ours["sliding_window"] = get(WINDOW, size) or None
+        ours["global_every"] = (get(PERIOD, every) or None) if ours["sliding_window"] else None
+        if values["block_count"] == deepest:  # whose scores have the scale of n_embd / n_head
+            ours["query_scale"] = head_size
+        ours["logit_softcap"] = get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
+    if name == "gemma2":
+        ours["attention_softcap"] = get("attn_logit_softcapping", 50.0)
+    return ours
+
+
+def _family(name: str) -> Family:
+    fused = {"attn/qkv": "attn_qkv"} if name in ("gpt2", "gptneox") else {f"attn/{x}": f"attn_{x}" for x in "qkv"}
+    rules = weight_rules(
+        {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output", "ln_f": "output_norm"},
+        "blk.{}",
+        fused
+        | {"attn/c_proj": "attn_output", "mlp/c_gate": "ffn_gate", "mlp/c_fc": "ffn_up", "mlp/c_proj": "ffn_down"}
+        | NORMS[USUAL[name].get("norm_position", "pre")]
+        | {"attn/q_norm": "attn_q_norm", "attn/k_norm": "attn_k_norm"},
+        rotated="pairs" if name == "llama" else "rows",
+    )
+    config_rule = ConfigRule((), functools.partial(_read, name), functools.partial(_write, name))
+    return Family(model_type=name, config_rules=(config_rule,), weight_rules=rules)
+
+
+ARCHITECTURES = {name: _family(name) for name in USUAL}
+RENAMED = {"gemma3_text": ARCHITECTURES["gemma3"], "gpt_neox": ARCHITECTURES["gptneox"]}
+FAMILIES = RENAMED | ARCHITECTURES | {"mistral": ARCHITECTURES["llama"]}  # by the model_type of Hugging Face
+
+
+def write_fields(family: Family, config: GPTConfig) -> dict[str, Any]:
+    """Return the fields of an architecture, without prefix; tensors that are a part of it are among them.
+
+    Raises `UserError` if llama.cpp would compute another model.
+    """
+    values = family.write(config)
+    try:
+        check_count("block_count", config.n_layer, 1, LARGEST_DEPTH)
+        differs = find_differences(config, family.read(values))
+    except UserError as e:
+        differs = [f"this model: {e}"]
+    if differs and config.rope_local_theta is None and config.block_size <= (config.sliding_window or 0):
+        return write_fields(family, dataclasses.replace(config, sliding_window=None, global_every=None))  # the same
+    if differs:
+        raise UserError(f"the {family.model_type} of llama.cpp does not support {', '.join(differs)}")
+    return values
+
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 LARGEST_HEADER = 2**26  # bytes before the elements; Gemma 3's, with 262,144 tokens, has 2**23
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
 BLOCK, BLOCK_BYTES = 32, 34  # elements of a row that share a scale in Q8_0, and their bytes
-# For each dtype that can be stored: ggml's number of it, dtype of the elements, and llama.cpp's number of the file type.
-KINDS = {
-    "F32": (0, np.dtype(np.float32), 0),
-    "F16": (1, np.dtype(np.float16), 1),
-    "BF16": (30, np.dtype(ml_dtypes.bfloat16), 32),
-    "Q8_0": (8, np.dtype(np.uint8), 7),
-}
-# Names of dtypes for users, and the short ones of llama.cpp.
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
-SHORT = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+KINDS = {"F32": (0, 0), "F16": (1, 1), "BF16": (30, 32), "Q8_0": (8, 7)}  # ggml's number, llama.cpp's of the file type
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # for users
 EMBEDDING, NORM = "token_embd.weight", "norm.weight"
 # The parameters of Gemma's norms in the order of their names: files have the scale, which is 1 more and rounded.
 NORM_PARAMETERS = "jaxgpt.norm_parameters"
 
 
-def parse_dtype(name: str | None, known: Collection[str] = DTYPES) -> str | None:
+def parse_dtype(name: str | None, known: Collection[str] = NAMES) -> str | None:
     """Return the name of a dtype in `known`; f32, f16 and bf16 are accepted too. None means None."""
-    found = SHORT.get(name, name) if isinstance(name, str) else name
+    found = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(str(name), name)
     if found is not None and found not in known:
         raise UserError(f"dtype={short(name)}: needs one of {', '.join(known)}")
     return found
 
 
-def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Fields, dict[str, LazyTensor]]:
+def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of a model, without those of the tokenizer. The tensors are made when written.
 
     Args:
@@ -66,28 +219,22 @@ def to_gguf(params: dict, config: GPTConfig, model_type: str) -> tuple[Fields, d
         UserError: llama.cpp has no such model.
     """
     family = FAMILIES[model_type]
-    values = write_fields(family, config)
-    tensors = to_tensors(params, family, config)
+    values, tensors = write_fields(family, config), to_tensors(params, family, config)
     if "jaxgpt.tie_embeddings" in values:  # llama.cpp needs the output matrix of a tied model too
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
     if FREQUENCIES in values:
-        tensors[FREQUENCIES] = _constant(values[FREQUENCIES])
-    fields: Fields = {"general.architecture": family.model_type}
-    for key, value in values.items():
-        if key not in tensors:
-            fields[key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}"] = value
+        tensors[FREQUENCIES] = hold(values[FREQUENCIES])
+    prefixed = {key if key.startswith("jaxgpt.") else f"{family.model_type}.{key}": key for key in values}
+    made: Json = {"general.architecture": family.model_type}
+    made |= {name: values[key] for name, key in prefixed.items() if key not in tensors}
     if config.norm_offset:
-        parameters = {n: np.asarray(tensors[n].make(), np.float32) for n in sorted(tensors) if n.endswith(NORM)}
-        fields[NORM_PARAMETERS] = np.concatenate(list(parameters.values())).tolist()
-        tensors |= {name: _constant(x + 1) for name, x in parameters.items()}
-    return fields, tensors
+        parameters = {n: np.asarray(tensors[n].read(), np.float32) for n in sorted(tensors) if n.endswith(NORM)}
+        made[NORM_PARAMETERS] = np.concatenate(list(parameters.values())).tolist()
+        tensors |= {name: hold(x + 1) for name, x in parameters.items()}
+    return made, tensors
 
 
-def _constant(x: np.ndarray) -> LazyTensor:
-    return LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda: x)
-
-
-def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, LazyTensor], dtype: str | None = None) -> None:
+def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], dtype: str | None = None) -> None:
     """Write a file atomically, with one tensor in memory at a time.
 
     Tensors with one axis and the embedding of positions are float32, as llama.cpp needs them.
@@ -96,15 +243,14 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, LazyTen
         path: of the file; its directory must exist.
         fields: by name: bool, int (unsigned, 32 bits), float (32 bits), str, or a list of one of these (signed ints).
         tensors: by name.
-        dtype: of the matrices, a key of `DTYPES`; q8_0 falls back to float16 if rows are not divisible by 32. None
+        dtype: of the matrices, a key of `NAMES`; q8_0 falls back to float16 if rows are not divisible by 32. None
             means that of each tensor.
     """
     gguf = _package()
-    usual = DTYPES[tensors[EMBEDDING].dtype.name if dtype is None else dtype]
-    writer = gguf.GGUFWriter(None, fields["general.architecture"])
-    kinds = gguf.GGUFValueType
+    usual = tensors[EMBEDDING].kind if dtype is None else NAMES[dtype]
+    writer, kinds = gguf.GGUFWriter(None, fields["general.architecture"]), gguf.GGUFValueType
     types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    own = {"general.file_type": KINDS[usual][2], "general.quantization_version": gguf.GGML_QUANT_VERSION}
+    own = {"general.file_type": KINDS[usual][1], "general.quantization_version": gguf.GGML_QUANT_VERSION}
     for key, value in (own | dict(fields)).items():
         if isinstance(value, list):
             writer.add_key_value(key, value, kinds.ARRAY, (types | {int: kinds.INT32})[type(value[0])])
@@ -112,24 +258,23 @@ def write_gguf(path: Path, fields: Mapping[str, Any], tensors: dict[str, LazyTen
             writer.add_key_value(key, value, types[type(value)])
     stored_as: dict[str, str] = {}
     for name, tensor in tensors.items():
-        kind = DTYPES[tensor.dtype.name if dtype is None else dtype]
+        kind = tensor.kind if dtype is None else NAMES[dtype]
         if len(tensor.shape) < 2 or name == "position_embd.weight":
             kind = "F32"
         elif kind == "Q8_0" and tensor.shape[-1] % BLOCK:
             kind = "F16"
-        stored_as[name] = kind
+        stored_as[name], size = kind, _count_bytes(tensor.shape, kind)
         number = gguf.GGMLQuantizationType(KINDS[kind][0])
-        size = _count_bytes(tensor.shape, kind)
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=number)
     with open_whole(path) as f, contextlib.closing(writer):
         writer.write_header_to_file(Path(f.name))  # opens the file again, by its temporary name
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
-            x, kind = tensor.make(), stored_as[name]
+            x, kind = tensor.read(), stored_as[name]
             if kind == "F16" and float(np.abs(x).max(initial=0)) > float(np.finfo(np.float16).max):
                 raise UserError(f"{name} has values beyond those of float16: take dtype bfloat16 or float32")
-            x = np.ascontiguousarray(x, np.float32 if kind == "Q8_0" else KINDS[kind][1])
+            x = np.ascontiguousarray(x, DTYPES.get(kind, np.float32))
             writer.write_tensor_data(gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0) if kind == "Q8_0" else x)
 
 
@@ -143,35 +288,22 @@ def _package() -> Any:
 
 def _count_bytes(shape: tuple[int, ...], kind: str) -> int:
     count = math.prod(shape)
-    return count // BLOCK * BLOCK_BYTES if kind == "Q8_0" else count * KINDS[kind][1].itemsize
+    return count // BLOCK * BLOCK_BYTES if kind == "Q8_0" else count * DTYPES[kind].itemsize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredTensor(Tensor):
-    """A tensor in a GGUF file. `kind` is the dtype that `read` returns: F32 for Q8_0."""
-
-    stored_as: str  # a key of KINDS
-    offset: int  # bytes before its elements in the file
-    elements: np.ndarray | None = None  # that are in a field, not in the file
-
-    def read(self) -> np.ndarray:
-        """Read the elements; those of Q8_0 become float32."""
-        if self.elements is not None:
-            return self.elements
-        size = _count_bytes(self.shape, self.stored_as)
-        with open_file(self.file) as f:
-            f.seek(self.offset)
-            raw = f.read(size)
-        if len(raw) != size:
-            raise UserError(f"{self.file} is truncated within {self.name}: download it again")
-        stored = np.frombuffer(raw, KINDS[self.stored_as][1])
-        if self.stored_as == "Q8_0":
-            gguf = _package()
-            stored = gguf.quants.dequantize(stored.reshape(-1, BLOCK_BYTES), gguf.GGMLQuantizationType.Q8_0)
-        return stored.reshape(self.shape)
+def _read_elements(path: Path, shape: tuple[int, ...], kind: str, offset: int) -> np.ndarray:
+    """Read the elements of a tensor; those of Q8_0 become float32."""
+    with open_file(path) as f:
+        f.seek(offset)
+        raw = f.read(_count_bytes(shape, kind))
+    stored = np.frombuffer(raw, DTYPES.get(kind, np.uint8))
+    if kind == "Q8_0":
+        gguf = _package()
+        stored = gguf.quants.dequantize(stored.reshape(-1, BLOCK_BYTES), gguf.GGMLQuantizationType.Q8_0)
+    return stored.reshape(shape)
 
 
-def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Fields]:
+def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Json]:
     """Open a file that was written here, and check it before any matrix is read. Returns (model, all fields).
 
     Args:
@@ -181,51 +313,48 @@ def open_gguf(path: Path, tokenizer: str | None = None) -> tuple[Source, Fields]
     Raises:
         UserError: the file was written by another program, is damaged or unknown.
     """
-    fields, tensors = read_gguf(path)
+    values, tensors = read_gguf(path)
     try:
-        family, config = read_config(fields, tensors)
+        family, config = read_config(values, tensors)
         tensors.pop(FREQUENCIES, None)  # follow from the fields
         if config.n_layer > len(tensors):  # it would take long to trace
             raise UserError(f"block_count={config.n_layer}, but there are {len(tensors)} tensors")
         if config.norm_offset:
-            names, rest = sorted(name for name in tensors if name.endswith(NORM)), fields.get(NORM_PARAMETERS)
+            names, rest = sorted(name for name in tensors if name.endswith(NORM)), values.get(NORM_PARAMETERS)
             size = sum(math.prod(tensors[name].shape) for name in names)
             if not isinstance(rest, list) or len(rest) != size or not all(type(x) is float for x in rest):
                 raise UserError(f"{NORM_PARAMETERS} is missing or damaged: needs a list of {size:,} numbers")
             for name in names:
                 shape, count = tensors[name].shape, math.prod(tensors[name].shape)
                 x, rest = np.array(rest[:count], np.float32), rest[count:]
-                tensors[name] = dataclasses.replace(tensors[name], elements=x.reshape(shape))
-        check(dict(tensors), family, config)
+                tensors[name] = hold(x.reshape(shape))
+        check(tensors, family, config)
         if tokenizer is None:
-            found = read_tokenizer(fields)
-            check_vocabulary(found, "the file", config)
+            check_vocabulary(found := read_tokenizer(values), "the file", config)
         else:
             found = load_named_tokenizer(tokenizer, config)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
-    return Source(directory=path, family=family, config=config, tokenizer=found, tensors=dict(tensors)), fields
+    return Source(directory=path, family=family, config=config, tokenizer=found, tensors=tensors), values
 
 
-def read_config(fields: Fields, tensors: dict[str, StoredTensor]) -> tuple[Family, GPTConfig]:
+def read_config(values: Json, tensors: Mapping[str, Tensor]) -> tuple[Family, GPTConfig]:
     """Return (family, architecture) of a file. Raises `UserError` if they are unknown, or our layers do not support them."""
-    name, embedding = fields.get("general.architecture"), tensors.get(EMBEDDING)
+    name, embedding = values.get("general.architecture"), tensors.get(EMBEDDING)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UserError(f"general.architecture={short(name)} is unknown: needs one of {', '.join(ARCHITECTURES)}")
-    if not is_written_here(fields):
+    if JSON not in values and values.get(GGML + "model") not in ("rwkv", "none"):
         raise UserError(
             "it was not written by jaxgpt export, and the files of other programs are not read: import the model's "
             "original in Hugging Face's format"
         )
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"it has no {EMBEDDING} with two axes")
-    values = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
-    return ARCHITECTURES[name], ARCHITECTURES[name].read(
-        values | dict.fromkeys(tensors, True) | {"vocab_size": embedding.shape[0]}
-    )
+    known = {key.removeprefix(f"{name}."): value for key, value in values.items()} | dict.fromkeys(tensors, True)
+    return ARCHITECTURES[name], ARCHITECTURES[name].read(known | {"vocab_size": embedding.shape[0]})
 
 
-def read_gguf(path: Path) -> tuple[Fields, dict[str, StoredTensor]]:
+def read_gguf(path: Path) -> tuple[Json, dict[str, Tensor]]:
     """Return (fields, tensors by name) of an untrusted file. Elements are read when they are needed.
 
     A float32 field becomes the shortest decimal number that rounds to it: 1e-05, not 9.999999747378752e-06.
@@ -251,8 +380,8 @@ def read_gguf(path: Path) -> tuple[Fields, dict[str, StoredTensor]]:
         (value,) = take(SCALARS[kind])
         return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
 
-    fields: Fields = {}
-    found: list[tuple[str, tuple[int, ...], int, int]] = []
+    values: Json = {}
+    infos: list[tuple[Any, ...]] = []
     if raw[:4] != MAGIC:
         raise UserError(f"{path} is not a GGUF file")
     try:
@@ -261,25 +390,19 @@ def read_gguf(path: Path) -> tuple[Fields, dict[str, StoredTensor]]:
             raise UserError(f"{path} has version {version} of GGUF: needs {VERSION}, little-endian")
         for _ in range(field_count):
             key = take_value(STRING)
-            fields[key] = take_value(*take("I"))
+            values[key] = take_value(*take("I"))
         for _ in range(tensor_count):
-            name, shape = take_value(STRING), take("Q", *take("I"))[::-1]
-            found.append((name, shape, *take("I"), *take("Q")))
+            infos.append((take_value(STRING), take("Q", *take("I"))[::-1], *take("I"), *take("Q")))
     except (struct.error, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"{path} is damaged within its header ({e}): download it again") from None
-    start = -(-at // ALIGNMENT) * ALIGNMENT
-    kinds, tensors = {number: kind for kind, (number, *_) in KINDS.items()}, {}
-    for name, shape, number, offset in found:
+    kinds, tensors = {number: kind for kind, (number, _) in KINDS.items()}, {}
+    for name, shape, number, offset in infos:
         if number not in kinds:
             raise UserError(f"{path}: {name} has dtype {number} of ggml, needs one of {', '.join(KINDS)}")
-        kind, offset = kinds[number], start + offset
-        if (
-            len(shape) > 4
-            or offset + _count_bytes(shape, kind) > size
-            or (kind == "Q8_0" and (not shape or shape[-1] % BLOCK))
-        ):
+        kind, offset = kinds[number], -(-at // ALIGNMENT) * ALIGNMENT + offset
+        is_cut = kind == "Q8_0" and (not shape or shape[-1] % BLOCK)
+        if len(shape) > 4 or is_cut or offset + _count_bytes(shape, kind) > size:
             raise UserError(f"{path} is damaged: it ends before the end of {name}. Download it again.")
-        tensors[name] = StoredTensor(
-            name=name, file=path, shape=shape, kind="F32" if kind == "Q8_0" else kind, stored_as=kind, offset=offset
-        )
-    return fields, tensors
+        read = functools.partial(_read_elements, path, shape, kind, offset)
+        tensors[name] = Tensor(shape, "F32" if kind == "Q8_0" else kind, read, path)
+    return values, tensors

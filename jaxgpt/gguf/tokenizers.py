@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxgpt.config.validate import LARGEST_SIZE, short
+from jaxgpt.config.validate import LARGEST_SIZE, check_count, short
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import list_byte_names
@@ -64,6 +64,17 @@ SENTENCEPIECE = (
 )
 
 
+def _escape(text: bytes) -> str:
+    """Spell a token as llama.cpp's "rwkv" does; llama.cpp reads hexadecimal digits in lower case only."""
+    if len(text) > 1:
+        return text.decode()
+    named = {b"\n": r"\n", b"\r": r"\r", b"\t": r"\t", b"\\": r"\\"}
+    return named.get(text) or (text.decode() if 0x20 <= text[0] < 0x7F else rf"\x{text[0]:02x}")
+
+
+BYTE_TOKENS = [_escape(bytes([i])) for i in range(256)]
+
+
 def tokenizer_fields(
     tokenizer: Tokenizer, vocab_size: int, *, chat_template: str | None, ends: Sequence[int]
 ) -> dict[str, Any]:
@@ -82,26 +93,28 @@ def tokenizer_fields(
         raise UserError(f"{tokenizer.vocab_size:,} tokens with ends {[*ends]} do not fit into {vocab_size:,} rows")
     template = {} if chat_template is None else {CHAT_TEMPLATE: chat_template}
     own = [tokenizer.end_of_text] if tokenizer.end_of_text is not None else []
-    match tokenizer:
-        case IdTokenizer():  # the size is in ARCHITECTURE.vocab_size
-            return {GGML + "model": "none"}
-        case CharTokenizer(characters=characters):
-            if not characters.isascii():
-                warnings.warn(
-                    "llama.cpp fills the memory when a text has a character outside this vocabulary whose first byte of "
-                    "UTF-8 is that of one in it: check the characters of prompts",
-                    stacklevel=2,
-                )
-            fields = _rwkv_fields([c.encode() for c in characters], vocab_size)
-        case ByteTokenizer():
-            fields = _rwkv_fields([bytes([i]) for i in range(256)], vocab_size)
-        case _:
-            assert isinstance(tokenizer, BPETokenizer)
-            fields = _bpe_fields(tokenizer, vocab_size)
-            template[JSON] = tokenizer.to_json()
-            own = own or [*ends][:1]
-            if not own:  # llama.cpp would take token 11
-                _refuse("no token that ends a text")
+    fields: dict[str, Any]
+    if isinstance(tokenizer, IdTokenizer):  # the size is in ARCHITECTURE.vocab_size
+        return {GGML + "model": "none"}
+    if isinstance(tokenizer, BPETokenizer):
+        fields = _bpe_fields(tokenizer, vocab_size)
+        template[JSON] = tokenizer.to_json()
+        own = own or [*ends][:1]
+        if not own:  # llama.cpp would take token 11
+            _refuse("no token that ends a text")
+    else:
+        characters = tokenizer.characters if isinstance(tokenizer, CharTokenizer) else ""
+        if not characters.isascii():
+            warnings.warn(
+                "llama.cpp fills the memory when a text has a character outside this vocabulary whose first byte of "
+                "UTF-8 is that of one in it: check the characters of prompts",
+                stacklevel=2,
+            )
+        tokens = BYTE_TOKENS if isinstance(tokenizer, ByteTokenizer) else [_escape(c.encode()) for c in characters]
+        # Unused tokens begin with a byte that UTF-8 never contains.
+        unused = [rf"\xff[PAD{i}]" for i in range(len(tokens), vocab_size)]
+        kinds = [NORMAL] * len(tokens) + [UNUSED] * len(unused)
+        fields = {"model": "rwkv", "tokens": tokens + unused, "token_type": kinds}
     ends = [*dict.fromkeys(ends)] or own
     if len(ends) > len(ENDS):
         raise UserError(f"{len(ends)} tokens end a text: llama.cpp has {len(ENDS)} at most")
@@ -117,28 +130,12 @@ def tokenizer_fields(
     return {GGML + name: value for name, value in fields.items()} | template
 
 
-def _rwkv_fields(texts: list[bytes], vocab_size: int) -> dict[str, Any]:
-    # Unused tokens begin with a byte that UTF-8 never contains.
-    unused = [rf"\xff[PAD{i}]" for i in range(len(texts), vocab_size)]
-    return {
-        "model": "rwkv",
-        "tokens": [_escape(text) for text in texts] + unused,
-        "token_type": [NORMAL] * len(texts) + [UNUSED] * len(unused),
-    }
-
-
-def _escape(text: bytes) -> str:
-    """Spell a token as llama.cpp's "rwkv" does; llama.cpp reads hexadecimal digits in lower case only."""
-    if len(text) > 1:
-        return text.decode()
-    named = {b"\n": r"\n", b"\r": r"\r", b"\t": r"\t", b"\\": r"\\"}
-    return named.get(text) or (text.decode() if 0x20 <= text[0] < 0x7F else rf"\x{text[0]:02x}")
-
-
 def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     """Return the fields of a BPE. Raises `UserError` for parts that llama.cpp does not have."""
     parts = tokenizer.parts()
-    model, added = parts["model"], parts["added_tokens"]
+    model, added, normalizer, pre_tokenizer = (
+        parts[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")
+    )
     if model["type"] != "BPE":
         _refuse(f"a model {model['type']}, not BPE")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -151,19 +148,62 @@ def _bpe_fields(tokenizer: BPETokenizer, vocab_size: int) -> dict[str, Any]:
     merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     if any(len(pair) != 2 or " " in pair[0] + pair[1] for pair in merges):
         _refuse("merges of texts with spaces")
+    fields: dict[str, Any]
+    has_fallback, vocab = model["byte_fallback"], model["vocab"]
+    names = [f"<0x{byte:02X}>" for byte in range(256)] if has_fallback else list_byte_names()
+    missing, harmless = {byte for byte, name in enumerate(names) if name not in vocab}, set()
     kinds = {i: (CONTROL if special[i] else USER_DEFINED) if i in special else NORMAL for i in tokens}
-    if model["byte_fallback"]:
-        fields = _sentencepiece_fields(parts, tokens, kinds, merges)
+    if has_fallback:
+        found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
+        if not found:
+            shown = [json.dumps(part)[:200] for part in (normalizer, pre_tokenizer)]
+            _refuse(f"the normalizer {shown[0]} and the pre-tokenizer {shown[1]}")
+        if found[0] and normalizer is None:
+            warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=3)
+        fields = {"model": "llama", "pre": "default", "scores": None, "add_space_prefix": found[0]}
     else:
-        fields = _byte_level_fields(parts)
-        fields["merges"] = [f"{left} {right}" for left, right in merges]
+        if normalizer not in (None, {"type": "NFC"}):
+            _refuse(f"a normalizer {normalizer['type']}")
+        if normalizer:
+            message = "llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ"
+            warnings.warn(message, stacklevel=3)
+
+        def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
+            return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
+
+        wanted = spell(pre_tokenizer, model["ignore_merges"])
+        known = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
+        if not known:
+            _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
+        harmless = NOT_IN_UTF8 if model["unk_token"] is None else harmless
+        fields = {"model": "gpt2", "pre": known[0], "merges": [f"{left} {right}" for left, right in merges]}
+    if missing - harmless:
+        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
+    if has_fallback:
+        kinds |= dict.fromkeys((vocab[name] for name in names), BYTE)
+        if model["unk_token"] in vocab:
+            fields["unknown_token_id"] = vocab[model["unk_token"]]
+            kinds[vocab[model["unk_token"]]] = UNKNOWN
+        # llama.cpp would print U+2581 of a token that the user defined, and merges make it anyway.
+        kinds |= {i: NORMAL for i, text in tokens.items() if kinds[i] == USER_DEFINED and SPACE in text}
+        _check_merges([text for i, text in tokens.items() if kinds[i] == NORMAL], {*merges}, vocab)
+        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}  # of first merges
+        fields["scores"] = [-float(ranks.get(tokens.get(i, ""), len(merges))) for i in range(vocab_size)]
     fields["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     fields["token_type"] = [kinds.get(i, UNUSED) for i in range(vocab_size)]
-    if "scores" in fields:
-        fields["scores"] = [-float(fields["scores"].get(i, len(merges))) for i in range(vocab_size)]
     if len(set(fields["tokens"])) < vocab_size:
         _refuse("a token with the name of an unused one, [PAD...]")
     return fields
+
+
+def _check_merges(texts: list[str], merges: set[tuple[str, ...]], vocab: Mapping[str, int]) -> None:
+    """Raise `UserError` if two neighbours make a token of `texts`, and not by a merge."""
+    for text in texts:
+        if len(text) > LONGEST:  # all its cuts would be a square of that
+            raise UserError(f"the token {short(text)} has {len(text):,} characters: needs at most {LONGEST:,}")
+        for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
+            if pair not in merges and all(len(part) == 1 or part in vocab for part in pair):
+                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
 
 
 def _refuse(part: str) -> NoReturn:
@@ -182,90 +222,23 @@ def _list_tokens(parts: Mapping[str, Any]) -> dict[int, str]:
     return tokens
 
 
-def _byte_level_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
-    pre_tokenizer, normalizer, model = parts["pre_tokenizer"], parts["normalizer"], parts["model"]
-    if normalizer not in (None, {"type": "NFC"}):
-        _refuse(f"a normalizer {normalizer['type']}")
-    if normalizer:
-        warnings.warn("llama.cpp does not normalize texts to NFC, as this tokenizer does: others differ", stacklevel=4)
-
-    def spell(pre: Any, whole: bool) -> str:  # without an option that changes no ids
-        return re.sub(r'"trim_offsets": \w+', "", json.dumps([pre, whole], sort_keys=True))
-
-    wanted = spell(pre_tokenizer, model["ignore_merges"])
-    names = [name for name, (pre, whole) in PRE_TOKENIZERS.items() if spell(pre, whole) == wanted]
-    if not names:
-        _refuse(f"ignore_merges {model['ignore_merges']} and the pre-tokenizer {json.dumps(pre_tokenizer)[:400]}")
-    missing = {byte for byte, name in enumerate(list_byte_names()) if name not in model["vocab"]}
-    if missing - NOT_IN_UTF8 or (missing and model["unk_token"] is not None):
-        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
-    return {"model": "gpt2", "pre": names[0]}
-
-
-def _sentencepiece_fields(
-    parts: Mapping[str, Any], tokens: dict[int, str], kinds: dict[int, int], merges: list[tuple[str, ...]]
-) -> dict[str, Any]:
-    """Return the fields, and change the kinds of bytes, the unknown token and added tokens of spaces."""
-    normalizer, pre_tokenizer, model = parts["normalizer"], parts["pre_tokenizer"], parts["model"]
-    found = [spaced for n, p, spaced in SENTENCEPIECE if (n, p) == (normalizer, pre_tokenizer)]
-    if not found:
-        shown = [json.dumps(part)[:200] for part in (normalizer, pre_tokenizer)]
-        _refuse(f"the normalizer {shown[0]} and the pre-tokenizer {shown[1]}")
-    if found[0] and normalizer is None:
-        warnings.warn("llama.cpp adds a space also before a text that begins with one", stacklevel=4)
-    vocab, byte_names = model["vocab"], [f"<0x{byte:02X}>" for byte in range(256)]
-    if missing := [name for name in byte_names if name not in vocab]:
-        _refuse(f"no tokens for {len(missing)} of the 256 bytes")
-    kinds |= dict.fromkeys((vocab[name] for name in byte_names), BYTE)
-    fields: dict[str, Any] = {"model": "llama", "pre": "default", "scores": {}, "add_space_prefix": found[0]}
-    if model["unk_token"] in vocab:
-        fields["unknown_token_id"] = vocab[model["unk_token"]]
-        kinds[fields["unknown_token_id"]] = UNKNOWN
-    ranks: dict[str, int] = {}
-    for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
-    pairs = set(merges)
-    for i, text in tokens.items():
-        if kinds[i] == USER_DEFINED and SPACE in text:  # llama.cpp would print U+2581, and merges make it anyway
-            kinds[i] = NORMAL
-        if text in ranks:
-            fields["scores"][i] = ranks[text]
-        if kinds[i] != NORMAL:
-            continue
-        if len(text) > LONGEST:  # all its cuts would be a square of that
-            raise UserError(f"the token {short(text)} has {len(text):,} characters: needs at most {LONGEST:,}")
-        for pair in [(text[:cut], text[cut:]) for cut in range(1, len(text))]:
-            if pair not in pairs and all(len(part) == 1 or part in vocab for part in pair):
-                _refuse(f"byte fallback, and no merge of {short(pair[0])} and {short(pair[1])}")
-    return fields
-
-
-def is_written_here(fields: Mapping[str, Any]) -> bool:
-    """Return whether a file with these fields is an export of jaxgpt: others have no tokenizer that comes back."""
-    return JSON in fields or fields.get(GGML + "model") in ("rwkv", "none")
-
-
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a file that was written here. Raises `UserError` if its fields are damaged."""
-    model = fields.get(GGML + "model")
+    model, text, tokens = (fields.get(key) for key in (GGML + "model", JSON, GGML + "tokens"))
     if model == "none":
-        size = fields.get(f"{fields.get('general.architecture')}.vocab_size")
-        if type(size) is not int or not 0 < size <= LARGEST_SIZE:
-            raise UserError(f"a GGUF without a vocabulary needs its size in ARCHITECTURE.vocab_size, got {short(size)}")
-        return IdTokenizer(size)
-    tokens = fields.get(GGML + "tokens")
+        key = f"{fields.get('general.architecture')}.vocab_size"
+        return IdTokenizer(check_count(key, fields.get(key), 1, LARGEST_SIZE))
     if not isinstance(tokens, list) or not all(type(token) is str for token in tokens):
         raise UserError(f"{GGML}tokens is missing or damaged: needs a list of texts")
     if model == "rwkv":
         used = [token for token in tokens if not token.startswith(r"\xff[PAD")]
-        if used == [_escape(bytes([i])) for i in range(256)]:
+        if used == BYTE_TOKENS:
             return ByteTokenizer()
-        spelled = {_escape(bytes([i])): chr(i) for i in range(128)}
+        spelled = {token: chr(i) for i, token in enumerate(BYTE_TOKENS[:128])}
         characters = [spelled.get(token, token) for token in used]
         if all(len(c) == 1 for c in characters) and characters == sorted(set(characters)):
             return CharTokenizer("".join(characters))
         raise UserError("its vocabulary is neither the 256 bytes nor characters in the order of their code points")
-    text = fields.get(JSON)
     if not isinstance(text, str):
         raise UserError(f"{JSON} is {type(text).__name__}: needs the text of a tokenizer.json")
     try:

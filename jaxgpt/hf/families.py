@@ -8,20 +8,22 @@ from typing import Any
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import short
 from jaxgpt.errors import UserError
-from jaxgpt.hf.config_rules import (
+from jaxgpt.hf.family import (
     CAUSAL_DECODER,
     NO_WINDOW,
     ConfigRule,
+    Family,
     alias,
     always,
     choice,
     fields,
+    find_differences,
     never,
     read_count,
     rope,
+    weight_rules,
     windows,
 )
-from jaxgpt.hf.family import Family, find_differences, weight_rules
 
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", "gelu": "geglu"}
 PLAIN = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh") | {"gelu": "gelu", "relu": "relu"}

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,16 @@ def end_tokens(run: Path) -> list[int]:
 
 def keep_companions(source: Path, run: Path) -> None:
     """Copy the files that accompany the weights into a run directory. source: a model's directory, or a run's."""
-    kept = source / HF_FOLDER if (source / "experiment.json").exists() else source
-    for here, there, names in ((source, run, BESIDE_TOKENIZER), (kept, run / HF_FOLDER, IN_HF_FOLDER)):
-        for name in names:
-            if (here / name).is_file():
-                there.mkdir(exist_ok=True)
-                write_whole(there / name, read_bytes(here / name, LARGEST_CONFIG))
+    copy_files(source, run, BESIDE_TOKENIZER)
+    copy_files(source / HF_FOLDER if (source / "experiment.json").exists() else source, run / HF_FOLDER, IN_HF_FOLDER)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy the files with these names that are there."""
+    for name in names:
+        if (source / name).is_file():
+            target.mkdir(exist_ok=True)
+            write_whole(target / name, read_bytes(source / name, LARGEST_CONFIG))
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str | None:

@@ -1,4 +1,8 @@
-"""A GPT whose activations are edited, and its runs: the edits are arrays among its parameters."""
+"""A GPT whose activations are edited, and its runs: the edits are arrays among its parameters.
+
+An edit makes keep * x + add of an activation x. Zeroing, replacing by a mean or by another text's activations (patching),
+scaling and adding a direction (steering) are all of this form, so different edits are different arrays for one program.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.tree_util import Partial
+from numpy.typing import ArrayLike
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.interventions.edits import EMBEDDING, PLACES, Edit, EditArrays, edit_arrays, place_names
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
@@ -22,6 +27,131 @@ from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.model import GPT
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
+
+EMBEDDING = "embedding"  # the one place that has no layer
+PLACES = (
+    EMBEDDING,  # the stream that enters the first block, [D]
+    "queries",  # after norm and rope, [N, H]
+    "keys",  # after norm and rope, [K, H]
+    "values",  # [K, H]
+    "pattern",  # the attention weights of a query on S keys, [N, S]
+    "heads",  # what each head reads from the values, before the output projection, [N, H]
+    "attention",  # the output of the attention module, before a norm of the output, [D]
+    "middle",  # the stream between attention and MLP, [D]
+    "units",  # the hidden units of the MLP, after the activation, [F]
+    "mlp",  # the output of the MLP, before a norm of the output, [D]
+    "stream",  # the stream that leaves the block, [D]
+)
+Indices = int | Sequence[int] | None  # None means all
+EditArrays = dict[str, dict[str, np.ndarray]]  # {"h_0/heads": {"keep": [P + 1, N, H], "add": [P + 1, N, H]}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edit:
+    """`x = keep * x + add` at one place. Make it by `zero`, `replace`, `scale` or `add`."""
+
+    place: str  # one of PLACES
+    layer: int | None = None  # from 0; None for the embedding
+    index: Indices = None  # heads, units or elements of the vector, from 0
+    positions: Indices = None  # of tokens, in generated text too
+    keep: float = 1.0
+    add: ArrayLike = 0.0  # broadcast to [positions, selected, ...]
+
+
+def zero(place: str, layer: int | None = None, *, index: Indices = None, positions: Indices = None) -> Edit:
+    """Set activations to zero."""
+    return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0)
+
+
+def replace(
+    place: str, layer: int | None = None, *, by: ArrayLike, index: Indices = None, positions: Indices = None
+) -> Edit:
+    """Replace activations: by their mean over a corpus, or by those of another text (activation patching).
+
+    by: broadcast to [selected, ...], e.g. [H] or [N, H] for heads. With an axis for positions in front, it is for the
+    positions 0, 1, 2 ..., or for `positions`.
+    """
+    return Edit(place=place, layer=layer, index=index, positions=positions, keep=0.0, add=by)
+
+
+def scale(place: str, layer: int | None = None, *, by: float, index: Indices = None, positions: Indices = None) -> Edit:
+    """Multiply activations."""
+    return Edit(place=place, layer=layer, index=index, positions=positions, keep=by)
+
+
+def add(
+    place: str, layer: int | None = None, *, vector: ArrayLike, index: Indices = None, positions: Indices = None
+) -> Edit:
+    """Add a direction to activations (steering: Turner et al. 2023, arXiv:2308.10248). vector: as `by` of `replace`."""
+    return Edit(place=place, layer=layer, index=index, positions=positions, add=vector)
+
+
+def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the activations of one token at each place, by name; a pattern's is [N, 1] for any keys."""
+    c = config.explicit()
+    assert c.n_kv_head and c.head_dim and c.mlp_dim
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
+    shapes |= {"pattern": (c.n_head, 1), "units": (c.mlp_dim,)}
+    shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, c.head_dim))
+    shapes |= dict.fromkeys(("keys", "values"), (c.n_kv_head, c.head_dim))
+    return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
+
+
+def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
+    """Return the factors and terms of sets of edits, stacked. Those of a set are applied in their order.
+
+    The axis after that of the sets is the position; the last of its P + 1 rows is for position P and all later ones.
+
+    Raises:
+        UserError: for a place, layer, index, position or shape that the model does not have.
+    """
+    known, sizes, checked = place_shapes(config), {}, []
+    for number, edit in ((number, edit) for number, edits in enumerate(sets) for edit in edits):
+        if edit.place not in PLACES:
+            raise UserError(f"place={edit.place!r}: needs one of {', '.join(PLACES)}")
+        is_first, term = edit.place == EMBEDDING, np.asarray(edit.add, np.float32)
+        name = EMBEDDING if is_first else f"h_{edit.layer}/{edit.place}"
+        if name not in known or (is_first and edit.layer is not None):
+            needed = "no layer" if is_first else f"a layer from 0 to {config.n_layer - 1}"
+            raise UserError(f"{edit.place}, layer={edit.layer!r}: needs {needed}")
+        if not np.isfinite(edit.keep) or not np.isfinite(term).all():
+            raise UserError(f"{name}: needs finite numbers")
+        shape = known[name]
+        if edit.place == "pattern" and term.ndim > 1:
+            shape = (shape[0], term.shape[-1])
+        index = _integers(edit.index, shape[0], f"{name}, index")
+        positions = _integers(edit.positions, config.block_size, f"{name}, positions")
+        if positions is None and term.ndim > len(shape):
+            positions = np.arange(len(term))
+        rows = 1 if positions is None else positions.max() + 2
+        sizes[name] = np.maximum(sizes.get(name, 0), (rows, *shape))
+        checked.append((number, edit, name, term, positions, np.arange(shape[0]) if index is None else index))
+    found: EditArrays = {
+        name: {"keep": np.ones((len(sets), *size), np.float32), "add": np.zeros((len(sets), *size), np.float32)}
+        for name, size in sizes.items()
+    }
+    for number, edit, name, term, positions, index in checked:
+        keep, added = found[name]["keep"], found[name]["add"]
+        at = np.ix_([number], np.arange(keep.shape[1]) if positions is None else positions, index)
+        _, *selected = added[at].shape
+        if isinstance(edit.index, int | np.integer) and term.ndim == len(selected) - 1 and positions is not None:
+            term = term[:, None]  # [positions, H] of one head
+        try:
+            added[at] = edit.keep * added[at] + np.broadcast_to(term, selected)
+        except ValueError:
+            raise UserError(f"{name}: got an array of shape {list(term.shape)}, needs {selected}") from None
+        keep[at] *= edit.keep
+    return found
+
+
+def _integers(values: Any, below: int, what: str) -> np.ndarray | None:
+    if values is None:
+        return None
+    array = np.atleast_1d(np.asarray(values))
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= below:
+        raise UserError(f"{what}={values!r}: needs integers from 0 to {below - 1}")
+    return array
+
 
 EDITS = "edits"  # in the parameters: `EditArrays`
 ACTIVATIONS = "activations"  # the collection of activations that are read
@@ -158,7 +288,7 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
         UserError: for a place, layer, index, position or shape that the model does not have.
     """
     model, params = unroll(model, params)
-    for name in set(read) - set(place_names(model.config)):
+    for name in set(read) - place_shapes(model.config).keys():
         last = model.config.n_layer - 1
         raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(PLACES)}")
     tokens_BT = check_tokens(model, tokens_BT)

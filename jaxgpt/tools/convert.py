@@ -7,11 +7,10 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 
 from jaxgpt.config import Experiment
@@ -19,9 +18,8 @@ from jaxgpt.data.conversations import find_end_of_turn
 from jaxgpt.data.template import ChatTemplate, Jinja, Turns, write_template
 from jaxgpt.data.tokenizer import fingerprint
 from jaxgpt.errors import UserError
-from jaxgpt.files import is_there, read_bytes, read_json, render_json, write_whole
-from jaxgpt.gguf.families import FAMILIES
-from jaxgpt.gguf.file import open_gguf, parse_dtype, to_gguf, write_gguf
+from jaxgpt.files import is_there, read_json, render_json, write_whole
+from jaxgpt.gguf.file import FAMILIES, open_gguf, parse_dtype, to_gguf, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, tokenizer_fields
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import Family
@@ -30,13 +28,14 @@ from jaxgpt.hf.source import (
     HF_FOLDER,
     LARGEST_CONFIG,
     Source,
+    copy_files,
     end_tokens,
     keep_companions,
     open_source,
     tokenizer_config,
     tokenizer_json,
 )
-from jaxgpt.hf.weights import SHARD, read_params, to_tensors, write
+from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_tensors, write
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints
@@ -97,15 +96,19 @@ def import_gguf(
     return source
 
 
+def _check_empty(directory: Path, option: str) -> None:
+    """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
+    remedy = f"ame another directory with {option}"
+    if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty: n{remedy}")
+
+
 @contextlib.contextmanager
 def _writing_run(
     source: Source, directory: Path, name: str, model_type: str, dtype: DTypeLike | None
 ) -> Iterator[Path]:
     """Write a model into a new run directory, whole or not at all. The caller writes what belongs to the tokenizer."""
-    if is_there(directory, "Name another directory with --run-dir.") and (
-        not directory.is_dir() or any(directory.iterdir())
-    ):
-        raise UserError(f"{directory} exists and is not empty: name another directory with --run-dir")
+    _check_empty(directory, "--run-dir")
     with lock_run(directory, fresh=False):
         try:
             params = read_params(source.tensors, source.family, source.config, dtype=dtype)
@@ -159,11 +162,8 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
             stacklevel=2,
         )
     ends = end_tokens(loaded.directory)
-    if is_chat:  # the end of a chat's turns comes last
-        if not ends and loaded.tokenizer.end_of_text is not None:
-            ends = [loaded.tokenizer.end_of_text]
-        turn = find_end_of_turn(template, loaded.tokenizer)
-        ends = [*(end for end in ends if end != turn), turn]
+    if is_chat:
+        ends = _end_turns(ends or [loaded.tokenizer.end_of_text], loaded, template)
     jinja = template.source if isinstance(template, Jinja) else template.jinja() if is_chat else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
@@ -193,8 +193,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
             or `out` cannot be written.
     """
     directory, out = find_run(run), Path(out)
-    if is_there(out, "Name another directory with --out.") and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: name another directory with --out")
+    _check_empty(out, "--out")
     metadata = read_metadata(directory)
     imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
     family = find_family(metadata.model, imported.get("model_type"))
@@ -202,7 +201,7 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
     model, params = unstack_layers(loaded.model, loaded.params)
     tensors = to_tensors(params, family, model.config, dtype)
-    stored_as = np.dtype(next(iter(tensors.values())).dtype).name
+    stored_as = DTYPES[next(iter(tensors.values())).kind].name
     config = (imported or _special_ids(loaded)) | family.write(model.config)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -215,37 +214,38 @@ def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | Non
     return out
 
 
-def _special_ids(run: Run) -> dict[str, Any]:
-    end = run.tokenizer.end_of_text
-    return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
+def _end_turns(ends: Sequence[int | None], run: Run, template: ChatTemplate) -> list[int]:
+    """Return the tokens that end a text, of which the one that ends the turns of a chat comes last."""
+    turn = find_end_of_turn(template, run.tokenizer)
+    return [*(end for end in ends if end is not None and end != turn), turn]
 
 
 def write_tokenizer(out: Path, run: Run, template: ChatTemplate | None) -> None:
     """Write the tokenizer of a run, and the settings of generation. template: that of its chats, or None."""
-    text = tokenizer_json(run.tokenizer)
-    if text is not None:
+    if (text := tokenizer_json(run.tokenizer)) is not None:
         write_whole(out / "tokenizer.json", text)
-        for name in BESIDE_TOKENIZER:
-            if (run.directory / name).exists():
-                write_whole(out / name, read_bytes(run.directory / name, LARGEST_CONFIG))
-        path = out / BESIDE_TOKENIZER[0]
-        values = original = _read_object(path)
+        copy_files(run.directory, out, BESIDE_TOKENIZER)
+        values = original = _read_object(out / "tokenizer_config.json")
         if "tokenizer_class" not in values:  # otherwise the file is complete
             values = tokenizer_config(run.tokenizer, run.model.config.block_size) | values
         if isinstance(template, Turns):  # our own template: other libraries need it in Jinja
             values = values | {"chat_template": template.jinja()}
         if values != original:
-            _write_json(path, values)
+            _write_json(out / "tokenizer_config.json", values)
     generation = run.directory / HF_FOLDER / "generation_config.json"
     if template is None and generation.exists():
-        write_whole(out / generation.name, read_bytes(generation, LARGEST_CONFIG))
+        copy_files(generation.parent, out, [generation.name])
         return
     values = _special_ids(run) | _read_object(generation)
-    if template is not None:  # the model has learnt to end its turns with `turn`
-        ends, turn = values["eos_token_id"], find_end_of_turn(template, run.tokenizer)
-        others = [end for end in (ends if isinstance(ends, list) else [ends]) if end not in (None, turn)]
-        values["eos_token_id"] = [*others, turn]
+    if template is not None:
+        ends = values["eos_token_id"]
+        values["eos_token_id"] = _end_turns(ends if isinstance(ends, list) else [ends], run, template)
     _write_json(out / generation.name, values)
+
+
+def _special_ids(run: Run) -> dict[str, Any]:
+    end = run.tokenizer.end_of_text
+    return {"bos_token_id": next(iter(run.tokenizer.prefix), end), "eos_token_id": end}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -260,8 +260,32 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def _model_card(run: Run, family: Family) -> str:
     """Return README.md with the metadata header that the Hub reads."""
-    config, imported = run.model.config, run.metadata.imported
-    origin = [f"The weights are those of `{imported.get('from')}`, unchanged."] if imported else _training_facts(run)
+    config, experiment, metadata, data = run.model.config, run.experiment, run.metadata, run.metadata.data
+    steps, lora = experiment.train.steps, experiment.lora
+    facts = []
+    if metadata.imported:
+        facts = [f"The weights are those of `{metadata.imported.get('from')}`, unchanged."]
+    elif experiment.train.init_from is not None:
+        adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
+        facts = [f"- Starting from `{experiment.train.init_from}`{adapted}."]
+    if not metadata.imported:
+        text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
+        size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
+        seen = run.step * experiment.train.batch_size * experiment.model.block_size
+        seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
+        facts += [
+            f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
+            f"- Training: step {run.step:,} of {steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
+            f"{experiment.optim.learning_rate:g}.",
+        ]
+        if seconds:
+            facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
+        if run.val_loss is not None:
+            perplexity = math.exp(min(run.val_loss, 700))
+            facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
+        if metadata.command is not None:
+            facts.append(f"- Command: `{metadata.command}`")
+    origin = "".join(f"{line}\n" for line in facts)
     return f"""\
 ---
 library_name: transformers
@@ -271,7 +295,7 @@ tags:
 - {family.model_type}
 ---
 
-# {run.experiment.name}
+# {experiment.name}
 
 A `{family.architecture}` of {count_parameters(run.params):,} parameters, {config.block_size:,} tokens of context \
 and {config.vocab_size:,} token ids, written by jaxgpt.
@@ -285,32 +309,4 @@ model = AutoModelForCausalLM.from_pretrained("DIR")
 
 ## Origin
 
-""" + "".join(f"{line}\n" for line in origin)
-
-
-def _training_facts(run: Run) -> list[str]:
-    metadata, experiment, data = run.metadata, run.experiment, run.metadata.data
-    tokens = experiment.train.batch_size * experiment.model.block_size
-    seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
-    text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
-    size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
-    facts = []
-    if experiment.train.init_from is not None:
-        lora = experiment.lora
-        adapters = (
-            "" if lora.rank is None else f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in"
-        )
-        facts.append(f"- Starting from `{experiment.train.init_from}`{adapters}.")
-    facts += [
-        f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
-        f"- Training: step {run.step:,} of {experiment.train.steps:,}, {run.step * tokens:,} tokens seen, "
-        f"{experiment.optim.name}, learning rate {experiment.optim.learning_rate:g}.",
-    ]
-    if seconds:
-        facts.append(f"- Time: {max(seconds):,.0f} s, on {metadata.device}.")
-    if run.val_loss is not None:
-        perplexity = math.exp(min(run.val_loss, 700))
-        facts.append(f"- Validation loss: {run.val_loss:.4f} nats per token (perplexity {perplexity:.2f}).")
-    if metadata.command is not None:
-        facts.append(f"- Command: `{metadata.command}`")
-    return facts
+{origin}"""

@@ -20,12 +20,12 @@ from jaxgpt.data.template import find_template
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.files import read_json
-from jaxgpt.gguf.families import LLAMA, write_fields
-from jaxgpt.gguf.file import read_config, read_gguf, write_gguf
+from jaxgpt.gguf.file import FAMILIES as GGUF_FAMILIES
+from jaxgpt.gguf.file import read_config, read_gguf, write_fields, write_gguf
 from jaxgpt.gguf.tokenizers import read_chat_template, read_ends, read_tokenizer, tokenizer_fields
 from jaxgpt.hf.families import FAMILIES, get_family
 from jaxgpt.hf.family import canonical_form
-from jaxgpt.hf.weights import DTYPES, INDEX, LazyTensor, list_tensors, write
+from jaxgpt.hf.weights import DTYPES, INDEX, hold, list_tensors, write
 from jaxgpt.runs.directory import FORMAT, read_metadata
 from jaxgpt.runs.training import describe_data_changes
 from tests.conftest import TEXT
@@ -130,9 +130,11 @@ def _write_gguf(path: Path) -> None:
     """A Llama 3 of an embedding alone."""
     hf = BODY | {"vocab_size": 4, "hidden_size": 16, "rope_parameters": LLAMA3}
     tokenizer = tokenizer_fields(CharTokenizer("ab\n"), 4, chat_template="{{ messages }}", ends=[1])
-    fields = {f"llama.{key}": value for key, value in write_fields(LLAMA, FAMILIES["llama"].read(hf)).items()}
+    fields = {
+        f"llama.{key}": value for key, value in write_fields(GGUF_FAMILIES["llama"], FAMILIES["llama"].read(hf)).items()
+    }
     tensors = {"rope_freqs.weight": fields.pop("llama.rope_freqs.weight"), "token_embd.weight": np.eye(4, 16)}
-    made = {n: LazyTensor(shape=x.shape, dtype=np.dtype(np.float32), make=lambda x=x: x) for n, x in tensors.items()}
+    made = {n: hold(np.asarray(x, np.float32)) for n, x in tensors.items()}
     write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
 
 
@@ -142,7 +144,7 @@ def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Pat
     for folder in folders.values():
         folder.mkdir(exist_ok=True)
     tensors = {f"h.{i}.w": np.full((3, 4), i, np.float32) for i in range(4)}
-    made = {n: LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda x=x: x) for n, x in tensors.items()}
+    made = {n: hold(x) for n, x in tensors.items()}
     write(folders["tensors"], made)
     write(folders["index"], made, shard=100)
     _write_gguf(directory / "m.gguf")

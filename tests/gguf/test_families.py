@@ -7,8 +7,7 @@ from flax import traverse_util
 
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.families import FAMILIES, write_fields
-from jaxgpt.gguf.file import open_gguf, to_gguf, write_gguf
+from jaxgpt.gguf.file import FAMILIES, open_gguf, to_gguf, write_fields, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.family import canonical_form
@@ -29,7 +28,6 @@ MODELS = {name: SHAPES[name] for name in (*ONE_EACH, *MORE)} | {
     "gemma3-every-6": ("gemma3_text", BODY | WINDOWS | dict(num_hidden_layers=7)),
     "neox-in-series": ("gpt_neox", NEOX | SMALL | dict(use_parallel_residual=False, tie_word_embeddings=True)),
 }
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox"}
 
 
 def make(name):
@@ -47,11 +45,13 @@ def model_parts(name):
 
 
 def export(name, path, dtype=None):
+    """(configuration, parameters, float32 tensors of the file as the gguf package reads them)."""
     _, config, params = make(name)
     fields, tensors = model_parts(name)
     fields |= tokenizer_fields(ByteTokenizer(), config.vocab_size, chat_template=None, ends=())
     write_gguf(path, fields, tensors, dtype)
-    return config, params
+    found = (t for t in gguf.GGUFReader(path).tensors if t.tensor_type.name == "F32")
+    return config, params, {t.name: np.array(t.data).reshape(t.shape[::-1]) for t in found}
 
 
 def load(path):
@@ -61,33 +61,21 @@ def load(path):
     return source.config, {p: np.asarray(x) for p, x in traverse_util.flatten_dict(params, sep="/").items()}
 
 
-def peer(path):
-    """The file as the gguf package reads it: (values of fields, elements of tensors by name)."""
-    reader = gguf.GGUFReader(path)
-    tensors = {t.name: np.array(t.data).reshape(t.shape[::-1]) for t in reader.tensors if t.tensor_type.name == "F32"}
-    return {name: field.contents() for name, field in reader.fields.items()}, tensors
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in MODELS]
 )
 def test_a_model_comes_back_bit_for_bit(name, tmp_path):
-    config, params = export(name, tmp_path / "m.gguf")
+    config, params, _ = export(name, tmp_path / "m.gguf")
     back, loaded = load(tmp_path / "m.gguf")
     assert canonical_form(back) == canonical_form(config)
     assert loaded.keys() == params.keys()
     for path, x in params.items():
         np.testing.assert_array_equal(loaded[path], x, strict=True, err_msg=path)
-    kind = MODELS[name][0]
-    fields, tensors = peer(tmp_path / "m.gguf")
-    assert fields["general.architecture"] == ARCHITECTURES.get(kind, kind)
-    assert tensors["token_embd.weight"].shape == (260, config.n_embd)
 
 
 def test_llama_rotates_neighbours(tmp_path):
     """llama.cpp turns elements 2i and 2i + 1 of a head together; here they are i and i + half a head."""
-    config, params = export("llama-biases", tmp_path / "m.gguf")
-    _, tensors = peer(tmp_path / "m.gguf")
+    config, params, tensors = export("llama-biases", tmp_path / "m.gguf")
     half = config.head_dim // 2
     for ours, theirs, heads in (("q", "attn_q", config.n_head), ("k", "attn_k", config.n_kv_head)):
         for part, name in (("kernel", "weight"), ("bias", "bias")):
@@ -101,26 +89,22 @@ def test_llama_rotates_neighbours(tmp_path):
 
 def test_what_llama_cpp_wants_otherwise(tmp_path):
     """Fused queries, keys and values, whole scales of Gemma, a second copy of tied matrices, factors of rotations."""
-    _, params = export("neox-in-series", tmp_path / "neox.gguf")
-    _, tensors = peer(tmp_path / "neox.gguf")
+    _, params, tensors = export("neox-in-series", tmp_path / "neox.gguf")
     joined = np.concatenate([params[f"h_0/attn/{x}/kernel"].T for x in "qkv"])
     np.testing.assert_array_equal(tensors["blk.0.attn_qkv.weight"], joined)
     np.testing.assert_array_equal(tensors["output.weight"], tensors["token_embd.weight"])
-    _, params = export("gemma", tmp_path / "gemma.gguf")
-    _, tensors = peer(tmp_path / "gemma.gguf")
+    _, params, tensors = export("gemma", tmp_path / "gemma.gguf")
     np.testing.assert_array_equal(tensors["blk.1.ffn_norm.weight"], params["h_1/ln_2/scale"] + 1)
-    export("llama-3", tmp_path / "llama3.gguf")
-    fields, tensors = peer(tmp_path / "llama3.gguf")
+    _, _, tensors = export("llama-3", tmp_path / "llama3.gguf")
     frequency = 5e5 ** (-np.arange(0, 6, 2) / 6)  # 4 heads of 6 elements
     turns = 32 * frequency / (2 * np.pi)
     kept = np.clip((turns - 1.0) / 3.0, 0, 1)
     np.testing.assert_allclose(tensors["rope_freqs.weight"], 1 / (kept + (1 - kept) / 8.0), rtol=1e-5)
-    assert "llama.rope.scaling.type" not in fields
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 def test_matrices_are_rounded_and_vectors_are_not(dtype, tmp_path):
-    _, params = export("gpt2", tmp_path / "m.gguf", dtype)  # rows of 24 and 96 elements
+    _, params, _ = export("gpt2", tmp_path / "m.gguf", dtype)  # rows of 24 and 96 elements
     _, loaded = load(tmp_path / "m.gguf")
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for path, x in params.items():
@@ -145,20 +129,15 @@ LOCAL = dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=dict(
         ("mistral", BODY | dict(sliding_window=7), "llama of llama.cpp does not support sliding_window=7"),
         ("qwen2", WINDOWED, "qwen2 of llama.cpp does not support sliding_window=9"),
         ("qwen2", BODY | dict(rope_parameters=LLAMA3), "qwen2 of llama.cpp .*rope_scaling=llama3"),
-        ("qwen3", WINDOWED, "sliding_window=9"),
         ("qwen3", BODY | dict(attention_bias=True), "out_bias=True"),
         ("gemma", BODY | dict(tie_word_embeddings=False), "tie_embeddings=False"),
         ("gemma2", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "gemma2 of llama.cpp .* support query_scale=9"),
         ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
         ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
-        ("gemma2", BODY | WINDOWS | dict(rope_parameters=LLAMA3), "rope_scaling=llama3"),
         ("gemma2", BODY | WINDOWS | dict(layer_types=["full_attention"] * 2), "sliding_window=None"),  # it would abort
-        ("gemma3_text", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "query_scale=9"),
         ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
-        ("gpt_neox", NEOX | dict(hidden_act="relu", num_attention_heads=3), "gptneox of llama.cpp .*activation=relu"),
         ("gpt_neox", NEOX | dict(attention_bias=False, num_attention_heads=3), "out_bias=False, qkv_bias=False"),
         ("olmo2", BODY | dict(attention_bias=True), "out_bias=True"),
-        ("olmo2", BODY | dict(rope_parameters=LLAMA3), "rope_scaling=llama3"),
     ],
 )
 def test_what_llama_cpp_would_not_compute_is_refused(kind, hf, said):

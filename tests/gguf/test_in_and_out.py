@@ -1,8 +1,5 @@
 """Files become runs, and runs the same files."""
 
-import functools
-import json
-
 import numpy as np
 import pytest
 
@@ -10,12 +7,11 @@ import jaxgpt
 from jaxgpt.data.template import CHATML, Jinja
 from jaxgpt.data.tokenizer import train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.gguf.file import read_gguf, write_gguf
+from jaxgpt.gguf.file import write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.tools.convert import export_gguf, import_gguf
 from tests.conftest import TEXT
 from tests.gguf.test_families import model_parts
-from tests.helpers import run_command
 
 pytest.importorskip("gguf", reason="without the gguf package")
 
@@ -50,18 +46,3 @@ def test_the_run_has_template_and_ends(imported):
         np.dtype(np.float32),
         np.dtype(np.float16),
     }
-
-
-@pytest.mark.slow
-def test_the_command_line_goes_the_whole_way(imported, tmp_path):
-    command = functools.partial(run_command, "-m", "jaxgpt", cwd=tmp_path)
-    done = command("import", str(imported[0]), "--run-dir", "run", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["model_type"] == "gemma", done.stderr
-    done = command("export", "run", "--to", "gguf", "--out", "m.gguf", "--dtype", "bf16", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["bytes"] == (tmp_path / "m.gguf").stat().st_size
-    assert read_gguf(tmp_path / "m.gguf")[1]["token_embd.weight"].kind == "BF16"
-    done = command("export", "run", "--to", "hf", "--out", "hf", "--dtype", "f32", "--json")
-    assert done.returncode == 0 and "model.safetensors" in json.loads(done.stdout)["files"], done.stderr
-    done = command("sample", "run", "--prompt", "ab", "--max-new-tokens", "4", "--greedy")
-    assert done.returncode == 0, done.stderr

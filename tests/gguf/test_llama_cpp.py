@@ -62,15 +62,10 @@ def llama(path, context=CONTEXT):
     defaults.use_extra_bufts = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: defaults)
-        model = load(path, context)
+        sizes = dict(n_ctx=context, n_batch=context, type_k=F32, type_v=F32, n_threads=2)
+        model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes)
     with contextlib.closing(model):
         yield model
-
-
-def load(path, context):
-    return llama_cpp.Llama(
-        str(path), n_ctx=context, n_batch=context, logits_all=True, type_k=F32, type_v=F32, n_threads=2, verbose=False
-    )
 
 
 def evaluate(model, tokens):

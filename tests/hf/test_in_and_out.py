@@ -18,12 +18,12 @@ import pytest
 import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.config.presets import quickstart
-from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.source import open_source, tokenizer_json
-from jaxgpt.hf.weights import INDEX, list_tensors, summarize_names
+from jaxgpt.hf.weights import INDEX, list_tensors
 from jaxgpt.tools.convert import export_hf, import_hf
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
@@ -31,32 +31,8 @@ from tests.helpers import edit_record, run_command, tiny_experiment
 from tests.hf.test_parity import PARITY, live
 
 # Trained here, and a Qwen3 to everybody else.
-MODEL = GPTConfig(
-    block_size=16,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=16,
-    head_dim=6,
-    bias=False,
-    norm="rmsnorm",
-    activation="swiglu",
-    position="rope",
-    qk_norm=True,
-)
-
-
-def train(text_file, directory, tokenizer, **model):
-    experiment = tiny_experiment(text_file)
-    return jaxgpt.fit(
-        dataclasses.replace(
-            experiment,
-            model=dataclasses.replace(MODEL, **model),
-            data=dataclasses.replace(experiment.data, tokenizer=tokenizer, bpe_vocab_size=280),
-        ),
-        directory,
-        progress=False,
-    )
+SIZES = dict(block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, head_dim=6)
+MODEL = GPTConfig(**SIZES, bias=False, norm="rmsnorm", activation="swiglu", position="rope", qk_norm=True)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +43,10 @@ def trained(text_file, tmp_path_factory):
     def of(tokenizer):
         place = tmp_path_factory.mktemp(tokenizer)
         fields = {"scan_layers": True, "mup_base_width": 8} if tokenizer == "byte" else {}
-        run = train(text_file, place / "run", tokenizer, **fields)
+        experiment = tiny_experiment(text_file)
+        data = dataclasses.replace(experiment.data, tokenizer=tokenizer, bpe_vocab_size=280)
+        experiment = dataclasses.replace(experiment, model=dataclasses.replace(MODEL, **fields), data=data)
+        run = jaxgpt.fit(experiment, place / "run", progress=False)
         return run, export_hf(place / "run", place / "out")
 
     return of
@@ -175,6 +154,10 @@ def test_the_command_line_goes_the_whole_way(exported, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in json.loads(done.stdout)["files"]
     assert {t.kind for t in list_tensors(tmp_path / "out").values()} == {"F16"}
+    done = command("export", "run", "--to", "gguf", "--out", "m.gguf", "--dtype", "bf16", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["bytes"] == (tmp_path / "m.gguf").stat().st_size
+    done = command("import", "m.gguf", "--run-dir", "again", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["model_type"] == "qwen3", done.stderr
 
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
@@ -192,19 +175,6 @@ def test_our_tokenizers_are_theirs(kind):
             theirs.encode("\x01")
 
 
-def test_a_template_puts_its_first_token_before_a_prompt():
-    """Llama's and Gemma's: without the token that every text of their training began with they write poorly."""
-    values = json.loads(train_bpe([TEXT], 270).to_json())
-    values["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-    }
-    assert BPETokenizer(json.dumps(values)).prefix == (0,)
-    assert train_bpe([TEXT], 270).prefix == CharTokenizer("a").prefix == ()
-
-
 def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest(exported, tmp_path):
     config = dataclasses.replace(quickstart().model, vocab_size=60)
     assert find_family(config).model_type == "qwen3"
@@ -217,11 +187,6 @@ def test_an_architecture_that_nobody_else_has_is_told_with_the_nearest(exported,
     with pytest.raises(UserError, match="no family on the Hub"):
         export_hf(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_many_names_in_few_words():
-    names = [f"h.{i}.attn.{x}" for i in (0, 1, 2, 5) for x in ("q", "k")]
-    assert summarize_names([*names, "wte"]) == "h.0-2,5.attn.k, h.0-2,5.attn.q, wte"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 What transformers says is kept in tests/golden/families.npz, and asked anew where it and torch are installed.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,10 +15,9 @@ import pytest
 import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
 from jaxgpt.hf.family import IGNORED, canonical_form
-from jaxgpt.hf.weights import LazyTensor, list_tensors, read_params, shapes_of, to_tensors, write
+from jaxgpt.hf.weights import hold, list_tensors, read_params, to_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
-from tests.helpers import stack_layers
 from tests.hf.peers import NEW_TOKENS, PROMPT, SHAPES, make_peer, named_parameters, weights
 
 # Two implementations of float32, logits up to 8 in size, in two to four layers. Seen: 2.7e-5, in Gemma 3.
@@ -49,15 +47,11 @@ def imported(golden, tmp_path_factory):
         family = get_family(hf)
         directory = tmp_path_factory.mktemp(name)
         tensors = {key: weights(key, tuple(shape)) for key, shape in json.loads(str(golden[f"{name}/shapes"])).items()}
-        write(directory, {key: made(x) for key, x in tensors.items()})
+        write(directory, {key: hold(x) for key, x in tensors.items()})
         config = family.read(hf)
         return family, config, tensors, read_params(list_tensors(directory), family, config)
 
     return of
-
-
-def made(x):
-    return LazyTensor(shape=x.shape, dtype=x.dtype, make=lambda: x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,25 +72,12 @@ def test_logits_and_greedy_text_are_transformers(golden, imported, name):
     np.testing.assert_array_equal(found[len(PROMPT) - 1 : -1].argmax(-1), tokens[len(PROMPT) :])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in USUAL)])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "qwen3"])
 def test_generate_writes_the_same(golden, imported, name):
     _, config, _, params = imported(name)
-    out = jaxgpt.generate(
-        GPT(config),
-        params,
-        [PROMPT],
-        key=jax.random.key(0),
-        max_new_tokens=NEW_TOKENS,
-        sampling=jaxgpt.Sampling(greedy=True),
-    )
+    how = dict(key=jax.random.key(0), max_new_tokens=NEW_TOKENS, sampling=jaxgpt.Sampling(greedy=True))
+    out = jaxgpt.generate(GPT(config), params, [PROMPT], **how)
     assert out.tokens[0] == golden[f"{name}/tokens"][len(PROMPT) :].tolist()
-
-
-def test_scanned_layers_give_the_same(golden, imported):
-    _, config, _, params = imported("llama-biases")
-    model = GPT(dataclasses.replace(config, scan_layers=True))
-    logits = logits_of(model, stack_layers(params, config.n_layer), golden["llama-biases/tokens"])
-    np.testing.assert_allclose(logits, golden["llama-biases/logits"], **PARITY)
 
 
 @every_shape
@@ -106,7 +87,7 @@ def test_there_and_back_nothing_changes(imported, name, tmp_path):
     out = to_tensors(params, family, config)
     assert out.keys() == tensors.keys()
     for key, tensor in out.items():
-        np.testing.assert_array_equal(tensor.make(), tensors[key], strict=True)
+        np.testing.assert_array_equal(tensor.read(), tensors[key], strict=True)
     write(tmp_path, out)
     again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
@@ -118,12 +99,7 @@ def test_the_configuration_comes_back(golden, imported, name):
     assert canonical_form(family.read(family.write(config))) == canonical_form(config)
     assert find_family(config, family.model_type) is family
     assert find_family(config).model_type in (family.model_type, "llama")  # a Mistral without windows is a Llama
-
-
-@every_shape
-def test_transformers_4_says_the_same(golden, imported, name):
-    """The spelling of before version 5: rope_theta and rope_scaling, a pattern and no list of layers."""
-    family, config, _, _ = imported(name)
+    # In the spelling before version 5: rope_theta and rope_scaling, a pattern and no list of layers.
     hf = json.loads(str(golden[f"{name}/config"]))
     five = hf.pop("rope_parameters", None)
     if five is not None:
@@ -153,7 +129,7 @@ def test_half_precision_is_kept_and_parameters_go_where_they_are_told(imported, 
     assert {x.dtype for x in jax.tree.leaves(widened)} == {jnp.dtype("float32")}
     out = to_tensors(kept, family, config)
     for key, tensor in tensors.items():
-        np.testing.assert_array_equal(out[key].make(), tensor.read(), strict=True)
+        np.testing.assert_array_equal(out[key].read(), tensor.read(), strict=True)
 
 
 def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_path):
@@ -161,7 +137,7 @@ def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_pat
     family, config, tensors, params = imported("gpt2")
     bare = {key.removeprefix("transformer."): x for key, x in tensors.items()}
     bare |= {f"h.{i}.attn.bias": np.ones((1, 1, 4, 4), np.float32) for i in range(2)}
-    write(tmp_path, {key: made(x) for key, x in bare.items()})
+    write(tmp_path, {key: hold(x) for key, x in bare.items()})
     again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
 
@@ -195,9 +171,5 @@ def test_ignored_keys_are_nothing_to_the_logits(golden, name):
     np.testing.assert_allclose(logits, golden[f"{name}/logits"], **PARITY)
 
 
-def test_each_family_has_a_shape_and_a_row_for_each_parameter_once(imported):
+def test_each_family_has_a_shape():
     assert {kind for kind, _ in SHAPES.values()} == set(FAMILIES)
-    for name in SHAPES:
-        family, config, _, _ = imported(name)
-        shapes = shapes_of(config)
-        assert sorted(path for row in family.expand_rules(config, shapes) for path in row.ours) == sorted(shapes)

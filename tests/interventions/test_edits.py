@@ -9,8 +9,7 @@ import pytest
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
-from jaxgpt.interventions.edits import place_names
-from jaxgpt.interventions.model import token_losses
+from jaxgpt.interventions.model import place_shapes, token_losses
 from jaxgpt.model import GPT
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import generate
@@ -55,7 +54,7 @@ def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
     logits_BTV = model.apply({"params": params}, TOKENS)
-    names = place_names(model.config)
+    names = [*place_shapes(model.config)]
     plain = run(model, params, TOKENS, read=names)
     chex.assert_trees_all_close(plain.logits_BTV, logits_BTV, rtol=1e-4, atol=1e-4)
     assert plain.activations.keys() == set(names)
@@ -99,16 +98,12 @@ def test_edits_apply_in_their_order_at_their_positions(model_params):
     chex.assert_trees_all_equal(early[:, :7], run(model, params, TOKENS).logits_BTV[:, :7])
 
 
-def test_patching_the_whole_stream_gives_the_other_text(model_params):
+def test_an_activation_of_another_text_is_put_at_its_positions(model_params):
     model, params = model_params
-    other = run(model, params, TOKENS[1:], read=["h_0/stream", "h_1/heads"])
-    patch = [replace("stream", 0, by=other.activations["h_0/stream"][0])]
-    chex.assert_trees_all_close(run(model, params, TOKENS[:1], patch).logits_BTV, other.logits_BTV, atol=1e-4)
-    one = replace("heads", 1, by=other.activations["h_1/heads"][0, 4:6, 2], index=2, positions=[4, 5])
-    patched = run(model, params, TOKENS[:1], [one], read=["h_1/heads"]).activations["h_1/heads"][0]
-    chex.assert_trees_all_close(patched[4:6, 2], other.activations["h_1/heads"][0, 4:6, 2])
-    clean = run(model, params, TOKENS[:1], read=["h_1/heads"]).activations["h_1/heads"][0]
-    chex.assert_trees_all_close(patched[:, :2], clean[:, :2])
+    clean_TNH, other_TNH = run(model, params, TOKENS, read=["h_1/heads"]).activations["h_1/heads"]
+    one = replace("heads", 1, by=other_TNH[4:6, 2], index=2, positions=[4, 5])
+    patched_TNH = run(model, params, TOKENS[:1], [one], read=["h_1/heads"]).activations["h_1/heads"][0]
+    chex.assert_trees_all_close(patched_TNH, clean_TNH.at[4:6, 2].set(other_TNH[4:6, 2]))
 
 
 def generate_greedily(model, params, prompt):
@@ -156,7 +151,7 @@ def test_each_of_many_sets_is_as_if_alone(model_params):
         ([zero("head", 0)], "place='head': needs one of embedding, queries"),
         ([zero("heads", 2)], r"heads, layer=2: needs a layer from 0 to 1"),
         ([zero("heads")], r"heads, layer=None: needs a layer from 0 to 1"),
-        ([zero("embedding", 0)], "layer=0: the embedding has no layer"),
+        ([zero("embedding", 0)], "embedding, layer=0: needs no layer"),
         ([zero("heads", 0, index=4)], "h_0/heads, index=4: needs integers from 0 to 3"),
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
         ([zero("mlp", 0, positions=[16])], r"h_0/mlp, positions=\[16\]: needs integers from 0 to 15"),

@@ -178,7 +178,7 @@ def _forward(model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | 
     def unembed(module: GPT, x_BTD: jax.Array) -> jax.Array:
         return module.unembed(x_BTD if model.config.norm_position == "post" else module.ln_f(x_BTD))
 
-    streams = [inner["drop"]["__call__"][-1], *(_first(inner[f"h_{i}"]) for i in range(model.config.n_layer))]
+    streams = [inner["drop"]["__call__"][-1], *(inner[f"h_{i}"]["__call__"][0] for i in range(model.config.n_layer))]
     lens = jax.lax.map(  # sequential, so that the logits of only one layer are in memory
         lambda x_BTD: guess(model.apply({"params": params}, x_BTD, method=unembed), LENS_PREDICTIONS),
         jnp.stack(streams),
@@ -188,10 +188,4 @@ def _forward(model: GPT, params: Params, tokens_T: jax.Array, vocab_size: int | 
 
 def _output(values: Any) -> Any:
     """Return the output of a captured module, x_TD, in float32."""
-    return _first(values)[0].astype(np.float32)
-
-
-def _first(values: Any) -> Any:
-    """Return x_BTD of a module's captured output, x_BTD or (x_BTD, cache)."""
-    out = values["__call__"][0]
-    return out[0] if isinstance(out, tuple) else out
+    return values["__call__"][0][0].astype(np.float32)

@@ -18,7 +18,7 @@ from jaxgpt.data.tokenizer import (
     find_word_pattern,
 )
 from jaxgpt.errors import UserError
-from jaxgpt.files import parse_json
+from jaxgpt.hf.source import list_byte_names
 from jaxgpt.interventions.model import EDITS
 from jaxgpt.layers.linear import to_int8
 from jaxgpt.layers.position import sinusoidal
@@ -32,7 +32,7 @@ Weights = Literal["int8", "float32"]
 PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # of the page
 MOST_PARAMETERS = 2**26  # 85 MB as int8 in base64
 MOST_WEIGHTS = 2**22  # attention weights, which are drawn again as the text changes
-PLAIN_BPE = {"dropout": None, "continuing_subword_prefix": "", "end_of_word_suffix": "", "byte_fallback": False}
+UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")  # options of a BPE
 
 
 class Matrix(NamedTuple):
@@ -125,18 +125,6 @@ def hold(params: Params, weights: Weights) -> Params:
     return jax.tree.map_with_path(convert, params)
 
 
-def restore(held: Params) -> Params:
-    """Return the parameters, in float32, with which `GPT` computes what the page does. held: of `hold`."""
-
-    def convert(path: Any, x: Any) -> np.ndarray:
-        if not isinstance(x, Matrix):
-            return x
-        matrix_FD = x.values_FD.astype(np.float32) * (1 if x.scale_F is None else x.scale_F[:, None])
-        return matrix_FD if path[-1].key == "embedding" else matrix_FD.T
-
-    return jax.tree.map_with_path(convert, held, is_leaf=lambda x: isinstance(x, Matrix))
-
-
 def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
     """Return the fields with which `tokenizer.js` encodes what is typed on a page.
 
@@ -150,7 +138,25 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         tokens = [bytes([b]) for b in range(256)]
         alphabet = list(range(256))
     elif isinstance(tokenizer, BPETokenizer):
-        tokens, alphabet, pattern, triples, whole_words = _read_bpe(tokenizer)
+        parts, letters = tokenizer.parts(), list_byte_names()
+        model, added, pattern = parts["model"], parts["added_tokens"], find_word_pattern(parts["pre_tokenizer"])
+        vocab, unusual = model["vocab"], [name for name in UNUSUAL if model.get(name)]
+        unusual += ["a normalizer"] if parts["normalizer"] else []
+        unusual += ["added tokens that are not special"] if not all(token["special"] for token in added) else []
+        unusual += ["another model than BPE"] if model["type"] != "BPE" else []
+        unusual += ["a vocabulary without some of the 256 bytes"] if any(c not in vocab for c in letters) else []
+        if unusual or pattern is None:
+            unusual += ["another pattern of words"] if pattern is None else []
+            raise UserError(
+                f"the page cannot encode as this run's tokenizer does, which has {', '.join(unusual)}: it knows "
+                "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
+            )
+        codes, tokens = {letter: byte for byte, letter in enumerate(letters)}, [b""] * tokenizer.vocab_size
+        for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
+            tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
+        alphabet, whole_words = [vocab[letter] for letter in letters], bool(model["ignore_merges"])
     else:
         raise UserError("the page needs text, and this run's tokens are bare ids: train with a tokenizer of text")
     ends = np.cumsum([len(token) for token in tokens], dtype=np.int32)
@@ -163,39 +169,3 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         "merges": arrays.put(np.array(triples, np.int32).reshape(-1, 3)),
         "whole_words": whole_words,
     }
-
-
-def _read_bpe(tokenizer: BPETokenizer) -> tuple[list[bytes], list[int], str, list[tuple[int, int, int]], bool]:
-    """Return (bytes of each token, token of each byte, pattern of words, merges, whether words are looked up whole)."""
-    saved = parse_json(tokenizer.to_json(), "the tokenizer")
-    model, added = saved["model"], saved.get("added_tokens", [])
-    pattern = find_word_pattern(saved.get("pre_tokenizer"))
-    unusual = [
-        *(["a normalizer"] if saved.get("normalizer") is not None else []),
-        *(["another pattern of words"] if pattern is None else []),
-        *(["added tokens that are not special"] if any(not token["special"] for token in added) else []),
-        *(["another model than BPE"] if model.get("type", "BPE") != "BPE" else []),
-        *(name for name, usual in PLAIN_BPE.items() if (model.get(name) or usual) != usual),
-    ]
-    letters, vocab = _byte_letters(), model.get("vocab", {})
-    if not unusual and any(letter not in vocab for letter in letters):
-        unusual = ["a vocabulary without some of the 256 bytes"]
-    if unusual or pattern is None:
-        raise UserError(
-            f"the page cannot encode as this run's tokenizer does, which has {', '.join(unusual)}: it knows "
-            "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
-        )
-    codes = {letter: byte for byte, letter in enumerate(letters)}
-    tokens = [b""] * tokenizer.vocab_size
-    for text, i in [*vocab.items(), *((token["content"], token["id"]) for token in added)]:
-        tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
-    return tokens, [vocab[letter] for letter in letters], pattern, triples, bool(model.get("ignore_merges"))
-
-
-def _byte_letters() -> list[str]:
-    """Return the letter that stands for each byte in a byte-level vocabulary, as GPT-2's."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(0x100)]

@@ -20,7 +20,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.live import hold, make_page, restore
+from jaxgpt.tools.xray.live import Matrix, hold, make_page
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
@@ -72,7 +72,14 @@ def with_model(base, config, tokenizer=None):
 def of_page(run, weights="int8"):
     """(model, params) with which Python computes what the page does."""
     model, params = unstack_layers(run.model, run.params)
-    return model, restore(hold(params, weights))
+
+    def restore(path, x):
+        if not isinstance(x, Matrix):
+            return x
+        matrix_FD = x.values_FD.astype(np.float32) * (1 if x.scale_F is None else x.scale_F[:, None])
+        return matrix_FD if path[-1].key == "embedding" else matrix_FD.T
+
+    return model, jax.tree.map_with_path(restore, hold(params, weights), is_leaf=lambda x: isinstance(x, Matrix))
 
 
 @pytest.fixture
