@@ -19,7 +19,7 @@ from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
-from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
 from jaxgpt.runs.prompts import PromptFormat
@@ -232,21 +232,19 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    tries = 5  # a process that trains may remove a checkpoint before it is read
-    while True:
+    params = None
+    while params is None:
+        checkpoints = open_checkpoints(metadata.directory)
+        steps = _choose_steps(checkpoints, metadata.directory, which, average)
+        val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
         try:
-            checkpoints = open_checkpoints(metadata.directory)
-            steps = _choose_steps(checkpoints, metadata.directory, which, average)
-            val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
-            params = restore_merged_params(metadata, checkpoints, steps[0], like)
-            for count, step in enumerate(steps[1:], start=2):
+            for count, step in enumerate(steps, start=1):
                 more = restore_merged_params(metadata, checkpoints, step, like)
-                params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
-            break
-        except CheckpointRemoved:
-            tries -= 1
-            if not tries:
+                params = more if params is None else jax.tree.map(lambda m, x, n=count: m + (x - m) / n, params, more)
+        except Exception:
+            if set(steps) <= set(checkpoints.steps()):
                 raise
+            params = None  # a process that trains has removed one: choose again
     return Run(
         directory=metadata.directory,
         metadata=metadata,
@@ -264,9 +262,8 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
     if isinstance(which, int):
         step = checkpoints.latest_valid(before=which + 1)
         if step != which:
-            raise UserError(
-                f"which={which}: {directory} needs a good checkpoint of that step, and has {checkpoints.steps()}"
-            )
+            has = checkpoints.steps()
+            raise UserError(f"which={which}: {directory} needs a good checkpoint of that step, and has {has}")
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
     steps: list[int] = []
@@ -275,9 +272,5 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
         if len(steps) == (average or 1):
             return steps
         step = checkpoints.latest_valid(before=step)
-    if not steps:
-        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were being read")
-    raise UserError(
-        f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {steps[0]}. Give "
-        f"{len(steps)} or fewer; --train.keep-last keeps more"
-    )
+    has = f"{len(steps)} checkpoints, the last up to step {max(steps, default=0)}"
+    raise UserError(f"average={average}: {directory} has {has}. Give fewer; --train.keep-last keeps more")

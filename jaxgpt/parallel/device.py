@@ -136,28 +136,25 @@ def compute_options(
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
-
     elsewhere = f"the device is {device.device_kind}"
     why_not = {
         "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if is_packed else None),
         "splash": why_not_splash(model.block_size, model.head_dim, dtype) if device.platform == "tpu" else elsewhere,
     }
-    refused = why_not.get(train.attention)
+    attention, refused = train.attention, why_not.get(train.attention)
     if refused and required:
-        raise UserError(f"train.attention={train.attention} is not available here: {refused}. Use auto or plain.")
+        raise UserError(f"train.attention={attention} is not available here: {refused}. Use auto or plain.")
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
-    attention = train.attention
     if attention == "auto" or refused:
         attention = "plain" if fused is None or why_not[fused] else fused
-    said = f"{attention} attention"
-    if refused:
-        said += f" instead of {train.attention} ({refused})"
+    said = f" instead of {train.attention} ({refused})" if refused else ""
     if attention not in ("plain", "xla") and model.dropout:
         said += " (plain in training: it cannot drop weights)"
     elif fused and attention == "plain" and why_not[fused] and not refused:
         said += f" ({fused}: {why_not[fused]})"
-    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=f"{dtype}, {said}")
+    reason = f"{dtype}, {attention} attention{said}"
+    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=reason)
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
@@ -194,16 +191,12 @@ def memory_of(device: jax.Device) -> int | None:
 
 def gpu_memory_share() -> float:
     """Return the part of a GPU's memory that XLA allocates at its start: three quarters, or what a variable says."""
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    given = [(name, value) for name in names if (value := os.environ.get(name))]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(names)} are set, but JAX takes one of them: unset the second, its old name")
-    for name, value in given:
-        with contextlib.suppress(ValueError):
-            if 0 < float(value) <= 1:
-                return float(value)
-        raise UserError(f"{name}={value!r}: needs a number above 0, at most 1")
-    return 0.75
+    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    given = os.environ.get(name) or os.environ.get(old) or "0.75"
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) <= 1:
+            return float(given)
+    raise UserError(f"{name}={given!r}: needs a number above 0, at most 1")
 
 
 def bytes_per_device(state: Any) -> int:

@@ -337,15 +337,6 @@ def one_copy(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
-def on_one_device(tree: Any) -> Any:
-    """Return the arrays on a single device of this process; None if the process holds only parts of them."""
-    arrays = jax.tree.leaves(tree)
-    if not all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
-        return None
-    device = jax.local_devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), tree)
-
-
 class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
     """The copies of the state on different devices are no longer equal, bit for bit.
 

@@ -194,42 +194,34 @@ def choose_strategy(
     present = jax.devices() if devices is None else devices
 
     def make(config: ParallelConfig) -> Strategy:
-        name = config.strategy
-        if name == "auto":
-            name = "single" if len(present) == 1 else "pmap"
+        name, sizes = config.strategy, {field: getattr(config, field) for field in ("data", "fsdp", "tensor", "slices")}
         if name == "mesh":
             return make_mesh(present, config, experiment.model)
-        if (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
-            raise UserError(
-                f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
-                f"not {config.strategy}"
-            )
-        if config.slices != 1:
-            raise UserError(
-                f"parallel.slices={config.slices} needs --parallel.strategy mesh, not {config.strategy}: without it, pmap "
-                "splits the batch over the devices of all slices"
-            )
-        if name == "single" and devices is None and jax.process_count() > 1:
+        if tuple(sizes.values()) != (-1, 1, 1, 1):
+            given = ", ".join(f"{field}={size}" for field, size in sizes.items())
+            raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
+        if name == "pmap" or (name == "auto" and len(present) > 1):
+            return make_pmap(devices)
+        if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return make_single(devices) if name == "single" else make_pmap(devices)
+        return make_single(devices)
 
     choices = [experiment.parallel]
     layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
     if recorded is not None and layout(recorded.parallel) == layout(experiment.parallel):
         choices += alternatives(experiment.parallel, len(present), count_slices(present))
-    errors: list[UserError] = []
+    refused: UserError | None = None
     for choice in choices:
         try:
             strategy = make(choice)
             split = split_batch(experiment.train.batch_size, strategy.data_parallel_size, choice)
         except UserError as e:
-            errors.append(e)
+            refused = refused or e
             continue
-        if not errors:
-            return strategy, split, None
-        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
-        return strategy, split, said
-    raise errors[0]
+        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {refused}"
+        return strategy, split, None if refused is None else said
+    assert refused is not None
+    raise refused
 
 
 def alternatives(config: ParallelConfig, devices: int, slices: int = 1) -> list[ParallelConfig]:

@@ -62,19 +62,17 @@ class Training:
         return self.directory / "metrics.jsonl"
 
     @functools.cached_property
-    def _keys(self) -> tuple[jax.Array, jax.Array]:
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """Return the keys of initialisation and of dropout."""
         return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()  # one program instead of four
 
     @property
     def dropout_key(self) -> jax.Array:
         """Return the dropout key of the run."""
-        return self._keys[1]
+        return self.keys[1]
 
     def start_compiling(self, start: int) -> StepFn:
-        """Compile the step in a thread from now on, if one device takes it. Return a `train_step` that waits for it.
-
-        start: steps taken so far. If they are all, nothing is compiled.
-        """
+        """Compile the step in a thread, if one device takes it from step `start` on. Return a step that waits for it."""
         trainer = self.trainer
         if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
@@ -89,7 +87,7 @@ class Training:
         if self.weights is not None and (like.frozen_params is not None or not step):
             read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
         if not step:
-            return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
+            return self.trainer.init_state(self.keys[0], None if read is None else strategy.from_checkpoint(read))
         frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
         state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
         return strategy.from_checkpoint(state)
@@ -194,8 +192,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
     if rates[1] > rates[0] and extend is None:
         raise UserError(
             f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
-            f"With train.steps={experiment.train.steps} the rate rises to {rates[1]:.3g} there, and falls again until the new end. "
-            "To continue so, add --extend (extend=True)"
+            f"It rises to {rates[1]:.3g} there with train.steps={experiment.train.steps}: to continue so, add --extend (extend=True)"
         )
     return dataclasses.replace(experiment, optim=optim)
 
@@ -257,11 +254,9 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
     files, files_now = before.get("files"), now.get("files")
-    if isinstance(files, dict) and isinstance(files_now, dict):
-        changed = [f"{name} is missing" for name in files if name not in files_now]
-        changed += [f"{name} is new" for name in files_now if name not in files]
-        changed += [f"{name} has changed" for name in files if name in files_now and files[name] != files_now[name]]
-        if changed:
-            return changed
+    if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
+        kinds = {"is missing": files.keys() - files_now, "is new": files_now.keys() - files}
+        kinds["has changed"] = {name for name in files.keys() & files_now if files[name] != files_now[name]}
+        return [f"{name} {kind}" for kind, names in kinds.items() for name in sorted(names)]
     changed = [name for name, value in now.items() if before.get(name) != value]
     return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]
