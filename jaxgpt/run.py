@@ -11,8 +11,12 @@ import jax
 
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint
+from jaxgpt.data.conversations import encode_messages, find_end_of_turn
+from jaxgpt.data.template import ChatTemplate, Message, find_template
+from jaxgpt.data.template import fingerprint as template_fingerprint
+from jaxgpt.data.tokenizer import Tokenizer, find_start_token, fingerprint
 from jaxgpt.errors import UserError
+from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.hooks import Compute
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
@@ -22,7 +26,6 @@ from jaxgpt.parallel.strategy import with_shardings
 from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
-from jaxgpt.runs.prompts import PromptFormat
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.quantize import for_decoding
@@ -31,6 +34,45 @@ from jaxgpt.sample.search import speculate
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """Encode prompts as plain text, or as the user's turn of a conversation."""
+
+    metadata: RunMetadata
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """Return the chat template of training, which is the tokenizer's own or the default of `data.template`."""
+        template = find_template(self.tokenizer, self.metadata.directory)
+        known = self.metadata.data.get("template_sha256")
+        if known is not None and known != template_fingerprint(template):
+            file = self.metadata.directory / "tokenizer_config.json"
+            raise UserError(
+                f"the chat template in {file} is not the one that the run was trained with: put back that file"
+            )
+        return template
+
+    def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+        """Return the ids of each prompt. chat: as user's turns."""
+        if chat:
+            return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        return [row or [find_start_token(self.tokenizer)[0]] for row in ids]
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation and of the header of the assistant's turn."""
+        return encode_messages(self.template, self.tokenizer, messages)
+
+    def stop_tokens(self, chat: bool) -> list[int]:
+        """Return the ids that end a completion. chat: also the end of the assistant's turn."""
+        ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
+        # A run with init_from was trained on other data, perhaps with other stop tokens.
+        if self.metadata.experiment.train.init_from is None:
+            ends += [end for end in end_tokens(self.metadata.directory) if 0 <= end < self.tokenizer.vocab_size]
+        return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,8 +240,7 @@ class Run:
     ) -> Iterator[list[int]]:
         if fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
             raise UserError(
-                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: "
-                "train both on the same data"
+                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
             )
         return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
@@ -213,9 +254,7 @@ def load(
         run: the run directory. None means the newest under `runs/`.
         which: "best" for the checkpoint with the lowest validation loss, "last" for the newest, or a step.
         average: return the mean of the parameters of this many checkpoints, the last ones, which is less noisy while
-            the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many. Best
-            checkpoints that were kept count as well: for even spacing make `train.eval_every` a multiple of
-            `train.checkpoint_every`.
+            the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many.
         setup: call `configure_jax` first. False leaves the process as it is.
     """
     if setup:

@@ -235,7 +235,7 @@ OPTIONS = [
         ["xray", "runs/tiny", "--prompt", "a", "--out", "t.txt"],
         "t.txt exists: name another with --out, or overwrite it",
     ),
-    (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory: name a file"),
+    (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory, needs a regular file"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "nowhere/x.html"], "there is no directory nowhere for x.html"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "loop"], "Too many levels of symbolic links"),
     (["xray", "broken/no_checkpoint", "--prompt", "a"], "has no checkpoint yet"),

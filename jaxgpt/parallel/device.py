@@ -94,11 +94,9 @@ def all_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver; for cuda JAX fails an assertion
-        named, said = os.environ.get("JAX_PLATFORMS"), str(e) or "no such platform is installed"
-        raise UserError(
-            f"JAX finds no device (JAX_PLATFORMS={named!r}): {said.splitlines()[0]}. "
-            "Set JAX_PLATFORMS=cpu to compute on the CPU"
-        ) from None
+        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
+        said = str(e).partition("\n")[0] or "no such platform is installed"
+        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu to compute on the CPU") from None
 
 
 def first_device() -> jax.Device:
@@ -123,13 +121,9 @@ def compute_options(
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
 
-    Args:
-        model: the model's configuration.
-        train: the dtype and kernel that are asked for, or "auto".
-        device: the device to compute on. None: the first.
-        is_packed: rows hold several documents, between which there must be no attention.
-        required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
-            device; choose as for "auto" if this one cannot run it.
+    device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
+    required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
+    device; choose as for "auto" if this one cannot run it.
     """
     device, model = device or first_device(), model.explicit()
     assert model.head_dim
@@ -212,10 +206,8 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
     """
     needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
     if memory is not None and needed > memory:
-        raise UserError(
-            f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
-            f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
-        )
+        what = f"need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have {memory / 2**30:,.1f}"
+        raise UserError(f"this model and batch {what}: lower --model.n-embd, --model.n-layer or --train.batch-size")
 
 
 def count_parameters(params: Params) -> int:
@@ -229,11 +221,8 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Embedding lookups count as 0, but a tied table counts as
     the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
 
-    Args:
-        config: the model.
-        n_params: number of the model's parameters, without adapters.
-        in_adapters: number of parameters in adapters, if only these are trained: the others need no gradient, which is
-            2 of their 6 FLOPs.
+    in_adapters: number of parameters in adapters, beside the model's `n_params`, if only these are trained. The others
+    then need no gradient, which is 2 of their 6 FLOPs.
     """
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:

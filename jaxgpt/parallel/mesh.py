@@ -79,10 +79,8 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
     known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
     rest, left_over = divmod(len(devices), abs(known))
     if left_over or (known > 0 and rest > 1):
-        raise UserError(
-            f"parallel {given} does not make the {len(devices)} devices there are: each size must divide {len(devices)}, "
-            "and at most one may be -1 (the devices that the others leave)"
-        )
+        remedy = f"each size must divide {len(devices)}, and at most one may be -1 (the devices that the others leave)"
+        raise UserError(f"parallel {given} does not make the {len(devices)} devices there are: {remedy}")
     sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
     if sizes["data"] % config.slices:
         raise UserError(f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}")

@@ -171,8 +171,6 @@ def write_autopsy(
         "step": step,
         "why": why,
         "loss": float(metrics["loss"]),
-        "grad_norm": float(metrics["grad_norm"]),
-        "replay": command,
         "parameters_of_step": of_step,
         "findings": None if found is None else dataclasses.asdict(found),
         "why_no_findings": unknown,

@@ -138,25 +138,21 @@ class Checkpoints:
             before: consider only steps below this one.
         """
         losses = {step: self._loss(step) if which == "best" else 0.0 for step in self.steps() if step < before}
-        good, damaged = None, {}
+        damaged: dict[int, str] = {}
         for step in sorted(losses, key=lambda step: (losses[step], -step)):
             try:
                 self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
-                damaged[step] = str(e)
-            else:
-                good = step
-                break
-        # Those that another process, which trains the run, removed in the meantime were not damaged.
-        damaged = {step: damaged[step] for step in self.steps() if step in damaged}
-        if good is None and losses and not damaged:
-            return self.latest_valid(which, before=before)
-        if good is None and damaged:
-            step, reason = damaged.popitem()
-            raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
+                if step in self.steps():  # otherwise another process, which trains the run, has removed it
+                    damaged[step] = str(e)
+                continue
+            for bad, reason in damaged.items():
+                message = f"checkpoint {bad} is damaged, so {step} is used: {reason}"
+                warnings.warn(message, UserWarning, stacklevel=2)
+            return step
         for step, reason in damaged.items():
-            warnings.warn(f"checkpoint {step} is damaged, so {good} is used: {reason}", UserWarning, stacklevel=2)
-        return good
+            raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
+        return self.latest_valid(which, before=before) if losses else None
 
     def rewind(self) -> int:
         """Return the last undamaged step, 0 if there is none. Remove what kills have left; move damaged ones aside."""

@@ -27,11 +27,6 @@ if TYPE_CHECKING:  # 0.1 s to import
 
     from jaxgpt.data.tokenizer import Tokenizer
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
@@ -104,14 +99,14 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
 
 def is_training(directory: Path) -> bool:
     """Return whether a process trains in a directory, which may be read-only. Always False on Windows."""
-    if fcntl is None:
-        return False
-    with contextlib.suppress(OSError), open(directory / LOCK, "rb") as f:  # never trained here, or no locks there
+    with contextlib.suppress(ImportError, OSError), open(directory / LOCK, "rb") as f:  # closing releases the lock
+        import fcntl
+
         try:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-    return False  # closing has released it
+    return False  # it was never trained here, or there are no locks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

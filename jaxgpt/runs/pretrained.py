@@ -185,9 +185,9 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     try:
         base = load_base(metadata)
     except UserError as e:
+        remedy = f"Restore that model, or copy it next to {metadata.directory}"
         raise UserError(
-            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. Restore that model, or "
-            f"copy it next to {metadata.directory}"
+            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. {remedy}"
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)

@@ -146,12 +146,8 @@ def open_training(
 ) -> Training:
     """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
 
-    Args:
-        experiment: the experiment as the user configured it.
-        directory: the run directory.
-        recorded: the metadata of the run to resume, or to take steps of again. None means a new run.
-        extend: see `jaxgpt.fit`.
-        remedy: see `reopen_dataset`.
+    recorded: the metadata of the run to resume, or to take steps of again. None means a new run. See `jaxgpt.fit` for
+    `extend`, and `reopen_dataset` for `remedy`.
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
@@ -164,8 +160,8 @@ def open_training(
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     model, train = resolved.model, experiment.train
-    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # one 16-bit activation
-    check_memory(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
+    activation = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # bytes of a single one
+    check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
     return Training(
         directory=directory,
         given=experiment,
@@ -201,10 +197,8 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
     """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run. More steps may be asked for."""
     directory = metadata.directory
     if metadata.imported is not None:
-        raise UserError(
-            f"{directory} holds an imported model, which cannot be resumed: name another "
-            f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
-        )
+        start = f"name another --run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
+        raise UserError(f"{directory} holds an imported model, which cannot be resumed: {start}")
     # The experiment may be the one that the user configured, or the one that `load` returns.
     changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
     changed = {name: values for name, values in changed.items() if not name.startswith(CHANGEABLE)}
@@ -220,21 +214,15 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
         del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
-        raise UserError(
-            f"{directory} holds a run with another configuration: {listed}. "
-            "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
-        )
+        remedy = "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        raise UserError(f"{directory} holds a run with another configuration: {listed}. {remedy}")
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
     """Return the dataset that a run was trained on, from its text or, if that is gone, from the cache of tokens.
 
-    Raises `UserError` if neither exists, or if the data have changed.
-
-    Args:
-        metadata: the run's metadata.
-        data: the run's data configuration, perhaps with another path. None means the recorded one.
-        remedy: what the user can do if the data are missing or have changed, as a clause.
+    Raises `UserError`, ending with the clause `remedy`, if neither exists, or if the data have changed. data: the run's
+    data configuration, perhaps with another path. None means the recorded one.
     """
     data = data or metadata.experiment.data
     try:
@@ -242,10 +230,8 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     except UserError:
         if data.path is None or is_there(Path(data.path), "Name another text."):
             raise
-        raise UserError(
-            f"{metadata.directory} was trained on {data.path}, which is not there, and its tokens are not in the cache "
-            f"{cache_directory() / 'tokens'}: {remedy}"
-        ) from None
+        lost = f"{data.path}, which is not there, and its tokens are not in the cache {cache_directory() / 'tokens'}"
+        raise UserError(f"{metadata.directory} was trained on {lost}: {remedy}") from None
     if changed := describe_data_changes(metadata.data, dataset.fingerprint):
         raise UserError(f"{metadata.directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
     return dataset

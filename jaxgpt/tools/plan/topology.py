@@ -87,10 +87,8 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-8])", topology)
     target = TARGETS.get(match[1]) if match else None
     if match is None or target is None:
-        known = ", ".join(TARGETS)
-        raise UserError(
-            f"topology {topology!r}: needs {known} and 1 to 8 GPUs, such as h200:8, or hosts and the GPUs of each, such as h200:4x8"
-        )
+        example = "1 to 8 GPUs, such as h200:8, or hosts and the GPUs of each, such as h200:4x8"
+        raise UserError(f"topology {topology!r}: needs {', '.join(TARGETS)} and {example}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
     jaxlib = importlib.metadata.version("jaxlib")
@@ -161,10 +159,9 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
     """
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5litepod|v5p|v6e)(?::([0-9]+(?:x[0-9]+)*)|-([0-9]+))", topology)
     if not match:
-        raise UserError(
-            f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two "
-            f"slices (at most 99), or {', '.join(TARGETS)} and a number of GPUs, such as h200:8"
-        )
+        tpus = "v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices"
+        gpus = f"{', '.join(TARGETS)} and a number of GPUs, such as h200:8"
+        raise UserError(f"topology {topology!r}: needs {tpus}, or {gpus}")
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")
     shapes, choices, cores = list(_SHAPES_2D), ", ".join(_SHAPES_2D), 1
