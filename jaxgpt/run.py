@@ -271,8 +271,8 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    params = None
-    while params is None:
+    while True:
+        params = None
         checkpoints = open_checkpoints(metadata.directory)
         steps = _choose_steps(checkpoints, metadata.directory, which, average)
         val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
@@ -280,10 +280,10 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
             for count, step in enumerate(steps, start=1):
                 more = restore_merged_params(metadata, checkpoints, step, like)
                 params = more if params is None else jax.tree.map(lambda m, x, n=count: m + (x - m) / n, params, more)
+            break
         except Exception:
             if set(steps) <= set(checkpoints.steps()):
-                raise
-            params = None  # a process that trains has removed one: choose again
+                raise  # otherwise a process that trains has removed one: choose again
     return Run(
         directory=metadata.directory,
         metadata=metadata,

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
@@ -47,7 +46,8 @@ class Weights:
     def read(self, like: Params) -> Params:
         """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
         places: dict[str, Sharding] = {}
-        for path, x in traverse_util.flatten_dict(like, sep="/").items():
+        for keys, x in jax.tree.leaves_with_path(like):
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
             if path.startswith("h/block/"):
                 one_layer = _respecify(x.sharding, lambda spec: spec[1:])
                 places |= {path.replace("h/block", f"h_{layer}", 1): one_layer for layer in range(x.shape[0])}
