@@ -31,8 +31,13 @@ def catch_signals() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield stop
         return
-
     # With several processes, JAX handles SIGTERM and notifies all of them, if no other handler is installed.
+    before = {number: signal.getsignal(number) for number in (STOP_SIGNALS[:1] if several else STOP_SIGNALS)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def on_signal(number: int, frame: object) -> None:
         restore()
         if several:
@@ -40,12 +45,8 @@ def catch_signals() -> Iterator[Stop]:
         else:
             caught.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, on_signal) for number in (STOP_SIGNALS[:1] if several else STOP_SIGNALS)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
+    for number in before:
+        signal.signal(number, on_signal)
     try:
         yield stop
     finally:
