@@ -145,9 +145,8 @@ def make_cache(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or e
-        raise UserError(
-            f"cannot write into the cache {directory}: {why}. Set JAXGPT_CACHE to another directory."
-        ) from e
+        remedy = "Set JAXGPT_CACHE to another directory."
+        raise UserError(f"cannot write into the cache {directory}: {why}. {remedy}") from e
 
 
 def new_file(path: str, *, force: bool) -> Path:
@@ -157,8 +156,6 @@ def new_file(path: str, *, force: bool) -> Path:
     """
     out = Path(path)
     if is_there(out, "Name another with --out."):
-        if out.is_dir():
-            raise UserError(f"{out} is a directory: name a file with --out")
         with open_file(out) as f:
             if not force and GENERATOR.encode() not in f.read(256):
                 raise UserError(f"{out} exists: name another with --out, or overwrite it with --force")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxgpt import loop
 from jaxgpt.batch import Batch
@@ -26,15 +27,7 @@ from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
-from jaxgpt.runs.directory import (
-    RUNS,
-    extend_metadata,
-    is_resumable,
-    is_run,
-    lock_run,
-    read_metadata,
-    write_metadata,
-)
+from jaxgpt.runs.directory import RUNS, extend_metadata, is_resumable, is_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
 from jaxgpt.runs.training import Training, open_training
@@ -82,7 +75,7 @@ def fit(
         training = open_training(experiment, directory, recorded, extend=extend)
         experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
         config, check_every = experiment.train, experiment.parallel.check_replicas_every
-        multihost.barrier("everything is checked")
+        multihost_utils.sync_global_devices("everything is checked")
         watchdog.directory, watchdog.last_step = directory, checkpoints.last
 
         # Open the run directory, and rewind it to its newest good checkpoint.
@@ -90,9 +83,7 @@ def fit(
             stack.enter_context(lock_run(directory, fresh))
             if recorded is None:
                 if is_run(directory):
-                    raise UserError(
-                        f"another process has just started a run in {directory}: to resume it, run this again"
-                    )
+                    raise UserError(f"another process has just started {directory}: to resume it, run this again")
                 weights, dataset = None if training.weights is None else training.weights(), training.dataset
                 if weights is not None:
                     keep_companions(weights.directory, directory)
@@ -211,13 +202,10 @@ def fit(
             checkpoints.wait()
             raise Preempted(f"{e}. To continue: {shell_line('jaxgpt', 'train', '--run-dir', directory)}") from None
         except Diverged as e:
-            autopsy = directory / "autopsy"
-            spikes = "" if experiment.optim.skip_spikes is None else " or --optim.skip-spikes"
-            raise Diverged(
-                f"{e}. Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps{spikes}."
-                f"{f' Autopsy in {autopsy}.' if autopsy.is_dir() else ''}"
-                f" The last checkpoint is step {checkpoints.last() or 'none'}."
-            ) from None
+            remedy = "Start over (--fresh) and lower --optim.learning-rate, or raise --optim.warmup-steps"
+            autopsy = f" Autopsy in {directory / 'autopsy'}." if (directory / "autopsy").is_dir() else ""
+            last = f"The last checkpoint is step {checkpoints.last() or 'none'}."
+            raise Diverged(f"{e}. {remedy}.{autopsy} {last}") from None
         except Exception as e:
             is_lost = multihost.is_multiprocess() and not isinstance(e, RaisedOnAllProcesses)
             raise
@@ -247,16 +235,12 @@ def introduction(training: Training, start: int) -> Iterator[str]:
         yield f"starting from {train.init_from}, with a context of {context:,} tokens"
         if context < whole:
             yield f"the weights' context of {whole} tokens is cut to {context}: --model.block-size {whole} keeps it"
-    if strategy.data_parallel_size * split.grad_accum_steps > 1:
-        yield (
-            f"{strategy.name}: {train.batch_size} sequences per step are {strategy.data_parallel_size} parts of "
-            f"{split.grad_accum_steps} micro-batch{'es' * (split.grad_accum_steps > 1)} of {split.micro_batch_size}"
-        )
-    yield (
-        f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-        f"vocabulary {experiment.model.vocab_size}; "
-        f"{train.batch_size * experiment.model.block_size:,} tokens per step; run in {training.directory}"
-    )
+    if (parts := strategy.data_parallel_size) * (micro := split.grad_accum_steps) > 1:
+        each = f"{micro} micro-batch{'es' * (micro > 1)} of {split.micro_batch_size}"
+        yield f"{strategy.name}: {train.batch_size} sequences per step are {parts} parts of {each}"
+    tokens = f"{len(dataset.train):,} training and {len(dataset.val):,} validation tokens"
+    per_step = f"{train.batch_size * experiment.model.block_size:,} tokens per step"
+    yield f"{tokens}, vocabulary {experiment.model.vocab_size}; {per_step}; run in {training.directory}"
     yield from dataset.notes
     if start:
         yield f"continuing at step {start} of {train.steps}"

@@ -11,18 +11,21 @@ import jax
 
 from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
-from jaxgpt.data.tokenizer import Tokenizer, fingerprint
+from jaxgpt.data.conversations import encode_messages, find_end_of_turn
+from jaxgpt.data.template import ChatTemplate, Message, find_template
+from jaxgpt.data.template import fingerprint as template_fingerprint
+from jaxgpt.data.tokenizer import Tokenizer, find_start_token, fingerprint
 from jaxgpt.errors import UserError
+from jaxgpt.hf.source import end_tokens
 from jaxgpt.layers.hooks import Compute
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.parallel.multihost import one_copy, whole_everywhere
 from jaxgpt.parallel.strategy import with_shardings
-from jaxgpt.runs.checkpoint import CheckpointRemoved, Checkpoints, open_checkpoints
+from jaxgpt.runs.checkpoint import Checkpoints, open_checkpoints
 from jaxgpt.runs.directory import RunMetadata, find_run, load_run_tokenizer, read_metadata
 from jaxgpt.runs.pretrained import restore_merged_params
-from jaxgpt.runs.prompts import PromptFormat
 from jaxgpt.sample import Decoding, Sampling
 from jaxgpt.sample.engine import iter_text, join_texts, stream
 from jaxgpt.sample.quantize import for_decoding
@@ -31,6 +34,45 @@ from jaxgpt.sample.search import speculate
 from jaxgpt.train import Params
 
 STOP_STRINGS_EVERY = 32  # tokens between searches for stop strings
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """Encode prompts as plain text, or as the user's turn of a conversation."""
+
+    metadata: RunMetadata
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """Return the chat template of training, which is the tokenizer's own or the default of `data.template`."""
+        template = find_template(self.tokenizer, self.metadata.directory)
+        known = self.metadata.data.get("template_sha256")
+        if known is not None and known != template_fingerprint(template):
+            file = self.metadata.directory / "tokenizer_config.json"
+            raise UserError(
+                f"the chat template in {file} is not the one that the run was trained with: put back that file"
+            )
+        return template
+
+    def encode(self, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+        """Return the ids of each prompt. chat: as user's turns."""
+        if chat:
+            return [self.encode_messages([{"role": "user", "content": prompt}]) for prompt in prompts]
+        ids = [[*self.tokenizer.prefix, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        return [row or [find_start_token(self.tokenizer)[0]] for row in ids]
+
+    def encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation and of the header of the assistant's turn."""
+        return encode_messages(self.template, self.tokenizer, messages)
+
+    def stop_tokens(self, chat: bool) -> list[int]:
+        """Return the ids that end a completion. chat: also the end of the assistant's turn."""
+        ends = [self.tokenizer.end_of_text, find_end_of_turn(self.template, self.tokenizer) if chat else None]
+        # A run with init_from was trained on other data, perhaps with other stop tokens.
+        if self.metadata.experiment.train.init_from is None:
+            ends += [end for end in end_tokens(self.metadata.directory) if 0 <= end < self.tokenizer.vocab_size]
+        return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,8 +240,7 @@ class Run:
     ) -> Iterator[list[int]]:
         if fingerprint(draft.tokenizer) != fingerprint(self.tokenizer):
             raise UserError(
-                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: "
-                "train both on the same data"
+                f"the tokenizer of the draft {draft.directory} is not that of {self.directory}: train both on the same data"
             )
         return speculate(*self.decode_params, *draft.decode_params, prompt, decoding, key=key, every=every)
 
@@ -213,9 +254,7 @@ def load(
         run: the run directory. None means the newest under `runs/`.
         which: "best" for the checkpoint with the lowest validation loss, "last" for the newest, or a step.
         average: return the mean of the parameters of this many checkpoints, the last ones, which is less noisy while
-            the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many. Best
-            checkpoints that were kept count as well: for even spacing make `train.eval_every` a multiple of
-            `train.checkpoint_every`.
+            the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many.
         setup: call `configure_jax` first. False leaves the process as it is.
     """
     if setup:
@@ -232,21 +271,19 @@ def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int |
     options = compute_options(metadata.model, experiment.train, is_packed=experiment.data.is_packed, required=False)
     model = metadata.model.make_model(Compute(options.dtype, options.attention_fn))
     like = with_shardings(model.shapes(), whole_everywhere())
-    tries = 5  # a process that trains may remove a checkpoint before it is read
     while True:
+        params = None
+        checkpoints = open_checkpoints(metadata.directory)
+        steps = _choose_steps(checkpoints, metadata.directory, which, average)
+        val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
         try:
-            checkpoints = open_checkpoints(metadata.directory)
-            steps = _choose_steps(checkpoints, metadata.directory, which, average)
-            val_loss = checkpoints.val_loss(steps[0]) if len(steps) == 1 else None
-            params = restore_merged_params(metadata, checkpoints, steps[0], like)
-            for count, step in enumerate(steps[1:], start=2):
+            for count, step in enumerate(steps, start=1):
                 more = restore_merged_params(metadata, checkpoints, step, like)
-                params = jax.tree.map(lambda mean, x, n=count: mean + (x - mean) / n, params, more)
+                params = more if params is None else jax.tree.map(lambda m, x, n=count: m + (x - m) / n, params, more)
             break
-        except CheckpointRemoved:
-            tries -= 1
-            if not tries:
-                raise
+        except Exception:
+            if set(steps) <= set(checkpoints.steps()):
+                raise  # otherwise a process that trains has removed one: choose again
     return Run(
         directory=metadata.directory,
         metadata=metadata,
@@ -264,9 +301,8 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
     if isinstance(which, int):
         step = checkpoints.latest_valid(before=which + 1)
         if step != which:
-            raise UserError(
-                f"which={which}: {directory} needs a good checkpoint of that step, and has {checkpoints.steps()}"
-            )
+            has = checkpoints.steps()
+            raise UserError(f"which={which}: {directory} needs a good checkpoint of that step, and has {has}")
     else:
         step = checkpoints.latest_valid(which if average is None else "last")
     steps: list[int] = []
@@ -275,9 +311,5 @@ def _choose_steps(checkpoints: Checkpoints, directory: Path, which: str | int, a
         if len(steps) == (average or 1):
             return steps
         step = checkpoints.latest_valid(before=step)
-    if not steps:
-        raise CheckpointRemoved(f"the checkpoints of {directory} were removed while they were being read")
-    raise UserError(
-        f"average={average}: {directory} has {len(steps)} checkpoints, the last up to step {steps[0]}. Give "
-        f"{len(steps)} or fewer; --train.keep-last keeps more"
-    )
+    has = f"{len(steps)} checkpoints, the last up to step {max(steps, default=0)}"
+    raise UserError(f"average={average}: {directory} has {has}. Give fewer; --train.keep-last keeps more")

@@ -94,11 +94,9 @@ def all_devices() -> list[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as e:  # unknown platform, or no driver; for cuda JAX fails an assertion
-        named, said = os.environ.get("JAX_PLATFORMS"), str(e) or "no such platform is installed"
-        raise UserError(
-            f"JAX finds no device (JAX_PLATFORMS={named!r}): {said.splitlines()[0]}. "
-            "Set JAX_PLATFORMS=cpu to compute on the CPU"
-        ) from None
+        found = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r})"
+        said = str(e).partition("\n")[0] or "no such platform is installed"
+        raise UserError(f"{found}: {said}. Set JAX_PLATFORMS=cpu to compute on the CPU") from None
 
 
 def first_device() -> jax.Device:
@@ -123,41 +121,34 @@ def compute_options(
 
     On CPU a bfloat16 product is slower than a float32 one; on GPU and TPU it is several times faster.
 
-    Args:
-        model: the model's configuration.
-        train: the dtype and kernel that are asked for, or "auto".
-        device: the device to compute on. None: the first.
-        is_packed: rows hold several documents, between which there must be no attention.
-        required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
-            device; choose as for "auto" if this one cannot run it.
+    device: the first by default. is_packed: rows hold several documents, between which there must be no attention.
+    required: raise `UserError` if the device cannot run the named kernel. False: the kernel was named for another
+    device; choose as for "auto" if this one cannot run it.
     """
     device, model = device or first_device(), model.explicit()
     assert model.head_dim
     dtype = train.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
-
     elsewhere = f"the device is {device.device_kind}"
     why_not = {
         "xla": CAPPED if model.attention_softcap is not None else None,
         "cudnn": _why_not_cudnn(device, dtype, model) or (PACKED if is_packed else None),
         "splash": why_not_splash(model.block_size, model.head_dim, dtype) if device.platform == "tpu" else elsewhere,
     }
-    refused = why_not.get(train.attention)
+    attention, refused = train.attention, why_not.get(train.attention)
     if refused and required:
-        raise UserError(f"train.attention={train.attention} is not available here: {refused}. Use auto or plain.")
+        raise UserError(f"train.attention={attention} is not available here: {refused}. Use auto or plain.")
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
-    attention = train.attention
     if attention == "auto" or refused:
         attention = "plain" if fused is None or why_not[fused] else fused
-    said = f"{attention} attention"
-    if refused:
-        said += f" instead of {train.attention} ({refused})"
+    said = f" instead of {train.attention} ({refused})" if refused else ""
     if attention not in ("plain", "xla") and model.dropout:
         said += " (plain in training: it cannot drop weights)"
     elif fused and attention == "plain" and why_not[fused] and not refused:
         said += f" ({fused}: {why_not[fused]})"
-    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=f"{dtype}, {said}")
+    reason = f"{dtype}, {attention} attention{said}"
+    return ComputeOptions(dtype=jnp.dtype(dtype), attention=attention, reason=reason)
 
 
 def _why_not_cudnn(device: jax.Device, dtype: str, model: GPTConfig) -> str | None:
@@ -194,16 +185,12 @@ def memory_of(device: jax.Device) -> int | None:
 
 def gpu_memory_share() -> float:
     """Return the part of a GPU's memory that XLA allocates at its start: three quarters, or what a variable says."""
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    given = [(name, value) for name in names if (value := os.environ.get(name))]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(names)} are set, but JAX takes one of them: unset the second, its old name")
-    for name, value in given:
-        with contextlib.suppress(ValueError):
-            if 0 < float(value) <= 1:
-                return float(value)
-        raise UserError(f"{name}={value!r}: needs a number above 0, at most 1")
-    return 0.75
+    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    given = os.environ.get(name) or os.environ.get(old) or "0.75"
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) <= 1:
+            return float(given)
+    raise UserError(f"{name}={given!r}: needs a number above 0, at most 1")
 
 
 def bytes_per_device(state: Any) -> int:
@@ -219,10 +206,8 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
     """
     needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
     if memory is not None and needed > memory:
-        raise UserError(
-            f"this model and batch need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have "
-            f"{memory / 2**30:,.1f}: lower --model.n-embd, --model.n-layer, --train.batch-size or --parallel.micro-batch-size"
-        )
+        what = f"need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have {memory / 2**30:,.1f}"
+        raise UserError(f"this model and batch {what}: lower --model.n-embd, --model.n-layer or --train.batch-size")
 
 
 def count_parameters(params: Params) -> int:
@@ -236,11 +221,8 @@ def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Embedding lookups count as 0, but a tied table counts as
     the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
 
-    Args:
-        config: the model.
-        n_params: number of the model's parameters, without adapters.
-        in_adapters: number of parameters in adapters, if only these are trained: the others need no gradient, which is
-            2 of their 6 FLOPs.
+    in_adapters: number of parameters in adapters, beside the model's `n_params`, if only these are trained. The others
+    then need no gradient, which is 2 of their 6 FLOPs.
     """
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:

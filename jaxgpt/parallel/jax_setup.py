@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import re
-import tempfile
 import warnings
 
 from jaxgpt.errors import UserError
@@ -44,17 +43,14 @@ def configure_jax(*, computes: bool = True) -> None:
     Args:
         computes: False if arrays are only read and written, in host memory, where models fit that no device can hold.
 
-    Raises:
-        UserError: an environment variable has an unusable value, with which XLA would end the process.
+    Raises `UserError` for an environment variable that JAX cannot use.
     """
     global _is_set_up
     if _is_set_up or os.environ.get(SWITCH) == "0":
         return
-    count = os.environ.get("JAX_NUM_CPU_DEVICES")
-    if count is not None and not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):
-        raise UserError(
-            f"JAX_NUM_CPU_DEVICES={count!r}: needs a whole number of devices from 1 to 9999, or to be unset"
-        )
+    count = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", count, re.ASCII):  # with others XLA ends the process
+        raise UserError(f"JAX_NUM_CPU_DEVICES={count!r}: needs a whole number from 1 to 9999, or to be unset")
     if not computes:
         os.environ["JAX_PLATFORMS"] = "cpu"
     gc.set_threshold(GC_THRESHOLD)
@@ -67,15 +63,11 @@ def configure_jax(*, computes: bool = True) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _has_started(jax):
         if jax.default_backend() == "cpu" and REDUCTIONS_FLAG not in flags:
-            warnings.warn(
-                f"JAX has started without {NO_FUSED_REDUCTIONS} in XLA_FLAGS, and may compute some sums wrongly: call "
-                "jaxgpt.configure_jax() before the first array, or set the variable",
-                stacklevel=2,
-            )
-    else:
-        _try_flags(flags)
-        if REDUCTIONS_FLAG not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_REDUCTIONS}".strip()
+            remedy = "call jaxgpt.configure_jax() before the first array, or set the variable"
+            flag = f"{NO_FUSED_REDUCTIONS} in XLA_FLAGS"
+            warnings.warn(f"JAX has started without {flag}, and may compute some sums wrongly: {remedy}", stacklevel=2)
+    elif REDUCTIONS_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSED_REDUCTIONS}".strip()
     for name in ("absl", "asyncio"):  # Orbax logs a dozen lines per save, a hundred if it fails
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if not computes:
@@ -116,40 +108,16 @@ def quiet_libtpu(*, only_compiles: bool = False) -> None:
             os.environ.setdefault(name, value)
 
 
-def _try_flags(flags: str) -> None:
-    """Raise `UserError` for XLA flags that XLA does not know. A fork tries them, since XLA would end the process."""
-    if not flags or not hasattr(os, "fork"):
-        return
-    from jaxlib import _jax
-
-    with tempfile.TemporaryFile("w+") as stderr, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about threads, which the fork does not use
-        if not (child := os.fork()):
-            os.dup2(stderr.fileno(), 2)
-            _jax.CompileOptions()
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            stderr.seek(0)
-            first = re.sub(r"^.*?\] ", "", stderr.readline().strip()) or "XLA ended"
-            raise UserError(f"XLA cannot use XLA_FLAGS={flags!r}: {first}. Correct it, or unset it.")
-
-
 def keep_freed_memory() -> bool:
     """Let the C library keep the memory that a step frees for the next step. Return False without glibc.
 
     XLA on CPU allocates its temporaries in every step, in pieces that glibc maps and unmaps: 13,000 page faults and
     40 ms of kernel time per step of nanoGPT's CPU configuration (110 ms -> 62 ms with this setting). The process then
-    stays as large as its largest step.
-
-    Each thread has a heap of its own. In one heap for all, the threads of the compiler wait for each other, and the
-    holes that they leave slow down each product of each step. But only the first thread's heap keeps blocks above
-    64 MB, so steps have to run in the thread that calls them, without asynchronous dispatch.
+    stays as large as its largest step. Each thread has a heap of its own, since the compiler's threads would wait for
+    each other and leave holes. Only the first thread's heap keeps blocks above 64 MB: steps run in that thread.
     """
-    return _tune_malloc(
-        M_MMAP_MAX=0,  # allocate all sizes from the heaps
-        M_TRIM_THRESHOLD=2**31 - 1,  # never shrink a heap
-        M_TOP_PAD=2**26,  # nor give an empty one back
-    )
+    # All sizes come from the heaps, which are never shrunk, nor given back when they are empty.
+    return _tune_malloc(M_MMAP_MAX=0, M_TRIM_THRESHOLD=2**31 - 1, M_TOP_PAD=2**26)
 
 
 def return_freed_memory() -> None:
@@ -158,10 +126,7 @@ def return_freed_memory() -> None:
     By default glibc allocates arrays of up to 32 MB on the heap after it has freed one; a tenth of a model's size then
     stays behind in holes.
     """
-    _tune_malloc(
-        M_MMAP_THRESHOLD=2**17,  # glibc's initial value, which it no longer raises once it is set
-        M_ARENA_MAX=1,
-    )
+    _tune_malloc(M_MMAP_THRESHOLD=2**17, M_ARENA_MAX=1)  # glibc's initial value, which it no longer raises once set
 
 
 def _tune_malloc(**options: int) -> bool:

@@ -71,32 +71,19 @@ GPU_OPTIONS = {"xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20}
 def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTConfig) -> Strategy:
     """Return the strategy that runs one program over a mesh, by `jax.jit`, with arrays sharded by `RULES`.
 
-    Args:
-        devices: the devices to use.
-        config: the sizes of the axes, of which at most one is -1, and the number of slices. Only `data` extends over
-            several slices.
-        model: the model, whose sizes must divide over the axes.
-
-    Raises:
-        UserError: the product of the sizes is not the number of devices, the slices do not divide `data`, the devices
-            belong to other slices, or the model does not divide.
+    At most one of the sizes in `config` is -1. Only the axis `data` extends over several slices. The sizes of `model`
+    must divide over the axes. Raises `UserError` if these or the sizes do not fit the devices or their slices.
     """
     sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
     given = " x ".join(f"{name}={n}" for name, n in sizes.items())
     known = config.data * config.fsdp * config.tensor  # negative: one of them is -1
     rest, left_over = divmod(len(devices), abs(known))
     if left_over or (known > 0 and rest > 1):
-        divisors = [d for d in range(1, len(devices) + 1) if len(devices) % d == 0]
-        raise UserError(
-            f"parallel {given} does not make the {len(devices)} devices there are: each size must divide {len(devices)} "
-            f"({divisors}), and at most one may be -1 (the devices that the others leave)"
-        )
+        remedy = f"each size must divide {len(devices)}, and at most one may be -1 (the devices that the others leave)"
+        raise UserError(f"parallel {given} does not make the {len(devices)} devices there are: {remedy}")
     sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
     if sizes["data"] % config.slices:
-        raise UserError(
-            f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}: take data from multiples of "
-            f"{config.slices}, and fsdp and tensor that fit in one slice"
-        )
+        raise UserError(f"parallel.slices={config.slices} does not divide parallel.data={sizes['data']}")
     # Splitting an axis lets tensor=4 on an 8x8x8 torus take half of a ring.
     arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
     in_slice = (sizes["data"] // config.slices, sizes["fsdp"], sizes["tensor"])
@@ -158,24 +145,21 @@ def make_mesh(devices: Sequence[jax.Device], config: ParallelConfig, model: GPTC
 
 def check_divisible(model: GPTConfig, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` unless every logical axis divides over its devices: otherwise JAX replicates the array."""
-    model = model.explicit()
+    model, both = model.explicit(), "fsdp x tensor"
     assert model.n_kv_head and model.head_dim and model.mlp_dim
-    counts = dict(sizes) | {"fsdp x tensor": sizes["fsdp"] * sizes["tensor"]}
-    checks = [("n_embd", model.n_embd, "fsdp"), ("n_head", model.n_head, "tensor")]
-    checks += [("n_kv_head", model.n_kv_head, "tensor"), ("mlp_dim", model.mlp_dim, "tensor")]
-    checks.append(("vocab_size", model.vocab_size or 0, "tensor"))
+    counts = dict(sizes) | {both: sizes["fsdp"] * sizes["tensor"]}
+    checks = {("n_embd", "fsdp"): model.n_embd, ("n_head", "tensor"): model.n_head}
+    checks |= {("n_kv_head", "tensor"): model.n_kv_head, ("mlp_dim", "tensor"): model.mlp_dim}
+    checks["vocab_size", "tensor"] = model.vocab_size or 0
     if model.qkv_bias or (model.qk_norm and model.qk_norm_over == "heads"):  # vectors, sharded over both axes
-        checks.append(("n_head x head_dim", model.n_head * model.head_dim, "fsdp x tensor"))
-        checks.append(("n_kv_head x head_dim", model.n_kv_head * model.head_dim, "fsdp x tensor"))
+        checks["n_head x head_dim", both] = model.n_head * model.head_dim
+        checks["n_kv_head x head_dim", both] = model.n_kv_head * model.head_dim
     if model.bias:
-        checks.append(("mlp_dim", model.mlp_dim, "fsdp x tensor"))
-    for field, size, axis in checks:
+        checks["mlp_dim", both] = model.mlp_dim
+    for (field, axis), size in checks.items():
         if size % (n := counts[axis]):
-            divisors = [d for d in range(1, n + 1) if size % d == 0]
-            raise UserError(
-                f"model.{field}={size} does not divide over parallel.{axis}={n}: "
-                f"take model.{field}={nearest_multiples(size, n)}, or {axis} from {divisors}"
-            )
+            near = nearest_multiples(size, n)
+            raise UserError(f"model.{field}={size} does not divide over parallel.{axis}={n}: take model.{field}={near}")
 
 
 def _slice_index(device: jax.Device) -> int | None:
@@ -200,12 +184,9 @@ def split_slices(devices: Sequence[jax.Device], slices: int) -> list[list[jax.De
     if _slice_index(devices[0]) is None:
         size = len(devices) // slices
         return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
-    if (n := count_slices(devices)) != slices:
-        raise UserError(
-            f"parallel.slices={slices}, but the TPU's {len(devices)} devices are {n} slice{'s' * (n > 1)}: "
-            f"take --parallel.slices {n}"
-        )
     indices = sorted({_slice_index(d) or 0 for d in devices})
+    if (n := len(indices)) != slices:
+        raise UserError(f"parallel.slices={slices}, but these TPUs are of {n}: take --parallel.slices {n}")
     return [[d for d in devices if _slice_index(d) == index] for index in indices]
 
 

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxgpt.config import ParallelConfig
@@ -67,10 +66,8 @@ def initialize(config: ParallelConfig) -> None:
     where = address or f"the coordinator that {cluster()} names"
 
     def give_up() -> None:
-        sys.stderr.write(
-            f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: "
-            "check that each of them is started with the same --parallel.processes and can reach that address\n"
-        )
+        remedy = "start each with the same --parallel.processes, where it can reach that address"
+        os.write(2, f"jaxgpt: the processes did not all meet at {where} within {seconds:.0f} s: {remedy}\n".encode())
         os._exit(2)
 
     timer = threading.Timer(seconds, give_up)
@@ -91,10 +88,8 @@ def initialize(config: ParallelConfig) -> None:
             shutdown_timeout_seconds=SHUTDOWN,
         )
     except Exception as e:  # whatever the cluster's own library raises
-        raise UserError(
-            f"the processes could not meet at {where}: {first_line(e)}. "
-            "Check that each of them was started. For a single process, unset the variables that name the others."
-        ) from None
+        remedy = "Start each of them. For a single process, unset the variables that name the others."
+        raise UserError(f"the processes could not meet at {where}: {first_line(e)}. {remedy}") from None
     finally:
         timer.cancel()
 
@@ -130,12 +125,6 @@ def is_multiprocess() -> bool:
 def is_process_0() -> bool:
     """Return whether this process is the one that logs and writes files."""
     return jax.process_index() == 0
-
-
-def barrier(where: str) -> None:
-    """Wait until all processes have reached the barrier named `where`."""
-    if is_multiprocess():
-        multihost_utils.sync_global_devices(where)
 
 
 _asked = itertools.count()  # equal in all processes, which make the same calls in the same order
@@ -312,13 +301,14 @@ def watch(seconds: float | None) -> Iterator[Watchdog]:
     except RaisedOnAllProcesses:
         raise
     except BaseException as e:
+        if isinstance(e, UserError):
+            dog.stop(f"{dog.name} has ended: {first_line(e)}", 2)
         # The type of the error of a failed collective depends on the backend.
-        if isinstance(e, Exception) and not isinstance(e, UserError) and (cause := dog.explain()):
+        elif isinstance(e, Exception) and (cause := dog.explain()):
             dog.stop(*cause)
             raise ProcessLost(dog.words(cause[0]), cause[1]) from None
-        is_mistake = isinstance(e, UserError)
-        what = first_line(e) if is_mistake else f"{type(e).__name__}: {e}".splitlines()[0]
-        dog.stop(f"{dog.name} has ended: {what}", 2 if is_mistake else 1)
+        else:
+            dog.stop(f"{dog.name} has ended: {type(e).__name__}: {e}".splitlines()[0], 1)
         raise
     finally:
         dog.stop()
@@ -335,15 +325,6 @@ def whole_everywhere() -> jax.sharding.Sharding:
 def one_copy(tree: Any) -> Any:
     """Return the first of this process's copies of each array; nothing is moved."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
-
-
-def on_one_device(tree: Any) -> Any:
-    """Return the arrays on a single device of this process; None if the process holds only parts of them."""
-    arrays = jax.tree.leaves(tree)
-    if not all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
-        return None
-    device = jax.local_devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), tree)
 
 
 class ReplicasDiffer(RaisedOnAllProcesses, RuntimeError):
@@ -388,8 +369,5 @@ def check_replicas(sums_RG: jax.Array, devices: Sequence[jax.Device], since: int
             odd += [devices[r * sums.shape[1] + g] for r in range(len(sums)) if not majority or sums[r, g] != most]
     names = ", ".join(f"{d} of process {d.process_index}" for d in odd)
     whose = f"{names} differs from the others" if len(odd) == 1 else f"at least one of {names} is wrong"
-    raise ReplicasDiffer(
-        f"the copies of the state on the devices are not equal: {whose}. They were equal at step {since}. The steps "
-        f"from then to step {step} cannot be trusted and were not saved: train again to continue from the last "
-        "checkpoint. The device, its memory or its link may be broken."
-    )
+    lost = f"They were equal at step {since}: the steps from then to step {step} cannot be trusted and were not saved"
+    raise ReplicasDiffer(f"the copies of the state on the devices are not equal: {whose}. {lost}. Train again.")

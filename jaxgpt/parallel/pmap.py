@@ -49,12 +49,8 @@ def make_pmap(devices: Sequence[jax.Device] | None = None) -> Strategy:
 
     def reshard(tree: Any, sharding: Sharding) -> Any:
         """Return replicated arrays with another sharding, made of this process's copies; nothing is moved."""
-
-        def from_copies(x: jax.Array) -> jax.Array:
-            mine = [shard.data for shard in x.addressable_shards]
-            return jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
-
-        return jax.tree.map(from_copies, tree)
+        make = jax.make_array_from_single_device_arrays
+        return jax.tree.map(lambda x: make(x.shape, sharding, [part.data for part in x.addressable_shards]), tree)
 
     return Strategy(
         name=f"pmap over {len(of_all)} devices",

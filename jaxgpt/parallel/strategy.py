@@ -84,10 +84,8 @@ def split_batch(batch_size: int, data_parallel_size: int, config: ParallelConfig
     """
     if batch_size % data_parallel_size:
         near = nearest_multiples(batch_size, data_parallel_size)
-        raise UserError(
-            f"batch_size={batch_size} does not divide over {data_parallel_size} devices: take --train.batch-size {near}, "
-            "or fewer devices (--parallel.strategy single, or the axes of mesh)"
-        )
+        remedy = f"take --train.batch-size {near}, or fewer devices (--parallel.strategy single)"
+        raise UserError(f"batch_size={batch_size} does not divide over {data_parallel_size} devices: {remedy}")
     part = batch_size // data_parallel_size
     limit = part if config.micro_batch_size is None else config.micro_batch_size
     micro = max(n for n in range(1, part + 1) if part % n == 0 and n <= limit)

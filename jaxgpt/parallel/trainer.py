@@ -72,16 +72,11 @@ class Trainer:
 
 
 def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: Experiment | None = None) -> Trainer:
-    """Build the model, the optimiser and the compiled steps of an experiment.
+    """Build the model, the optimiser and the compiled steps of an experiment, whose vocabulary size is set.
 
-    Args:
-        experiment: an experiment whose vocabulary size is set.
-        devices: devices to compile for. None: the devices of all processes.
-        recorded: the experiment that a resumed run was started with, perhaps on other hardware. A kernel or strategy
-            that has not changed since is replaced if these devices do not support it. None: a new run.
-
-    Raises:
-        UserError: sizes do not divide over the devices, or the devices do not support the kernel or strategy.
+    recorded: the experiment that a resumed run was started with, perhaps on other hardware. A kernel or strategy that
+    has not changed since is replaced if these devices do not support it. None: a new run. Raises `UserError` if sizes
+    do not divide over the devices, or if these do not support what is asked for.
     """
     train, lora = experiment.train, experiment.lora
     device = None if devices is None else devices[0]
@@ -170,16 +165,13 @@ def choose_head_loss(experiment: Experiment, strategy: Strategy) -> HeadLoss | N
     parallel, model, device = experiment.parallel, experiment.model, strategy.devices[0]
     if parallel.loss_chunk is None or parallel.loss_chunk >= model.block_size:
         return None
-    asked, refused = parallel.loss_kernel == "fused", None
-    if device.platform != "tpu":
-        refused = f"the device is {device.device_kind}"
-    elif strategy.sharding_hooks is not NO_SHARDING:
-        refused = "it runs on one device or by pmap, not on a mesh"
-    if asked and refused:
-        raise UserError(f"parallel.loss_kernel=fused is not available here: {refused}. Use auto or xla.")
+    on_tpu, is_whole = device.platform == "tpu", strategy.sharding_hooks is NO_SHARDING
     limits = PEAKS.get(device.device_kind)
     pays = limits is not None and 4 * model.n_embd / limits.flops < 0.5 * 18 / limits.memory_bandwidth
-    if asked or (parallel.loss_kernel == "auto" and not refused and pays):
+    if parallel.loss_kernel == "fused" and not (on_tpu and is_whole):
+        why = "it runs on one device or by pmap, not on a mesh" if on_tpu else f"the device is {device.device_kind}"
+        raise UserError(f"parallel.loss_kernel=fused is not available here: {why}. Use auto or xla.")
+    if parallel.loss_kernel == "fused" or (parallel.loss_kernel == "auto" and on_tpu and is_whole and pays):
         return fused_next_token_loss
     return functools.partial(chunked_next_token_loss, chunk=parallel.loss_chunk)
 
@@ -194,42 +186,34 @@ def choose_strategy(
     present = jax.devices() if devices is None else devices
 
     def make(config: ParallelConfig) -> Strategy:
-        name = config.strategy
-        if name == "auto":
-            name = "single" if len(present) == 1 else "pmap"
+        name, sizes = config.strategy, {field: getattr(config, field) for field in ("data", "fsdp", "tensor", "slices")}
         if name == "mesh":
             return make_mesh(present, config, experiment.model)
-        if (config.data, config.fsdp, config.tensor) != (-1, 1, 1):
-            raise UserError(
-                f"parallel.data={config.data}, fsdp={config.fsdp}, tensor={config.tensor} need --parallel.strategy mesh, "
-                f"not {config.strategy}"
-            )
-        if config.slices != 1:
-            raise UserError(
-                f"parallel.slices={config.slices} needs --parallel.strategy mesh, not {config.strategy}: without it, pmap "
-                "splits the batch over the devices of all slices"
-            )
-        if name == "single" and devices is None and jax.process_count() > 1:
+        if tuple(sizes.values()) != (-1, 1, 1, 1):
+            given = ", ".join(f"{field}={size}" for field, size in sizes.items())
+            raise UserError(f"parallel.{given} need --parallel.strategy mesh, not {name}")
+        if name == "pmap" or (name == "auto" and len(present) > 1):
+            return make_pmap(devices)
+        if devices is None and jax.process_count() > 1:
             raise UserError(f"parallel.strategy=single with {jax.process_count()} processes: take pmap or mesh")
-        return make_single(devices) if name == "single" else make_pmap(devices)
+        return make_single(devices)
 
     choices = [experiment.parallel]
     layout = operator.attrgetter("strategy", "data", "fsdp", "tensor", "slices")
     if recorded is not None and layout(recorded.parallel) == layout(experiment.parallel):
         choices += alternatives(experiment.parallel, len(present), count_slices(present))
-    errors: list[UserError] = []
+    refused: UserError | None = None
     for choice in choices:
         try:
             strategy = make(choice)
             split = split_batch(experiment.train.batch_size, strategy.data_parallel_size, choice)
         except UserError as e:
-            errors.append(e)
+            refused = refused or e
             continue
-        if not errors:
-            return strategy, split, None
-        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {errors[0]}"
-        return strategy, split, said
-    raise errors[0]
+        said = f"{strategy.name} instead of the recorded strategy, which does not fit here: {refused}"
+        return strategy, split, None if refused is None else said
+    assert refused is not None
+    raise refused
 
 
 def alternatives(config: ParallelConfig, devices: int, slices: int = 1) -> list[ParallelConfig]:

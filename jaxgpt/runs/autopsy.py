@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.hooks import NO_SHARDING
 from jaxgpt.lora import thaw, with_adapters
 from jaxgpt.loss import make_loss
-from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.training import Training
 from jaxgpt.sample.quantize import unstack_layers
@@ -43,13 +43,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     """Repeat a step on one device, and find the first module whose output is not finite.
 
     Dropout masks are those of the step, except for attention weights on a mesh, where each device draws its own.
-
-    Args:
-        trainer: the run's trainer.
-        params: the model's parameters before the step.
-        batch: all rows of the step.
-        key: the run's dropout key.
-        step: the number of the step, from 1.
+    params: the model's, before the step. batch: all rows. key: the run's dropout key. step: counted from 1.
     """
     config = dataclasses.replace(trainer.model.config, remat="none")
     attention_fn = trainer.options.attention_fn
@@ -58,10 +52,9 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
     names: list[str] = []  # of the calls of modules, in the order in which they return: the inner one of two is blamed
 
     def is_finite(tree: Any) -> jax.Array:
-        floats = [
-            x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        return jnp.asarray([jnp.isfinite(x).all() for x in floats] or [True]).all()
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.asarray([jnp.isfinite(x).all() for x in floats]).all()  # also of none
 
     def loss(params: Params, micro: Batch, key: jax.Array) -> Any:
         names.clear()
@@ -105,7 +98,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
         first=first,
         parameter_norms=_norms(params),
         gradient_norms=gradient_norms,
-        bad_parameters=tuple(name for name, x in _leaves(params) if not np.isfinite(np.asarray(x)).all()),
+        bad_parameters=tuple(name for name, x in _leaves(params) if not np.isfinite(x).all()),
         bad_gradients=bad_gradients,
     )
 
@@ -115,21 +108,23 @@ def gather_params(trainer: Trainer, state: TrainState) -> Params | None:
 
     Adapters are joined with them afterwards, since one process cannot launch a program over all devices.
     """
-    held = multihost.on_one_device((state.params, state.frozen_params))
-    return None if held is None else thaw(trainer.merge(*held))
+    held, device = (state.params, state.frozen_params), jax.local_devices()[0]
+    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(held)):
+        return None
+    held = jax.tree.map(lambda x: jax.device_put(x.addressable_data(0) if x.is_fully_replicated else x, device), held)
+    return thaw(trainer.merge(*held))
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, x in jax.tree.leaves_with_path(tree):
-        yield "/".join(str(entry.key) for entry in path), x
+def _leaves(tree: Any) -> list[tuple[str, np.ndarray]]:
+    flat = jax.tree.leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(x)) for path, x in flat]
 
 
 def _norms(tree: Any) -> dict[str, float]:
     """Return the norm of each layer in float64, where no square overflows."""
-    squares: dict[str, float] = {}
+    squares: dict[str, float] = collections.defaultdict(float)
     for name, x in _leaves(tree):
-        layer = name.split("/")[0]
-        squares[layer] = squares.get(layer, 0.0) + float(np.sum(np.square(np.asarray(x, np.float64))))
+        squares[name.split("/")[0]] += float(np.sum(np.square(x.astype(np.float64))))
     return {name: squares[name] ** 0.5 for name in sorted(squares, key=lambda name: (len(name), name))}  # h_2 < h_10
 
 
@@ -150,54 +145,41 @@ def format_report(found: NonFiniteReport) -> str:
 def write_autopsy(
     training: Training, *, state: TrainState, step: int, metrics: Metrics, later: Sequence[Metrics]
 ) -> str:
-    """Write report.json and report.txt of a step to `RUN/autopsy/step-N/`, once. Return a summary.
+    """Examine a skipped step, once, and write `RUN/autopsy/step-N/report.json`. Return a summary, also if that fails.
 
-    It never ends a run that could continue: the summary or the report says what could not be computed or written.
-
-    Args:
-        training: the run.
-        state: the newest state, after `step` and the steps of `later`. If those were skipped as well, its parameters
-            are those before `step`.
-        step: the step to examine, which was skipped.
-        metrics: the metrics of `step`.
-        later: the metrics of the steps since.
+    state: the newest one, after `step` and the steps with the metrics `later`. If those were skipped as well, its
+    parameters are those before `step`.
     """
-    run, trainer, key = training.directory, training.trainer, training.dropout_key
-    place, why = run / "autopsy" / f"step-{step}", why_skipped(metrics)
-    command = shell_line("jaxgpt", "replay", run, "--step", step)
+    place, key, why = training.directory / "autopsy" / f"step-{step}", training.dropout_key, why_skipped(metrics)
+    command = shell_line("jaxgpt", "replay", training.directory, "--step", step)
     if (place / "report.json").is_file():
         return f"{why}: examined before, see {place}. To replay this step: {command}"
     moved = not all(int(m["skipped"]) for m in later)  # before this step was known to be bad
     of_step = step + len(later) if moved else step - 1
-    batch, params = training.whole_batch(step), gather_params(trainer, state)
+    batch, params = training.whole_batch(step), gather_params(training.trainer, state)
     found, unknown = None, "no process holds all parameters"
     if params is not None:
         try:
-            found, unknown = debug_step(trainer, params, batch, key, step), None
+            found, unknown = debug_step(training.trainer, params, batch, key, step), None
         except jax.errors.JaxRuntimeError as e:  # out of memory: all parameters on one device, and no remat
             unknown = f"its examination failed: {first_line(e)}"
-    tokenizer = training.dataset.tokenizer
-    rows = np.concatenate([batch.inputs_BT[:MOST_ROWS], batch.targets_BT[:MOST_ROWS, -1:]], axis=1)
-    texts = [tokenizer.decode(x) if ((x >= 0) & (x < tokenizer.vocab_size)).all() else None for x in rows]
+    tokenizer, rows = training.dataset.tokenizer, []
+    for number, ids in enumerate(np.concatenate([batch.inputs_BT, batch.targets_BT[:, -1:]], axis=1)[:MOST_ROWS]):
+        text = tokenizer.decode(ids) if ((ids >= 0) & (ids < tokenizer.vocab_size)).all() else None
+        rows.append({"row": number, "text": text, "ids": ids.tolist()})
     report = {
         "step": step,
         "why": why,
         "loss": float(metrics["loss"]),
-        "grad_norm": float(metrics["grad_norm"]),
-        "replay": command,
         "parameters_of_step": of_step,
         "findings": None if found is None else dataclasses.asdict(found),
         "why_no_findings": unknown,
-        "seed": training.experiment.train.seed,
-        "step_key": jax.random.key_data(jax.random.fold_in(key, step - 1)).tolist(),
-        "batch": [{"row": i, "text": texts[i], "ids": row.tolist()} for i, row in enumerate(rows)],
+        "batch": rows,
     }
     first = unknown if found is None else f"first not finite: {found.first or 'nothing, when repeated'}"
     message = f"{why}; {first}" + (f" (with the parameters of step {of_step})" if moved else "")
-    text = f"step {step}: {message}\n\n{'' if found is None else format_report(found)}\n\n{command}\n"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        write_whole(place / "report.txt", text)
         json = render_json(report, indent=1, ensure_ascii=False, not_finite=str)  # NaN and infinity as strings
         write_whole(place / "report.json", json + "\n")
     except OSError as e:

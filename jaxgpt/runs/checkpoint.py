@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shutil
-import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
@@ -42,16 +41,11 @@ PARAMS, REST = "params", "rest"
 # Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
 # Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
-MOST_SECONDS = 10.0  # longest wait for each thread of a failed save
 DTYPES = ("float32", "bfloat16", "float16")  # that parameters are saved in
 
 
 class CorruptCheckpoint(UserError):
     """A checkpoint has changed since it was saved. The message names the file and the difference."""
-
-
-class CheckpointRemoved(CorruptCheckpoint):
-    """A checkpoint was removed while it was read, by training that keeps newer ones."""
 
 
 @struct.dataclass
@@ -101,16 +95,12 @@ class Checkpoints:
         try:
             raw = path.read_bytes()
         except OSError as e:
-            raise self._removed(step) or CorruptCheckpoint(f"{path} cannot be read: {e.strerror}") from None
+            raise CorruptCheckpoint(f"{path} cannot be read: {e.strerror}") from None
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             body = json.loads(raw)
             if body.pop("sha256", None) and _render(body).encode() == raw:
                 return body
         raise CorruptCheckpoint(f"{path} is not what was written: its own SHA-256 does not match")
-
-    def _removed(self, step: int) -> CheckpointRemoved | None:
-        path = self._directory / str(step)
-        return None if path.exists() else CheckpointRemoved(f"{path} was removed by training: try again")
 
     def val_loss(self, step: int) -> float | None:
         """Return the validation loss of a step in nats per token. None: not measured, or the manifest is damaged."""
@@ -135,12 +125,8 @@ class Checkpoints:
         directory, stated = self._directory / str(step), self.manifest(step)["files"]
         found = _measure(directory)
         for name, (size, digest) in stated.items():
-            if name not in found:
-                raise CorruptCheckpoint(f"{directory / name} is missing")
-            if [size, digest] != found[name]:
-                raise CorruptCheckpoint(
-                    f"{directory / name} is not what was saved, {size:,} bytes with SHA-256 {digest}"
-                )
+            if [size, digest] != found.get(name):
+                raise CorruptCheckpoint(f"{directory / name} is not what was saved: {size:,} bytes, SHA-256 {digest}")
 
     def latest_valid(self, which: str = "last", *, before: float = math.inf) -> int | None:
         """Return the step of the last or the best undamaged checkpoint, or None if there are no checkpoints.
@@ -152,23 +138,21 @@ class Checkpoints:
             before: consider only steps below this one.
         """
         losses = {step: self._loss(step) if which == "best" else 0.0 for step in self.steps() if step < before}
-        good, damaged = None, {}
+        damaged: dict[int, str] = {}
         for step in sorted(losses, key=lambda step: (losses[step], -step)):
             try:
                 self.verify(step)
             except (CorruptCheckpoint, OSError) as e:
-                damaged[step] = str(e)
-            else:
-                good = step
-                break
-        # Those that another process, which trains the run, removed in the meantime were not damaged.
-        damaged = {step: damaged[step] for step in self.steps() if step in damaged}
-        if good is None and damaged:
-            step, reason = damaged.popitem()
-            raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
+                if step in self.steps():  # otherwise another process, which trains the run, has removed it
+                    damaged[step] = str(e)
+                continue
+            for bad, reason in damaged.items():
+                message = f"checkpoint {bad} is damaged, so {step} is used: {reason}"
+                warnings.warn(message, UserWarning, stacklevel=2)
+            return step
         for step, reason in damaged.items():
-            warnings.warn(f"checkpoint {step} is damaged, so {good} is used: {reason}", UserWarning, stacklevel=2)
-        return good
+            raise UserError(f"checkpoint {step} is damaged, and no other is good: {reason}. Restore it from a copy.")
+        return self.latest_valid(which, before=before) if losses else None
 
     def rewind(self) -> int:
         """Return the last undamaged step, 0 if there is none. Remove what kills have left; move damaged ones aside."""
@@ -214,13 +198,9 @@ class Checkpoints:
         except Exception as e:
             raise self._fail(step, e) from None
         if is_first:
-            about = {
-                "format": FORMAT,
-                "jaxgpt": version("jaxgpt"),
-                "step": step,
-                "val_loss": _finite(val_loss),
-                "arrays": {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()},
-            }
+            arrays = {PARAMS: {}, REST: {}} | {name: _describe(tree) for name, tree in items.items()}
+            about = {"format": FORMAT, "jaxgpt": version("jaxgpt"), "step": step}
+            about |= {"val_loss": _finite(val_loss), "arrays": arrays}
             self._sealing = self._pool.submit(self._seal, partial, about)
 
     def _seal(self, partial: Path, about: dict[str, Any]) -> None:
@@ -246,11 +226,6 @@ class Checkpoints:
             raise self._fail(step, e) from None
 
     def _fail(self, step: int, e: Exception) -> CheckpointSaveError:
-        for thread in threading.enumerate():
-            if type(thread).__module__.startswith("orbax."):  # after one has failed, the others still write
-                with contextlib.suppress(Exception):  # joining one raises its exception again
-                    thread.join(MOST_SECONDS)
-        shutil.rmtree(self._directory / f"{step}.saving", ignore_errors=True)
         return CheckpointSaveError(
             f"step {step} could not be saved in {self._directory}: {reason_of(e)}. "
             f"The last checkpoint is step {max(self.steps(), default='none')}."
@@ -304,18 +279,15 @@ class Checkpoints:
         like = {name: _rename_heads(tree, arrays[name]) for name, tree in like.items()}
         for name, tree in like.items():  # before anything is allocated
             saved, wanted = arrays[name], _describe(tree)
-            for path in (path for path in sorted(saved | wanted) if saved.get(path) != wanted.get(path)):
-                raise UserError(
-                    f"{directory}: {name}{path} is {saved.get(path, 'missing')}, experiment.json makes it "
-                    f"{wanted.get(path, 'nothing')}. Does experiment.json belong to another run?"
-                )
+            for path in sorted(saved | wanted):
+                has, needs = saved.get(path, "missing"), wanted.get(path, "nothing")
+                if has != needs:
+                    what = f"{directory}: {name}{path} is {has}, experiment.json makes it {needs}"
+                    raise UserError(f"{what}. Does experiment.json belong to another run?")
         like = {name: jax.tree.map(ocp.utils.to_shape_dtype_struct, tree) for name, tree in like.items()}
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in like.items()})
         with ocp.Checkpointer(_handler(like)) as reader:
-            try:
-                restored: Any = reader.restore(directory / "state", args=args)
-            except Exception as e:
-                raise self._removed(step) or e from None
+            restored: Any = reader.restore(directory / "state", args=args)
         return {name: _rename_heads(restored[name], arrays[name], back=True) for name in like}
 
 

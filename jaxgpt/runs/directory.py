@@ -27,11 +27,6 @@ if TYPE_CHECKING:  # 0.1 s to import
 
     from jaxgpt.data.tokenizer import Tokenizer
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 RUNS = Path("runs")
 LOCK = ".lock"
 PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
@@ -46,9 +41,7 @@ LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100
 def is_run(directory: Path) -> bool:
     """Return whether a directory holds a run. Raises `UserError` for an address such as gs://bucket/run."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):  # `Path` has made one slash of two
-        raise UserError(
-            f"{directory} is an address: a run needs a directory of this machine; copy the run there or from there"
-        )
+        raise UserError(f"{directory} is an address: a run needs a directory of this machine")
     return is_there(directory, "A run directory is needed.") and (directory / "experiment.json").exists()
 
 
@@ -59,9 +52,7 @@ def is_resumable(directory: Path, fresh: bool) -> bool:
     if is_there(directory, "Name another directory with --run-dir.") and not (
         directory.is_dir() and all(BEGINNINGS.fullmatch(path.name) for path in directory.iterdir())
     ):
-        raise UserError(
-            f"{directory} exists and is not a run directory (no experiment.json): name another with --run-dir"
-        )
+        raise UserError(f"{directory} exists and is not a run directory: name another with --run-dir")
     return False
 
 
@@ -98,11 +89,9 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
         lock.acquire()
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
     except filelock.Timeout:
-        who = path.read_text(encoding="utf-8", errors="replace").strip()
-        raise UserError(
-            f"{directory} is being trained by another process ({who or 'unknown'}): "
-            "wait for it, stop it, or name another --run-dir"
-        ) from None
+        who = path.read_text(encoding="utf-8", errors="replace").strip() or "unknown"
+        remedy = "wait for it, stop it, or name another --run-dir"
+        raise UserError(f"{directory} is being trained by another process ({who}): {remedy}") from None
     except OSError as e:
         raise UserError(f"cannot write in {directory}: {e.strerror}. Name another directory with --run-dir.") from None
     return lock
@@ -110,14 +99,14 @@ def lock_run(directory: Path, fresh: bool) -> filelock.BaseFileLock:
 
 def is_training(directory: Path) -> bool:
     """Return whether a process trains in a directory, which may be read-only. Always False on Windows."""
-    if fcntl is None:
-        return False
-    with contextlib.suppress(OSError), open(directory / LOCK, "rb") as f:  # never trained here, or no locks there
+    with contextlib.suppress(ImportError, OSError), open(directory / LOCK, "rb") as f:  # closing releases the lock
+        import fcntl
+
         try:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-    return False  # closing has released it
+    return False  # it was never trained here, or there are no locks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,15 +164,8 @@ def write_metadata(
 ) -> None:
     """Write `experiment.json`, `tokenizer.json` and, for conversations, the chat template.
 
-    Args:
-        directory: the run directory.
-        experiment: the experiment as the user configured it.
-        tokenizer: the run's tokenizer.
-        data: the fingerprint of the dataset. For an imported model, only that of its tokenizer.
-        vocab_size: the model's vocabulary size.
-        tokenizer_config: see `Dataset`.
-        imported: the source of an imported model.
-        origin: the weights that the run starts from.
+    `data` is the fingerprint of the dataset, or of an imported model's tokenizer; `imported` the source of such a
+    model; `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
     """
     from jaxgpt.data.template import write_template
     from jaxgpt.parallel.device import device_kind
@@ -246,10 +228,8 @@ def read_metadata(directory: Path) -> RunMetadata:
         raise UserError(f"{path} has format {short(found)}, this jaxgpt reads {FORMAT}: {why}")
     digest = record.pop("sha256", None)  # older versions wrote none
     if digest is not None and digest != json_sha256(record):
-        raise UserError(
-            f"{path} is not what was written: its own SHA-256 does not match. Restore a copy, or, if you have "
-            'changed it yourself, delete its "sha256"'
-        )
+        remedy = 'Restore a copy, or, if you have changed it yourself, delete its "sha256"'
+        raise UserError(f"{path} is not what was written: its own SHA-256 does not match. {remedy}")
     try:
         given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
         origin = None if record.get("origin") is None else from_dict(Origin, record["origin"], "origin.")
@@ -278,10 +258,7 @@ def load_run_tokenizer(metadata: RunMetadata) -> Tokenizer:
     path = metadata.directory / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     if fingerprint(tokenizer) != metadata.data.get("tokenizer_sha256"):
-        raise UserError(
-            f"{path} is not the tokenizer that the run was trained with: the same ids would mean "
-            "other text. Restore the file with the SHA-256 in experiment.json."
-        )
+        raise UserError(f"{path} is not the tokenizer that the run was trained with: restore that file")
     return tokenizer
 
 
@@ -297,7 +274,5 @@ def check_same_tokenizer(metadata: RunMetadata, named: str) -> None:
         return
     gone = not is_there(Path(named), "Leave --data.tokenizer out.") and named == metadata.given.data.tokenizer
     if named == "ids" or (not gone and fingerprint(load_tokenizer(named)) != fingerprint(own)):
-        raise UserError(
-            f"{named} is not the tokenizer that {directory} was trained with. Use the run's own: "
-            + shell_line("--data.tokenizer", directory / "tokenizer.json")
-        )
+        use = shell_line("--data.tokenizer", directory / "tokenizer.json")
+        raise UserError(f"{named} is not the tokenizer that {directory} was trained with. Use the run's own: {use}")

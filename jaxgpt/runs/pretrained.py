@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
@@ -41,8 +40,26 @@ class Weights:
     tokenizer: str  # path of its tokenizer.json, or "ids"
     step: int | None  # of the checkpoint. None: not a run
     sha256: Callable[[], str]  # of the files with the weights
-    # (shapes and shardings, perhaps of stacked layers or a shorter context) -> the parameters with these, in float32
-    read: Callable[[Params], Params]
+    # {path of each parameter with unstacked layers: its sharding} -> these parameters
+    read_unstacked: Callable[[dict[str, Sharding]], Params]
+
+    def read(self, like: Params) -> Params:
+        """Return the parameters in float32, with the stacking, context length and shardings of `like`."""
+        places: dict[str, Sharding] = {}
+        for keys, x in jax.tree.leaves_with_path(like):
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            if path.startswith("h/block/"):
+                one_layer = _respecify(x.sharding, lambda spec: spec[1:])
+                places |= {path.replace("h/block", f"h_{layer}", 1): one_layer for layer in range(x.shape[0])}
+            else:
+                places[path] = x.sharding
+        params = self.read_unstacked(places)
+        if "wpe" in params:
+            params["wpe"] = {"embedding": params["wpe"]["embedding"][: like["wpe"]["embedding"].shape[0]]}
+        if "h" in like:
+            layers = [params.pop(f"h_{layer}") for layer in range(self.config.n_layer)]
+            params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
+        return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)
 
     def describe(self, model: GPTConfig) -> Origin:
         """Return the record of these weights for the metadata of a run that starts from them. model: of that run."""
@@ -61,23 +78,17 @@ def open_weights(name: str, *, step: int | None = None, tokenizer: str | None = 
     if is_there(directory, "Name a run, or a model's directory, with --train.init-from.") and is_run(directory):
         return _open_run(directory, step)
     source = open_source(name, tokenizer)
-
-    def read(like: Params) -> Params:
-        places = {"/".join(path): sharding for path, sharding in _unstacked_shardings(like, source.config).items()}
-        params = read_params(source.tensors, source.family, source.config, dtype=jnp.float32, places=places)
-        return match_structure(params, like)
-
-    def digest() -> str:
-        return _digest(sha256(str(file)) for file in sorted({tensor.file for tensor in source.tensors.values()}))
-
+    files = sorted({tensor.file for tensor in source.tensors.values()})
     return Weights(
         directory=source.directory,
         metadata=None,
         config=source.config,
         tokenizer=tokenizer or str(source.directory / "tokenizer.json"),
         step=None,
-        sha256=digest,
-        read=read,
+        sha256=lambda: _digest(sha256(str(file)) for file in files),
+        read_unstacked=lambda places: read_params(
+            source.tensors, source.family, source.config, dtype=jnp.float32, places=places
+        ),
     )
 
 
@@ -89,20 +100,16 @@ def _open_run(directory: Path, step: int | None) -> Weights:
         raise UserError(f"{directory} no longer has an undamaged checkpoint of step {step}")
     config, model = dataclasses.replace(metadata.model, scan_layers=False), metadata.model.make_model()
 
-    def read(like: Params) -> Params:
-        shardings = _unstacked_shardings(like, config)
-
+    def read_unstacked(places: dict[str, Sharding]) -> Params:
         def with_sharding(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-            names = tuple(entry.key for entry in path)
-            if names[0] == "h":
-                sharding = _respecify(shardings["h_0", *names[2:]], lambda spec: (None, *spec))
-            else:
-                sharding = shardings[names]
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            sharding = places[name.replace("h/block/", "h_0/", 1)]
+            if name.startswith("h/"):
+                sharding = _respecify(sharding, lambda spec: (None, *spec))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        places = jax.tree.map_with_path(with_sharding, model.shapes())
-        params = restore_merged_params(metadata, checkpoints, good, places)
-        return match_structure(unstack_layers(model, params)[1], like)
+        like = jax.tree.map_with_path(with_sharding, model.shapes())
+        return unstack_layers(model, restore_merged_params(metadata, checkpoints, good, like))[1]
 
     return Weights(
         directory=directory,
@@ -111,7 +118,7 @@ def _open_run(directory: Path, step: int | None) -> Weights:
         tokenizer=str(directory / "tokenizer.json"),
         step=good,
         sha256=lambda: _digest([json.dumps(checkpoints.manifest(good)["files"], sort_keys=True)]),
-        read=read,
+        read_unstacked=read_unstacked,
     )
 
 
@@ -178,9 +185,9 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     try:
         base = load_base(metadata)
     except UserError as e:
+        remedy = f"Restore that model, or copy it next to {metadata.directory}"
         raise UserError(
-            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. Restore that model, or "
-            f"copy it next to {metadata.directory}"
+            f"the run has only adapters, for {metadata.experiment.train.init_from}: {e}. {remedy}"
         ) from None
     params = base.read(like)
     shapes = jax.eval_shape(lambda params: init_adapters(lora, jax.random.key(0), params), like)
@@ -190,33 +197,8 @@ def restore_merged_params(metadata: RunMetadata, checkpoints: Checkpoints, step:
     )
 
 
-def _unstacked_shardings(like: Params, config: GPTConfig) -> dict[tuple[str, ...], Sharding]:
-    """Return {path: sharding} of the parameters with unstacked layers, from which `like` can be made."""
-    shardings: dict[tuple[str, ...], Sharding] = {}
-    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(like)  # type: ignore[assignment]
-    for path, x in flat.items():
-        if path[0] == "h":
-            one_layer = _respecify(x.sharding, lambda spec: spec[1:])
-            shardings |= {(f"h_{layer}", *path[2:]): one_layer for layer in range(config.n_layer)}
-        else:
-            shardings[path] = x.sharding
-    return shardings
-
-
 def _respecify(sharding: Sharding, change: Callable[[tuple], tuple]) -> Sharding:
     """Return a sharding with its axes changed, if it has axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
-
-
-def match_structure(params: Params, like: Params) -> Params:
-    """Return parameters with unstacked layers in float32, with the stacking, context length and sharding of `like`."""
-    if "wpe" in params:
-        T = like["wpe"]["embedding"].shape[0]
-        params["wpe"] = {"embedding": params["wpe"]["embedding"][:T]}
-    if "h" in like:
-        n_layer = jax.tree.leaves(like["h"])[0].shape[0]
-        layers = [params.pop(f"h_{layer}") for layer in range(n_layer)]
-        params["h"] = {"block": jax.tree.map(lambda *each: jnp.stack(each), *layers)}
-    return jax.tree.map(lambda x, y: jax.device_put(x.astype(jnp.float32), y.sharding), params, like)

@@ -62,19 +62,17 @@ class Training:
         return self.directory / "metrics.jsonl"
 
     @functools.cached_property
-    def _keys(self) -> tuple[jax.Array, jax.Array]:
+    def keys(self) -> tuple[jax.Array, jax.Array]:
+        """Return the keys of initialisation and of dropout."""
         return jax.jit(lambda: init_and_dropout_keys(self.experiment.train.seed))()  # one program instead of four
 
     @property
     def dropout_key(self) -> jax.Array:
         """Return the dropout key of the run."""
-        return self._keys[1]
+        return self.keys[1]
 
     def start_compiling(self, start: int) -> StepFn:
-        """Compile the step in a thread from now on, if one device takes it. Return a `train_step` that waits for it.
-
-        start: steps taken so far. If they are all, nothing is compiled.
-        """
+        """Compile the step in a thread, if one device takes it from step `start` on. Return a step that waits for it."""
         trainer = self.trainer
         if start == self.experiment.train.steps or trainer.strategy.name != ONE_DEVICE:
             return trainer.train_step
@@ -89,7 +87,7 @@ class Training:
         if self.weights is not None and (like.frozen_params is not None or not step):
             read = self.weights().read(like.params if like.frozen_params is None else thawed_shapes(like.frozen_params))
         if not step:
-            return self.trainer.init_state(self._keys[0], None if read is None else strategy.from_checkpoint(read))
+            return self.trainer.init_state(self.keys[0], None if read is None else strategy.from_checkpoint(read))
         frozen = None if read is None else jax.jit(freeze, static_argnums=0)(self.experiment.lora, read)
         state = dataclasses.replace(self.checkpoints.restore(step, like), frozen_params=frozen)
         return strategy.from_checkpoint(state)
@@ -148,12 +146,8 @@ def open_training(
 ) -> Training:
     """Check all that the user decides, without writing anything, and return the training. Raises `UserError`.
 
-    Args:
-        experiment: the experiment as the user configured it.
-        directory: the run directory.
-        recorded: the metadata of the run to resume, or to take steps of again. None means a new run.
-        extend: see `jaxgpt.fit`.
-        remedy: see `reopen_dataset`.
+    recorded: the metadata of the run to resume, or to take steps of again. None means a new run. See `jaxgpt.fit` for
+    `extend`, and `reopen_dataset` for `remedy`.
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
@@ -166,8 +160,8 @@ def open_training(
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
     model, train = resolved.model, experiment.train
-    hidden_bytes = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # one 16-bit activation
-    check_memory(trainer.abstract_state, hidden_bytes, trainer.strategy.devices)
+    activation = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # bytes of a single one
+    check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
     return Training(
         directory=directory,
         given=experiment,
@@ -194,8 +188,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
     if rates[1] > rates[0] and extend is None:
         raise UserError(
             f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "
-            f"With train.steps={experiment.train.steps} the rate rises to {rates[1]:.3g} there, and falls again until the new end. "
-            "To continue so, add --extend (extend=True)"
+            f"It rises to {rates[1]:.3g} there with train.steps={experiment.train.steps}: to continue so, add --extend (extend=True)"
         )
     return dataclasses.replace(experiment, optim=optim)
 
@@ -204,10 +197,8 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
     """Raise `UserError` if a field that is not in CHANGEABLE differs from that of the run. More steps may be asked for."""
     directory = metadata.directory
     if metadata.imported is not None:
-        raise UserError(
-            f"{directory} holds an imported model, which cannot be resumed: name another "
-            f"--run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
-        )
+        start = f"name another --run-dir, and start from this one with {shell_line('--train.init-from', directory)}"
+        raise UserError(f"{directory} holds an imported model, which cannot be resumed: {start}")
     # The experiment may be the one that the user configured, or the one that `load` returns.
     changed = min((differences(known, experiment) for known in (metadata.given, metadata.experiment)), key=len)
     changed = {name: values for name, values in changed.items() if not name.startswith(CHANGEABLE)}
@@ -223,21 +214,15 @@ def check_same_configuration(metadata: RunMetadata, experiment: Experiment) -> N
         del changed["train.init_from"]  # another path of the same weights: `load_base` compares their SHA-256
     if changed:
         listed = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
-        raise UserError(
-            f"{directory} holds a run with another configuration: {listed}. "
-            "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
-        )
+        remedy = "Name another directory with --run-dir, or start over with --fresh (the old run is moved aside)."
+        raise UserError(f"{directory} holds a run with another configuration: {listed}. {remedy}")
 
 
 def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, remedy: str) -> Dataset:
     """Return the dataset that a run was trained on, from its text or, if that is gone, from the cache of tokens.
 
-    Raises `UserError` if neither exists, or if the data have changed.
-
-    Args:
-        metadata: the run's metadata.
-        data: the run's data configuration, perhaps with another path. None means the recorded one.
-        remedy: what the user can do if the data are missing or have changed, as a clause.
+    Raises `UserError`, ending with the clause `remedy`, if neither exists, or if the data have changed. data: the run's
+    data configuration, perhaps with another path. None means the recorded one.
     """
     data = data or metadata.experiment.data
     try:
@@ -245,10 +230,8 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
     except UserError:
         if data.path is None or is_there(Path(data.path), "Name another text."):
             raise
-        raise UserError(
-            f"{metadata.directory} was trained on {data.path}, which is not there, and its tokens are not in the cache "
-            f"{cache_directory() / 'tokens'}: {remedy}"
-        ) from None
+        lost = f"{data.path}, which is not there, and its tokens are not in the cache {cache_directory() / 'tokens'}"
+        raise UserError(f"{metadata.directory} was trained on {lost}: {remedy}") from None
     if changed := describe_data_changes(metadata.data, dataset.fingerprint):
         raise UserError(f"{metadata.directory} was trained on other data: {', '.join(changed[:8])}: {remedy}")
     return dataset
@@ -257,11 +240,9 @@ def reopen_dataset(metadata: RunMetadata, data: DataConfig | None = None, *, rem
 def describe_data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the differences between two fingerprints. Token files are compared by name, not by directory."""
     files, files_now = before.get("files"), now.get("files")
-    if isinstance(files, dict) and isinstance(files_now, dict):
-        changed = [f"{name} is missing" for name in files if name not in files_now]
-        changed += [f"{name} is new" for name in files_now if name not in files]
-        changed += [f"{name} has changed" for name in files if name in files_now and files[name] != files_now[name]]
-        if changed:
-            return changed
+    if isinstance(files, dict) and isinstance(files_now, dict) and files != files_now:
+        kinds = {"is missing": files.keys() - files_now, "is new": files_now.keys() - files}
+        kinds["has changed"] = {name for name in files.keys() & files_now if files[name] != files_now[name]}
+        return [f"{name} {kind}" for kind, names in kinds.items() for name in sorted(names)]
     changed = [name for name, value in now.items() if before.get(name) != value]
     return [f"{name} {str(before.get(name))[:12]} -> {str(now[name])[:12]}" for name in changed]

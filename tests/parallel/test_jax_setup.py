@@ -55,7 +55,7 @@ def test_a_switch_leaves_the_process_alone(tmp_path):
 def unset(monkeypatch):
     """This process, before it was set up: the rest of the set-up does nothing."""
     monkeypatch.setattr(jax_setup, "_is_set_up", False)
-    for name in ("_tune_malloc", "enable_compilation_cache", "_try_flags"):
+    for name in ("_tune_malloc", "enable_compilation_cache"):
         monkeypatch.setattr(jax_setup, name, lambda *_, **__: None)
     return monkeypatch
 

@@ -113,8 +113,8 @@ def test_tpus_state_their_slice():
     described = [types.SimpleNamespace(platform="tpu")] * 4  # by the compiler, without a TPU
     assert count_slices(described) == 1 and split_slices(described, 1) == [described]
     for devices, slices, message in (
-        (tpus(0, 0, 1, 1), 1, "slices=1, but the TPU's 4 devices are 2 slices: take --parallel.slices 2"),
-        (tpus(0, 0), 2, "slices=2, but the TPU's 2 devices are 1 slice: take --parallel.slices 1"),
+        (tpus(0, 0, 1, 1), 1, "slices=1, but these TPUs are of 2: take --parallel.slices 2"),
+        (tpus(0, 0), 2, "slices=2, but these TPUs are of 1: take --parallel.slices 1"),
     ):
         with pytest.raises(UserError, match=message):
             split_slices(devices, slices)
@@ -159,14 +159,14 @@ def choose(batch_size=64, **parallel):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: arrange(8, 3, 1, 1), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices.*\[1, 2, 4, 8\]"),
+        (lambda: arrange(8, 3, 1, 1), "data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
         (lambda: arrange(8, -1, 3, 1), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
-        (lambda: arrange(8, -1, 4, 1, 4), "slices=4 does not divide parallel.data=2: take data from multiples of 4"),
-        (lambda: choose(slices=2), "slices=2 needs --parallel.strategy mesh, not auto: .* pmap splits"),
+        (lambda: arrange(8, -1, 4, 1, 4), "slices=4 does not divide parallel.data=2"),
+        (lambda: choose(slices=2), "slices=2 need --parallel.strategy mesh, not auto"),
         (lambda: ParallelConfig(slices=0), "slices=0: needs at least 1"),
         (
             lambda: divide(GPTConfig(), tensor=8),
-            r"n_head=12 does not divide over parallel.tensor=8: take.*\[1, 2, 3, 4, 6\]",
+            "n_head=12 does not divide over parallel.tensor=8: take model.n_head=8 or 16",
         ),
         (lambda: divide(GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
         (lambda: divide(GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take model.vocab_size=102 or 104"),

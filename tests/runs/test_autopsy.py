@@ -15,10 +15,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import Diverged, UserError
 from jaxgpt.fitting import fit
-from jaxgpt.parallel import multihost
 from jaxgpt.parallel.trainer import make_trainer
 from jaxgpt.run import load
-from jaxgpt.runs.autopsy import debug_step
+from jaxgpt.runs.autopsy import debug_step, gather_params
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.replay import replay
@@ -98,7 +97,7 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
     batch, key = Batch(inputs_BT=text[:, :-1], targets_BT=text[:, 1:]), jax.random.key(1)
     state = trainer.init_state(jax.random.key(0))
     state = dataclasses.replace(state, step=state.step + 2)
-    found = debug_step(trainer, multihost.on_one_device(state.params), batch, key, 3)
+    found = debug_step(trainer, gather_params(trainer, state), batch, key, 3)
     _, metrics = trainer.train_step(state, trainer.strategy.shard_batch(batch), key)
     assert math.hypot(*found.gradient_norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
     assert found.first is None and found.bad_parameters == found.bad_gradients == ()

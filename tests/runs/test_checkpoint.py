@@ -311,6 +311,7 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     with contextlib.suppress(CheckpointSaveError):
         checkpoints.close()
     assert found(small_disk / "checkpoints") == (1, [])
+    assert Checkpoints(small_disk / "checkpoints").rewind() == 1
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
 
 

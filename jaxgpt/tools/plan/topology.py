@@ -16,11 +16,10 @@ from jaxgpt.parallel.device import PEAKS, gpu_memory_share
 from jaxgpt.parallel.jax_setup import quiet_libtpu, skip_cuda_check
 
 INSTALL = 'pip install "jaxgpt[plan-gpu]"'
-_MOST_ON_HOST = 8  # GPUs of a DGX or HGX
 
 
 class Target(NamedTuple):
-    """The facts about a GPU that XLA's compiler asks for, beside those of all of them in `_TARGET_TEXT`."""
+    """The facts about a GPU that XLA's compiler asks for, beside those of all of them in `to_text`."""
 
     name: str  # JAX's name of the device, a key of PEAKS
     capability: tuple[int, int]  # CUDA compute capability
@@ -37,52 +36,38 @@ class Target(NamedTuple):
     def to_text(self) -> str:
         """Return the target as a `stream_executor.GpuTargetConfigProto` in text form."""
         major, minor = self.capability
-        return _TARGET_TEXT.format(**self._asdict(), memory=PEAKS[self.name].memory, major=major, minor=minor)
+        return f"""
+platform_name: "CUDA"
+device_description_str: "{self.name}"
+dnn_version_info {{ major: 9 minor: 10 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {self.features} }}
+  core_count: {self.cores} fpus_per_core: {self.fpus_per_core} clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {PEAKS[self.name].memory} memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.l2_cache}
+  shared_memory_per_core: {self.shared_memory_per_core}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_memory_per_block}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_core_limit: {self.threads_per_core} threads_per_block_limit: 1024 threads_per_warp: 32
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}}
+"""
 
 
 # Facts of github.com/openxla/xla, xla/backends/gpu/target_config/specs: h100_sxm, h200, a100_sxm_80, b200 and rtx6000pro
 # (.txtpb, at commit 4336d12 of 2026). XLA asks the driver for them where there is a GPU.
 _A, _N = "ACCELERATED_FEATURES", "NONE"
-_HOPPER = Target("", (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800, 0)
-_A100 = Target("", (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040, 2_039_040_000_000)
-_B200 = Target("", (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864, 7_672_320_000_000)
-_PRO = Target("", (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728, 1_792_000_000_000)
+_HOPPER = (9, 0), _A, 132, 128, 1.98, 2048, 233_472, 232_448, 52_428_800
+_A100 = (8, 0), _N, 108, 64, 1.41, 2048, 167_936, 166_912, 41_943_040
+_B200 = (10, 0), _A, 148, 128, 1.965, 2048, 233_472, 232_448, 132_644_864
+_PRO = (12, 0), _N, 188, 128, 2.6, 1536, 131_072, 101_376, 134_217_728
 TARGETS = {
-    "h100": _HOPPER._replace(name="NVIDIA H100 80GB HBM3", memory_bandwidth=3_352_320_000_000),
-    "h200": _HOPPER._replace(name="NVIDIA H200", memory_bandwidth=4_800_000_000_000),
-    "a100-80": _A100._replace(name="NVIDIA A100-SXM4-80GB"),
-    "b200": _B200._replace(name="NVIDIA B200"),
-    "rtx6000pro": _PRO._replace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+    "h100": Target("NVIDIA H100 80GB HBM3", *_HOPPER, 3_352_320_000_000),
+    "h200": Target("NVIDIA H200", *_HOPPER, 4_800_000_000_000),
+    "a100-80": Target("NVIDIA A100-SXM4-80GB", *_A100, 2_039_040_000_000),
+    "b200": Target("NVIDIA B200", *_B200, 7_672_320_000_000),
+    "rtx6000pro": Target("NVIDIA RTX PRO 6000 Blackwell Server Edition", *_PRO, 1_792_000_000_000),
 }
-
-_TARGET_TEXT = """
-platform_name: "CUDA"
-device_description_str: "{name}"
-dnn_version_info {{ major: 9 minor: 10 }}
-gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
-  core_count: {cores}
-  fpus_per_core: {fpus_per_core}
-  clock_rate_ghz: {clock_ghz}
-  device_memory_size: {memory}
-  memory_bandwidth: {memory_bandwidth}
-  l2_cache_size: {l2_cache}
-  shared_memory_per_core: {shared_memory_per_core}
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {shared_memory_per_block}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_core_limit: {threads_per_core}
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}}
-"""
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
@@ -99,13 +84,11 @@ def gpu_devices(topology: str) -> list[jax.Device]:
     Raises `UserError` if the GPU or the shape is unknown, or if the plugin is missing or of another version than jaxlib,
     which JAX does not use.
     """
-    match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-9][0-9]{0,3})", topology)
+    match = re.fullmatch(r"([a-z0-9-]+):(?:([1-9][0-9]{0,3})x)?([1-8])", topology)
     target = TARGETS.get(match[1]) if match else None
-    if match is None or target is None or int(match[3]) > _MOST_ON_HOST:
-        raise UserError(
-            f"topology {topology!r}: needs {', '.join(TARGETS)} and 1 to {_MOST_ON_HOST} GPUs, such as h200:8, or hosts "
-            "and the GPUs of each, such as h200:4x8"
-        )
+    if match is None or target is None:
+        example = "1 to 8 GPUs, such as h200:8, or hosts and the GPUs of each, such as h200:4x8"
+        raise UserError(f"topology {topology!r}: needs {', '.join(TARGETS)} and {example}")
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
     versions = {d.name: d.version for name in plugins for d in importlib.metadata.distributions(name=name)}
     jaxlib = importlib.metadata.version("jaxlib")
@@ -113,22 +96,18 @@ def gpu_devices(topology: str) -> list[jax.Device]:
         raise UserError(f"a GPU topology needs JAX's CUDA plugin, which is not installed: {INSTALL}")
     if jaxlib not in versions.values():
         [(name, version), *_] = versions.items()
-        raise UserError(
-            f'a GPU topology needs {name} of jaxlib\'s version, {jaxlib}, not {version}: pip install "{name}=={jaxlib}"'
-        )
+        remedy = f'pip install "{name}=={jaxlib}"'
+        raise UserError(f"a GPU topology needs {name} of jaxlib's version, {jaxlib}, not {version}: {remedy}")
     skip_cuda_check()
     gpu_memory_share()  # JAX would log a traceback of what is wrong with it
     from jax.experimental import topologies
 
     shape = f"1x{match[2] or 1}x{match[3]}"  # slices x hosts x GPUs
+    text = target.to_text()
     try:
-        found = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=shape, target_config=target.to_text()
-        )
+        found = topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape, target_config=text)
     except NotImplementedError:  # JAX has tried the plugin before, for a GPU of this machine, and refused it
-        raise UserError(
-            "JAX has refused its CUDA plugin in this process: set JAX_PLATFORMS=cpu before jax is imported"
-        ) from None
+        raise UserError("JAX has refused its CUDA plugin: set JAX_PLATFORMS=cpu before jax is imported") from None
     return list(found.devices)
 
 
@@ -158,14 +137,12 @@ def tpu_devices(topology: str) -> list[jax.Device]:
     name = f"{family}:{shape}"
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices, **options)
-        return list(found.devices)
     except jax.errors.JaxRuntimeError as error:
         if "lockfile" not in str(error):
             raise
-        raise UserError(
-            "another process has loaded libtpu, which allows one at a time: wait until it ends. If neither uses a TPU, "
-            "set ALLOW_MULTIPLE_LIBTPU_LOAD=1 in the environment to allow several."
-        ) from error
+        remedy = "wait until it ends or, if neither uses a TPU, set ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+        raise UserError(f"another process has loaded libtpu, which allows one at a time: {remedy}") from error
+    return list(found.devices)
 
 
 # Slices of Google Cloud (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e); libtpu itself accepts any shape that can be
@@ -182,10 +159,9 @@ def parse_slice(topology: str) -> tuple[int, str, str]:
     """
     match = re.fullmatch(r"(?:([1-9][0-9]?)x)?(v4|v5e|v5litepod|v5p|v6e)(?::([0-9]+(?:x[0-9]+)*)|-([0-9]+))", topology)
     if not match:
-        raise UserError(
-            f"topology {topology!r}: needs v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two "
-            f"slices (at most 99), or {', '.join(TARGETS)} and a number of GPUs, such as h200:8"
-        )
+        tpus = "v4, v5e, v5p or v6e and a shape, such as v5e:4x4, or 2xv5e:4x4 for two slices"
+        gpus = f"{', '.join(TARGETS)} and a number of GPUs, such as h200:8"
+        raise UserError(f"topology {topology!r}: needs {tpus}, or {gpus}")
     slices, family, shape, count = match.groups()
     family = family.replace("litepod", "e")
     shapes, choices, cores = list(_SHAPES_2D), ", ".join(_SHAPES_2D), 1
