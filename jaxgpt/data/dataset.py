@@ -319,7 +319,7 @@ def _dtype(name: str, tokenizer: Tokenizer) -> type[np.generic]:
 def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]:
     """Return (arrays by name, tokenizer, fingerprint, counts) of an entry."""
     meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
-    files = sorted(directory.glob("*.bin"))
+    files = directory.glob("*.bin")
     arrays: dict[str, np.ndarray] = {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}
     if any(len(arrays.get(split, ())) != meta["fingerprint"][f"{split}_tokens"] for split in SPLITS):
         raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")
@@ -329,10 +329,8 @@ def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict
 def _from_entry(directory: Path) -> Dataset:
     arrays, tokenizer, made_of, counts = read_tokens(directory)
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    characters, raw = counts.get("val_characters"), counts.get("val_bytes")
-    return Dataset(
-        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
-    )
+    held = {name: counts.get(name) for name in ("val_characters", "val_bytes")}
+    return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, **held)
 
 
 def write_tokens(

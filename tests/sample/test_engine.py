@@ -176,7 +176,6 @@ def test_bad_requests_are_refused():
         ({"prompt": [1] * (C + 1)}, f"the prompt has {C + 1} tokens: needs at most block_size={C}"),
         ({"prompt": [11]}, "the model knows 0 to 10"),
         ({"stop_tokens": range(9)}, "9 stop tokens: needs at most 8"),
-        ({"source": [1]}, "sources are for a model with an encoder"),
     ):
         with pytest.raises(UserError, match=said):
             engine.submit(dataclasses.replace(request, **change))

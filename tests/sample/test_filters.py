@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
@@ -62,10 +62,11 @@ def test_min_p_is_its_definition(p):
 def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
     seen = np.zeros(LOGITS.shape, bool)
     seen[:, ::2] = True
-    after = np.asarray(penalize_repetition(LOGITS, seen, 1.3))
+    after = np.asarray(SamplingRows.stack([Sampling(repetition_penalty=1.3)]).penalize(LOGITS, seen))
     np.testing.assert_array_equal(after[~seen], np.asarray(LOGITS)[~seen])
     assert (after[seen] < np.asarray(LOGITS)[seen]).all()
-    np.testing.assert_array_equal(penalize_repetition(LOGITS, seen, 1.0), LOGITS)
+    rows = SamplingRows.stack([Sampling(repetition_penalty=penalty) for penalty in (1.3, 1.0, 1.0, 1.0, 1.0)])
+    np.testing.assert_array_equal(rows.penalize(LOGITS, seen)[1:], LOGITS[1:])
 
 
 @pytest.mark.parametrize(
