@@ -329,8 +329,10 @@ def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict
 def _from_entry(directory: Path) -> Dataset:
     arrays, tokenizer, made_of, counts = read_tokens(directory)
     train, val = (Tokens([arrays[split]]) for split in SPLITS)
-    held = {name: counts.get(name) for name in ("val_characters", "val_bytes")}
-    return Dataset(train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, **held)
+    characters, raw = counts.get("val_characters"), counts.get("val_bytes")
+    return Dataset(
+        train=train, val=val, tokenizer=tokenizer, fingerprint=made_of, val_characters=characters, val_bytes=raw
+    )
 
 
 def write_tokens(

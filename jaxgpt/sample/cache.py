@@ -81,11 +81,16 @@ class LayerCache(flax.struct.PyTreeNode):
         # 86 ms instead of 52.
         q_BKQH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
         scale = H**-0.5 if scale is None else scale
+        in_float32 = {"preferred_element_type": jnp.float32}
 
         def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             first = number * block
             part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, block, axis=2), self)
-            scores = cap_scores(part.scores(q_BKQH) * scale, softcap)
+            # int8 keys and values have one scale per token: it is applied to the scores and to the weights.
+            k_BKSH = part.k_BKSH if part.k_scale_BKS is None else part.k_BKSH.astype(q_BKQH.dtype)
+            scores = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, **in_float32)
+            scores = scores if part.k_scale_BKS is None else scores * part.k_scale_BKS[:, :, None]
+            scores = cap_scores(scores * scale, softcap)
             columns_11S = (first + jnp.arange(block))[None, None]
             behind_BTS = (positions_BT[:, :, None] - columns_11S) % S
             visible_BTS = (behind_BTS < window) & (behind_BTS <= positions_BT[:, :, None])
@@ -94,8 +99,11 @@ class LayerCache(flax.struct.PyTreeNode):
             new_largest = jnp.maximum(largest, jnp.where(visible, scores, LOWEST).max(axis=-1))
             weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
             shrink = jnp.exp(largest - new_largest)
-            out = out * shrink[..., None] + part.weighted_values(weights)
-            return new_largest, total * shrink + weights.sum(axis=-1), out
+            total, v_BKSH = total * shrink + weights.sum(axis=-1), part.v_BKSH
+            if part.v_scale_BKS is not None:
+                v_BKSH, weights = v_BKSH.astype(jnp.float32), weights * part.v_scale_BKS[:, :, None]
+            values = jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_BKSH.dtype), v_BKSH, **in_float32)
+            return new_largest, total, out * shrink[..., None] + values
 
         sums = jnp.full(q_BKQH.shape[:-1], LOWEST), jnp.zeros(q_BKQH.shape[:-1]), jnp.zeros(q_BKQH.shape)
         if block == S:
@@ -106,31 +114,12 @@ class LayerCache(flax.struct.PyTreeNode):
         out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # a query that sees nothing gets zeros
         return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
-    def scores(self, q_BKQH: jax.Array) -> jax.Array:
-        """Return q k in float32, [B, K, Q, S], of queries [B, K, Q, H]."""
-        k_BKSH = self.k_BKSH.astype(q_BKQH.dtype) if self.k_scale_BKS is not None else self.k_BKSH
-        scores = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, preferred_element_type=jnp.float32)
-        # One scale per key, applied to the scores, not to the keys.
-        return scores if self.k_scale_BKS is None else scores * self.k_scale_BKS[:, :, None]
-
-    def weighted_values(self, weights: jax.Array) -> jax.Array:
-        """Return the sums of values in float32, [B, K, Q, H], of weights [B, K, Q, S] in float32."""
-        v_ = self.v_BKSH
-        if self.v_scale_BKS is not None:
-            v_, weights = v_.astype(jnp.float32), weights * self.v_scale_BKS[:, :, None]
-        return jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_.dtype), v_, preferred_element_type=jnp.float32)
-
 
 class KVCache(flax.struct.PyTreeNode):
     """Keys and values of all layers."""
 
     layers: tuple[LayerCache, ...]
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
-
-    @property
-    def columns(self) -> int:
-        """Number of columns, S."""
-        return self.layers[0].columns
 
     @staticmethod
     def empty(

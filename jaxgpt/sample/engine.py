@@ -99,10 +99,13 @@ class Engine:
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
         like = jax.tree.leaves(params)[0]
-        # The first is for the prompt that is being read.
-        self._scratch, cache = (programs.allocate_cache(like, model, B, columns, cache_dtype) for B in (1, slots))
-        rows = programs.allocate_rows(like, slots, max_stops, self.vocab_size)
-        self._state = programs.DecodeState(cache=cache, rows=rows)
+        self._scratch = programs.allocate_cache(
+            like, model, 1, columns, cache_dtype
+        )  # of the prompt that is being read
+        self._state = programs.DecodeState(
+            programs.allocate_cache(like, model, slots, columns, cache_dtype),
+            programs.allocate_rows(like, slots, max_stops, self.vocab_size),
+        )
         self._prefixes = programs.PrefixStore(prefix_bytes)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again

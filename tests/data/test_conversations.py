@@ -37,18 +37,13 @@ def message(**fields):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("hello", "the line is damaged: Expecting value"),
         ('"text"', "got 'text', needs {"),
-        ('{"text": "a story"}', r"got {'text': 'a story'}, needs {\"messages\": \[{\"role\": \"user\""),
         ('{"messages": []}', r"got messages=\[\], needs"),
         ('{"messages": ["hello"]}', "message 1 is 'hello': needs a role, system, user, assistant, and a content"),
-        (message(role="tool"), "message 3 has the role 'tool': needs one of system, user, assistant"),
         (message(role=None), "message 3 is .* needs a role"),
-        (message(content=None), "message 3 has the content None: needs a text"),
         (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
         (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is not a character"),
         (message(content="\ufdd0"), r"message 3 has U\+FDD0 in its content"),
-        (json.dumps(conversation("only a question")), "none of its 1 messages is the assistant's"),
         ('{"messages": 1, "messages": 2}', "'messages' appears twice"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),
     ],
@@ -220,24 +215,6 @@ def test_what_is_cut_is_said(tmp_path):
         UserError, match="no conversation of the training split of .* within block_size=8 tokens: raise"
     ):
         prepare(DataConfig(path=str(path), tokenizer="byte"), block_size=8)
-
-
-def test_bad_files_are_told(tmp_path):
-    def told(text, **how):
-        (tmp_path / "x.jsonl").write_text(text)
-        with pytest.raises(UserError) as e:
-            prepare(DataConfig(path=str(tmp_path / "x.jsonl"), **how), block_size=T)
-        return str(e.value)
-
-    assert "x.jsonl has 0 conversations: needs at least one to train on" in told("")
-    assert "x.jsonl has 1 conversations" in told(GOOD)
-    assert "x.jsonl:2: the line is damaged" in told(GOOD + "\nx")
-    assert "x.jsonl:2: message 1 has '\\x03', which ends a turn" in told(
-        f"{GOOD}\n{json.dumps(conversation(ETX, 'b'))}"
-    )
-    assert "tokenizer ids is for .bin token files" in told(GOOD, tokenizer="ids")
-    with pytest.raises(UserError, match=r"no file at .*nowhere.jsonl: --data.path NAME.jsonl takes"):
-        prepare(DataConfig(path=str(tmp_path / "nowhere.jsonl")), block_size=T)
 
 
 def test_questions_about_python_are_always_there():

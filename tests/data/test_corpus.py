@@ -130,13 +130,3 @@ def test_text_is_read_in_pieces_and_characters_stay_whole(tmp_path, monkeypatch)
     path.write_text("ñandú — sí", encoding="utf-8")
     pieces = list(read_text([path]))
     assert len(pieces) > 3 and "".join(pieces) == "ñandú — sí"
-
-
-@pytest.mark.parametrize(
-    "raw", [b"abc\xff\xfedef", b"\x89PNG\r\n\x1a\n\x00", "año".encode("latin-1"), "ñ".encode()[:1]]
-)
-def test_what_is_not_utf8_is_told_with_its_place(tmp_path, raw):
-    path = tmp_path / "t.txt"
-    path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"t\.txt is not UTF-8 text: byte 0x.. at about offset"):
-        list(read_text([path]))

@@ -21,7 +21,7 @@ def empty(batch, columns, **kwargs):
 
 def visible(cache, positions, window):
     """Which columns each query attends to, by the weights of one-hot values."""
-    S = cache.columns
+    S = cache.layers[0].columns
     layer = LayerCache(jnp.zeros((1, 1, S, S)), jnp.eye(S)[None, None])
     q, how = jnp.zeros((1, len(positions), 1, S)), {"window": window, "block": cache.block}
     out_1T1S = layer.attend(q, jnp.array([positions], jnp.int32), **how)
