@@ -24,6 +24,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
@@ -99,9 +100,8 @@ class Engine:
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
         like = jax.tree.leaves(params)[0]
-        self._scratch = programs.allocate_cache(
-            like, model, 1, columns, cache_dtype
-        )  # of the prompt that is being read
+        # Of the prompt that is being read.
+        self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype)
         self._state = programs.DecodeState(
             programs.allocate_cache(like, model, slots, columns, cache_dtype),
             programs.allocate_rows(like, slots, max_stops, self.vocab_size),

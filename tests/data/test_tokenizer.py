@@ -89,6 +89,14 @@ def test_unknown_characters_are_named_wherever_they_are():
             tokenizer.encode("b\U0010fffe" + characters)
 
 
+def test_numbers():
+    tokenizer = IdTokenizer(50)
+    assert tokenizer.encode("3 49").tolist() == [3, 49] and tokenizer.decode([3, 49]) == "3 49"
+    for text, said in (("50", "token 50 is outside the vocabulary, 0 to 49"), ("hello", "no tokenizer")):
+        with pytest.raises(UserError, match=said):
+            tokenizer.encode(text)
+
+
 def test_saved_and_loaded(tmp_path, bpe):
     for tokenizer in (CharTokenizer(SPANISH), ByteTokenizer(), IdTokenizer(7), bpe):
         path = tmp_path / "tokenizer.json"
@@ -120,6 +128,14 @@ def test_any_tokenizer_of_the_library_loads():
     assert loaded.encode("a b").tolist() == [2, 7]
     assert (loaded.end_of_text, loaded.prefix, loaded.vocab_size) == (1, (0,), 8)
     assert json.loads(loaded.to_json())["model"]["type"] == "WordLevel"
+
+
+def test_a_special_token_ends_a_text_and_not_one_of_html():
+    hf = pytest.importorskip("tokenizers", reason="BPE is an extra")
+    tokenizer = hf.Tokenizer(hf.models.BPE({"</s>": 0, "<eos>": 1, "a": 2}, []))
+    assert BPETokenizer(tokenizer.to_str()).end_of_text == 0
+    tokenizer.add_special_tokens(["<eos>"])
+    assert BPETokenizer(tokenizer.to_str()).end_of_text == 1
 
 
 def test_a_panic_of_the_library_is_told(tmp_path, monkeypatch):
