@@ -26,7 +26,7 @@ from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.layers.remat import remat
 from jaxgpt.model import GPT
-from jaxgpt.sample.cache import CacheIndex, KVCache, LayerCache
+from jaxgpt.sample.cache import KVCache, LayerCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,6 @@ class CrossCache(KVCache):
         S, number = self.encoder_kv[0].columns, 0
         # As if all tokens were at the source's last position.
         last_BT = jnp.broadcast_to(self.source_length_B[:, None] - 1, positions_BT.shape)
-        source = CacheIndex(last_BT, jnp.int32(1), block=S, context=S)
 
         def read_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
             nonlocal number
@@ -301,7 +300,8 @@ class CrossCache(KVCache):
                 return None, None
             if isinstance(module, CrossAttention) and method == "attend_to_source":
                 encoder_kv, number = self.encoder_kv[number], number + 1
-                return encoder_kv.attend(args[0], source, scale=module.scale, softcap=module.softcap)
+                how = {"scale": module.scale, "softcap": module.softcap}
+                return encoder_kv.attend(args[0], last_BT, window=S, block=S, **how)
             return call(*args, **kwargs)
 
         with nn.intercept_methods(read_cache):

@@ -24,7 +24,6 @@ LARGEST = 2**28  # bytes of a download; every registered corpus is far below
 class Corpus:
     """A public text: downloaded on first use, verified, and kept in the cache."""
 
-    name: str
     url: str
     sha256: str  # of the text that `clean` returns, in UTF-8
     clean: Callable[[str], str] = str  # turns the download into the text
@@ -39,26 +38,22 @@ def strip_gutenberg(text: str) -> str:
 
 
 # All three are in the public domain. Sancho, verse by Cervantes, is from a repository with the MIT licence.
-_CORPORA = (
-    Corpus(
-        name="shakespeare",  # 1,115,394 characters of the plays
+CORPORA = {
+    "shakespeare": Corpus(  # 1,115,394 characters of the plays
         url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
-    Corpus(
-        name="sancho",  # 147,758 characters, between <|inicio|> and <|fin|>
+    "sancho": Corpus(  # 147,758 characters, between <|inicio|> and <|fin|>
         url="https://raw.githubusercontent.com/gabmerlo/Construyamos-GPT/"
         "3ab11161820a97e202ed8d436a74d34ad314d726/data/datos_sancho_mini.txt",
         sha256="52a86bfb7cccac99d3619c73308348bee13d99b8b7f0d4bbbf2edb8e951ebe0e",
     ),
-    Corpus(
-        name="quijote",  # Don Quixote in Spanish, both parts, 2,097,952 characters
+    "quijote": Corpus(  # Don Quixote in Spanish, both parts, 2,097,952 characters
         url="https://www.gutenberg.org/cache/epub/2000/pg2000.txt",
         sha256="467f4714581d95fcf18b1f852ad8cdc6da184170cd3e7d6bdd548d93655f306d",
         clean=strip_gutenberg,
     ),
-)
-CORPORA = {corpus.name: corpus for corpus in _CORPORA}
+}
 
 # Corpora that need no download: Python's reference, and conversations made from it.
 BUILT_IN: dict[str, Callable[[], str]] = {
@@ -78,14 +73,12 @@ def find_corpus_files(name: str) -> list[Path]:
             make_cache(path.parent)
             write_whole(path, raw)
         return [path]
-    if name not in CORPORA:
-        raise UserError(
-            f"unknown corpus {name!r}: known are {', '.join([*BUILT_IN, *CORPORA])}; for a text of your own use --data.path"
-        )
-    corpus = CORPORA[name]
+    if (corpus := CORPORA.get(name)) is None:
+        known = ", ".join([*BUILT_IN, *CORPORA])
+        raise UserError(f"unknown corpus {name!r}: known are {known}; for a text of your own use --data.path")
     path = cache_directory() / "corpora" / f"{name}.txt"
     if not path.exists():
-        download(corpus, path)
+        _download(name, corpus, path)
     elif (found := sha256(path)) != corpus.sha256:
         raise UserError(
             f"{path} is not the corpus {name!r}: its SHA-256 is {found[:12]}..., needed {corpus.sha256[:12]}... "
@@ -135,7 +128,7 @@ def read_text(files: list[Path]) -> Iterator[str | None]:
             raise UserError(f"cannot read {path}: {e.strerror}") from None
 
 
-def download(corpus: Corpus, path: Path) -> None:
+def _download(name: str, corpus: Corpus, path: Path) -> None:
     """Download, clean and verify a corpus, then write it. Raises `UserError` if that fails; a wrong text is not used."""
     by_hand = f"To give it by hand, save the text as {path}, or use --data.path FILE."
     make_cache(path.parent)
@@ -148,13 +141,11 @@ def download(corpus: Corpus, path: Path) -> None:
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:  # URLError is an OSError
         if isinstance(e, urllib.error.HTTPError):
             e.close()  # the exception is also the response
-        raise UserError(
-            f"could not download {corpus.name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}"
-        ) from None
+        raise UserError(f"could not download {name} from {corpus.url}: {getattr(e, 'reason', e)}. {by_hand}") from None
     # A truncated download ends here too if the server did not send its length.
     if (found := hashlib.sha256(text.encode()).hexdigest()) != corpus.sha256:
         raise UserError(
-            f"{corpus.name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used. {by_hand}"
+            f"{name} from {corpus.url} has SHA-256 {found[:12]}..., needed {corpus.sha256[:12]}...: not used. {by_hand}"
         )
     write_whole(path, text)
 

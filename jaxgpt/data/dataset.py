@@ -319,7 +319,7 @@ def _dtype(name: str, tokenizer: Tokenizer) -> type[np.generic]:
 def read_tokens(directory: Path) -> tuple[dict[str, np.ndarray], Tokenizer, dict[str, Any], dict[str, int]]:
     """Return (arrays by name, tokenizer, fingerprint, counts) of an entry."""
     meta, tokenizer = read_json(directory / "meta.json", 2**20), load_tokenizer(directory / "tokenizer.json")
-    files = sorted(directory.glob("*.bin"))
+    files = directory.glob("*.bin")
     arrays: dict[str, np.ndarray] = {f.stem: np.memmap(f, _dtype(f.stem, tokenizer), "r") for f in files}
     if any(len(arrays.get(split, ())) != meta["fingerprint"][f"{split}_tokens"] for split in SPLITS):
         raise UserError(f"the cached tokens in {directory} are damaged: delete that folder, to encode the text again")

@@ -70,7 +70,8 @@ class Tokens(Split):
         """
         import grain  # 1.5 s to import, so only when training
 
-        windows = count_windows(len(self), block_size)
+        assert len(self) > block_size
+        windows = max(1, len(self) // block_size - 1)  # of block_size + 1 tokens, which fit at any offset
         shuffled: Any = grain.MapDataset.range(windows).shuffle(seed=seed)
         order = shuffled.repeat()  # epochs, each a different permutation
         most = min(len(self) - 1 - windows * block_size, block_size - 1)  # at least 0
@@ -185,12 +186,6 @@ def validation_batches(
 
 def _stack(rows: Iterable[tuple[Any, ...]]) -> Batch:
     return Batch(*jax.tree.map(lambda *arrays: np.stack(arrays), *rows))
-
-
-def count_windows(n_tokens: int, block_size: int) -> int:
-    """Count the windows of block_size + 1 tokens, each sharing one with the next, that fit at any offset."""
-    assert n_tokens > block_size
-    return max(1, n_tokens // block_size - 1)
 
 
 def find_window_starts(targets: int, *, block_size: int, stride: int) -> range:

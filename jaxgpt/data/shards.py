@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 import re
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.pipeline import Dataset, Tokens
-from jaxgpt.data.tokenizer import IdTokenizer, Tokenizer, fingerprint, open_tokenizer
+from jaxgpt.data.tokenizer import IdTokenizer, fingerprint, open_tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, open_file
 
@@ -62,7 +63,21 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     the tokens is.
     """
     root = Path(config.path or "")
-    tokenizer = _find_tokenizer(config, root, files, vocab_size)
+    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
+    if config.tokenizer == "ids":
+        if vocab_size is None:
+            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
+        tokenizer = IdTokenizer(vocab_size)
+    elif text is not None:
+        raise UserError(
+            f"{root} has both token files ({files[0].name}) and texts ({text.relative_to(root)}): give the path of one "
+            "file, put one kind elsewhere, or give --data.tokenizer ids to read the token files"
+        )
+    elif (tokenizer := open_tokenizer(config.tokenizer, "a text needs")) is None:
+        raise UserError(
+            f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
+            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
+        )
     held_out = [f for f in files if HELD_OUT.search(f.stem)]
     if len(held_out) == len(files):
         raise UserError(f"{root} has validation shards only ({files[0].name}): training needs some too")
@@ -93,26 +108,6 @@ def open_shards(config: DataConfig, files: list[Path], vocab_size: int | None) -
     )
 
 
-def _find_tokenizer(config: DataConfig, root: Path, shards: list[Path], vocab_size: int | None) -> Tokenizer:
-    if config.tokenizer == "ids":
-        if vocab_size is None:
-            raise UserError("tokenizer ids needs --model.vocab-size N: token files do not record the vocabulary size")
-        return IdTokenizer(vocab_size)
-    text = next((p for p in sorted(root.rglob("*.txt")) if p.is_file()), None) if root.is_dir() else None
-    if text is not None:
-        raise UserError(
-            f"{root} has both token files ({shards[0].name}) and texts ({text.relative_to(root)}): give the path of one "
-            "file, put one kind elsewhere, or give --data.tokenizer ids to read the token files"
-        )
-    tokenizer = open_tokenizer(config.tokenizer, "a text needs")
-    if tokenizer is None:
-        raise UserError(
-            f"{config.path} holds token ids, so tokenizer={config.tokenizer} cannot be used: give the tokenizer that made them "
-            "(--data.tokenizer tokenizer.json, or byte), or --data.tokenizer ids with --model.vocab-size N"
-        )
-    return tokenizer
-
-
 def open_shard(path: Path) -> np.ndarray:
     """Return the tokens of a file, memory-mapped. Raises `UserError` if it is truncated or not a token file."""
     with open_file(path) as f:
@@ -134,8 +129,11 @@ def open_shard(path: Path) -> np.ndarray:
         kind = next((kind for magic, kind in OTHER_KINDS.items() if head.startswith(magic)), None)
         if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
             kind = "safetensors: it holds weights"
-        elif len(head) >= 16 and kind is None and _is_text(head):
-            kind = "text: name it .txt"
+        elif len(head) >= 16 and kind is None:
+            with contextlib.suppress(UnicodeDecodeError):  # not final: the piece may end within a character
+                text = codecs.getincrementaldecoder("utf-8")().decode(head)
+                if all(unicodedata.category(c) != "Cc" or c in "\t\n\r\f" for c in text):
+                    kind = "text: name it .txt"
         if kind is not None:
             raise UserError(
                 f"{path} is not a token file but {kind}. A .bin needs bare token ids, as nanoGPT and llm.c write them"
@@ -148,14 +146,6 @@ def open_shard(path: Path) -> np.ndarray:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset)
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {e}") from None
-
-
-def _is_text(head: bytes) -> bool:
-    try:  # not final: the piece may end within a character
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return not any(unicodedata.category(c) == "Cc" and c not in "\t\n\r\f" for c in text)
 
 
 def scan(path: Path, tokens: np.ndarray, limit: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import io
 import json
 import re
 import threading
@@ -150,13 +151,12 @@ def compile_template(source: str) -> Callable[..., str]:
     try:
         template = environment.from_string(source)
     except Exception as e:  # from Jinja, or from Python for the code that Jinja generates
-        line = getattr(e, "lineno", None)
-        raise UserError(
-            f"the chat template is not a Jinja template{f', line {line}' if line else ''}: {str(e)[:300]}. Repair it, or give another"
-        ) from None
+        line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
+        message = f"the chat template is not a Jinja template{line}: {str(e)[:300]}. Repair it, or give another"
+        raise UserError(message) from None
 
     def render(**variables: Any) -> str:
-        pieces, length = [], 0
+        text = io.StringIO()
         # Raised in this thread from another, to end a loop that writes nothing, too.
         thread, late = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeoutError)
         timer = threading.Timer(SECONDS, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, late))
@@ -164,24 +164,22 @@ def compile_template(source: str) -> Callable[..., str]:
         timer.start()
         try:
             for piece in template.generate(**variables):
-                pieces.append(piece)
-                length += len(piece)
-                if length > LONGEST_TEXT:
-                    break
+                text.write(piece)
+                if text.tell() > LONGEST_TEXT:
+                    raise UserError(
+                        f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used"
+                    )
+            return text.getvalue()
+        except UserError:
+            raise
         except TimeoutError:
-            raise UserError(
-                f"the chat template takes more than {SECONDS:g} s for one conversation: it cannot be used"
-            ) from None
+            message = f"the chat template takes more than {SECONDS:g} s for one conversation: it cannot be used"
         except Exception as e:  # an untrusted program may raise anything
             why = str(e)[:300].rstrip(".") or type(e).__name__
-            raise UserError(
-                f"the chat template rejects the conversation: {why}. Repair it, or give another tokenizer"
-            ) from None
+            message = f"the chat template rejects the conversation: {why}. Repair it, or give another tokenizer"
         finally:
             timer.cancel()
-        if length > LONGEST_TEXT:
-            raise UserError(f"the chat template writes more than {LONGEST_TEXT:,} characters: it cannot be used")
-        return "".join(pieces)
+        raise UserError(message)
 
     return render
 
@@ -278,8 +276,8 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
             raise UserError(f"{path} is damaged: it holds {type(values).__name__}, needs an object")
     source = values.get("chat_template")
     if isinstance(source, list):  # [{"name": "default", "template": "..."}, ...]
-        named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
-        source = named.get("default") or named
+        defaults = [x.get("template") for x in source if isinstance(x, dict) and x.get("name") == "default"]
+        source = (defaults and defaults[-1]) or source
     if directory is not None and is_there(directory / "chat_template.jinja", "Name another tokenizer."):
         source = read_bytes(directory / "chat_template.jinja", LARGEST_CONFIG).decode("utf-8", errors="replace")
     if source is not None:
@@ -288,42 +286,34 @@ def find_template(tokenizer: Tokenizer, directory: Path | None) -> ChatTemplate:
                 f"the chat_template in {directory} is damaged: needs a text, or a list with one named default"
             )
         # A token is a string, or an object with its content and matching options.
-        tokens = {
-            name: token.get("content") if isinstance(token, dict) else token
-            for name, token in values.items()
-            if name.endswith("_token") and not name.startswith("add_")
-        }
-        tokens = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        plain = {name: x.get("content") if isinstance(x, dict) else x for name, x in values.items()}
+        tokens = {name: x for name, x in plain.items() if _is_token(name) and isinstance(x, str)}
         compile_template(source)  # raises `UserError` for what is not a template
         return Jinja(source=source, tokens=tokens, specials=tuple(tokenizer.specials))
     ours = CHATML
     if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.specials.keys():
         end = next((token for token, i in tokenizer.specials.items() if i == tokenizer.end_of_text), None)
         ours = PLAIN if end is None else dataclasses.replace(PLAIN, end=end, special=True)
-    return dataclasses.replace(ours, begin=_spell_prefix(tokenizer)) if tokenizer.prefix else ours
-
-
-def _spell_prefix(tokenizer: Tokenizer) -> str:
-    """Return the text that encodes to the tokenizer's prefix. Raises `UserError` unless all its tokens are special."""
     specials = index_specials(tokenizer)
-    for token in tokenizer.prefix:
-        if token not in specials:
-            raise UserError(
-                f"the tokenizer begins texts with {tokenizer.decode([token])!r}, which is not one of its special tokens, so that no "
-                "chat template can write it: make it one in tokenizer.json, under added_tokens"
-            )
-    return "".join(specials[token] for token in tokenizer.prefix)
+    if unknown := [token for token in tokenizer.prefix if token not in specials]:
+        raise UserError(
+            f"the tokenizer begins texts with {tokenizer.decode(unknown[:1])!r}, which is not one of its special tokens, so that no "
+            "chat template can write it: make it one in tokenizer.json, under added_tokens"
+        )
+    begin = "".join(specials[token] for token in tokenizer.prefix)
+    return dataclasses.replace(ours, begin=begin) if begin else ours
+
+
+def _is_token(name: str) -> bool:
+    """Return whether an entry of tokenizer_config.json holds the text of a token."""
+    return name.endswith("_token") and not name.startswith("add_")
 
 
 def write_template(directory: Path, config: dict[str, Any]) -> None:
     """Write a template's `config` into tokenizer_config.json, replacing that of another template."""
     path, jinja = directory / "tokenizer_config.json", directory / "chat_template.jinja"
     there = read_json(path, LARGEST_CONFIG) if path.exists() else {}
-    others = {
-        name: value
-        for name, value in (there if isinstance(there, dict) else {}).items()
-        if name != "chat_template" and not (config and name.endswith("_token") and not name.startswith("add_"))
-    }
+    others = {name: x for name, x in there.items() if name != "chat_template" and not (config and _is_token(name))}
     if others or config:
         write_whole(path, json.dumps(others | config, indent=1) + "\n")
     if jinja.exists() and jinja.read_bytes().decode("utf-8", errors="replace") != config.get("chat_template"):

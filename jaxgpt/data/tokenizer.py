@@ -55,6 +55,7 @@ class Tokenizer(Protocol):
     prefix: tuple[int, ...] = ()  # ids that a text begins with, if models of this tokenizer expect any
     # ids of special tokens, by their text; `encode` never returns them
     specials: Mapping[str, int] = types.MappingProxyType({})
+    saved: Mapping[str, Any]  # what tokenizer.json holds
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int32. Special tokens written out in the text are encoded as text."""
@@ -73,7 +74,7 @@ class Tokenizer(Protocol):
 
     def to_json(self) -> str:
         """Return the text of `tokenizer.json`."""
-        ...
+        return json.dumps(dict(self.saved), ensure_ascii=False)
 
 
 class CharTokenizer(Tokenizer):
@@ -82,6 +83,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, characters: Iterable[str]):
         """Make the vocabulary of the distinct characters. Raises `UserError` if there are none."""
         self.characters = "".join(sorted(set(characters)))
+        self.saved = {"jaxgpt": "char", "characters": self.characters}
         self.vocab_size = len(self.characters)
         if not self.vocab_size:
             raise UserError("a character tokenizer needs at least one character, got none")
@@ -111,15 +113,12 @@ class CharTokenizer(Tokenizer):
         """Return the text of ids."""
         return "".join(self.characters[i] for i in ids)
 
-    def to_json(self) -> str:
-        """Return the characters in JSON."""
-        return json.dumps({"jaxgpt": "char", "characters": self.characters}, ensure_ascii=False)
-
 
 class ByteTokenizer(Tokenizer):
     """One id per byte of UTF-8: 256 ids for any text, without training."""
 
     vocab_size = 256
+    saved = types.MappingProxyType({"jaxgpt": "byte"})
 
     def encode(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of a text."""
@@ -135,10 +134,6 @@ class ByteTokenizer(Tokenizer):
         """Return the text of bytes; invalid UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
-    def to_json(self) -> str:
-        """Return the name of the tokenizer in JSON."""
-        return json.dumps({"jaxgpt": "byte"})
-
 
 class IdTokenizer(Tokenizer):
     """Bare ids, for token files without a tokenizer: the text is the ids, separated by spaces."""
@@ -146,18 +141,17 @@ class IdTokenizer(Tokenizer):
     def __init__(self, vocab_size: int):
         """Accept ids below `vocab_size`."""
         self.vocab_size = vocab_size
+        self.saved = {"jaxgpt": "ids", "vocab_size": vocab_size}
 
     def encode(self, text: str) -> np.ndarray:
         """Parse ids. Raises `UserError` for other words, and for ids that are not in the vocabulary."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise UserError(
-                f"this run has no tokenizer, so its text is token ids like '15 42'; got {short(text)}"
-            ) from None
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise UserError(f"token {i} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+            message = f"this run has no tokenizer, so its text is token ids like '15 42'; got {short(text)}"
+            raise UserError(message) from None
+        if (unknown := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
+            raise UserError(f"token {unknown} is outside the vocabulary, 0 to {self.vocab_size - 1}")
         return np.array(ids, dtype=np.int32)
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -168,18 +162,13 @@ class IdTokenizer(Tokenizer):
         """Return the ids as text, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
 
-    def to_json(self) -> str:
-        """Return the vocabulary size in JSON."""
-        return json.dumps({"jaxgpt": "ids", "vocab_size": self.vocab_size})
 
-
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """A `Tokenizer` of Hugging Face's `tokenizers`: GPT-2's, Llama 3's, or one trained here."""
 
     def __init__(self, text: str):
         """Load the text of a tokenizer.json. Raises `UserError` if it is damaged."""
-        self._json = text
-        self._tokenizer = _load(text, specials=False)
+        self._json, self._tokenizer = text, _load(text, specials=False)
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not the number of ids, which may have gaps
         if not 1 <= self.vocab_size <= LARGEST_SIZE:
@@ -232,10 +221,9 @@ class BPETokenizer:
     @functools.cached_property
     def _is_splittable(self) -> bool:
         """Return whether encoding the pieces of `split_words` is known to give the ids of the undivided text."""
-        saved = json.loads(self._json)
-        if saved.get("normalizer") is not None or any(not t["special"] for t in saved.get("added_tokens", [])):
-            return False
-        return find_word_pattern(saved.get("pre_tokenizer")) is not None
+        held = json.loads(self._json)
+        is_plain = held.get("normalizer") is None and all(t["special"] for t in held.get("added_tokens", []))
+        return is_plain and find_word_pattern(held.get("pre_tokenizer")) is not None
 
     def locate(self, text: str, *, specials: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids, spans): see `Tokenizer.locate`."""

@@ -28,15 +28,6 @@ from jaxgpt.sample.quantize import apply_model
 LOWEST = jnp.finfo(jnp.float32).min
 
 
-class CacheIndex(flax.struct.PyTreeNode):
-    """Positions of T new tokens in each row, and the part of the cache that their queries read."""
-
-    positions_BT: jax.Array  # int32, consecutive in each row
-    num_blocks: jax.Array  # int32: blocks of columns that hold tokens, from column 0 on
-    block: int = flax.struct.field(pytree_node=False)  # columns
-    context: int = flax.struct.field(pytree_node=False)  # tokens that each query attends to, itself included, at most S
-
-
 class LayerCache(flax.struct.PyTreeNode):
     """One layer's keys and values, normed and rotated."""
 
@@ -63,9 +54,10 @@ class LayerCache(flax.struct.PyTreeNode):
     def attend(
         self,
         q_BTNH: jax.Array,
-        index: CacheIndex,
+        positions_BT: jax.Array,
         *,
-        window: int | None = None,
+        window: int,
+        block: int,
         scale: float | None = None,
         softcap: float | None = None,
     ) -> jax.Array:
@@ -73,7 +65,14 @@ class LayerCache(flax.struct.PyTreeNode):
 
         Columns are read in blocks with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), so that the
         time grows with the tokens in the cache, not with its size, and the bits depend on neither.
-        window: tokens that each query attends to, itself included. None means the context.
+
+        Args:
+            q_BTNH: queries.
+            positions_BT: their positions, int32, consecutive in each row.
+            window: tokens that each query attends to, itself included, at most S.
+            block: columns that are read at a time; divides S.
+            scale: factor of the scores. None means 1 / sqrt(H).
+            softcap: see `GPTConfig`. None means none.
         """
         B, T, N, H = q_BTNH.shape
         K, S = self.k_BKSH.shape[1:3]
@@ -82,47 +81,38 @@ class LayerCache(flax.struct.PyTreeNode):
         # 86 ms instead of 52.
         q_BKQH = q_BTNH.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
         scale = H**-0.5 if scale is None else scale
-        window = index.context if window is None else min(window, index.context)
+        in_float32 = {"preferred_element_type": jnp.float32}
 
         def read(number: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            first = number * index.block
-            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, index.block, axis=2), self)
-            scores = cap_scores(part.scores(q_BKQH) * scale, softcap)
-            columns_11S = (first + jnp.arange(index.block))[None, None]
-            behind_BTS = (index.positions_BT[:, :, None] - columns_11S) % S
-            visible_BTS = (behind_BTS < window) & (behind_BTS <= index.positions_BT[:, :, None])
+            first = number * block
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, block, axis=2), self)
+            # int8 keys and values have one scale per token: it is applied to the scores and to the weights.
+            k_BKSH = part.k_BKSH if part.k_scale_BKS is None else part.k_BKSH.astype(q_BKQH.dtype)
+            scores = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, **in_float32)
+            scores = scores if part.k_scale_BKS is None else scores * part.k_scale_BKS[:, :, None]
+            scores = cap_scores(scores * scale, softcap)
+            columns_11S = (first + jnp.arange(block))[None, None]
+            behind_BTS = (positions_BT[:, :, None] - columns_11S) % S
+            visible_BTS = (behind_BTS < window) & (behind_BTS <= positions_BT[:, :, None])
             visible = jnp.tile(visible_BTS[:, None], (1, 1, G, 1))
             largest, total, out = sums
             new_largest = jnp.maximum(largest, jnp.where(visible, scores, LOWEST).max(axis=-1))
             weights = jnp.where(visible, jnp.exp(scores - new_largest[..., None]), 0.0)
             shrink = jnp.exp(largest - new_largest)
-            return (
-                new_largest,
-                total * shrink + weights.sum(axis=-1),
-                out * shrink[..., None] + part.weighted_values(weights),
-            )
+            total, v_BKSH = total * shrink + weights.sum(axis=-1), part.v_BKSH
+            if part.v_scale_BKS is not None:
+                v_BKSH, weights = v_BKSH.astype(jnp.float32), weights * part.v_scale_BKS[:, :, None]
+            values = jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_BKSH.dtype), v_BKSH, **in_float32)
+            return new_largest, total, out * shrink[..., None] + values
 
         sums = jnp.full(q_BKQH.shape[:-1], LOWEST), jnp.zeros(q_BKQH.shape[:-1]), jnp.zeros(q_BKQH.shape)
-        if index.block == S:
+        if block == S:
             _, total, out = read(jnp.int32(0), sums)
         else:
-            _, total, out = jax.lax.fori_loop(0, index.num_blocks, read, sums)
+            used = jnp.minimum(positions_BT.max() + 1, S)
+            _, total, out = jax.lax.fori_loop(0, -(-used // block), read, sums)
         out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # a query that sees nothing gets zeros
         return out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
-
-    def scores(self, q_BKQH: jax.Array) -> jax.Array:
-        """Return q k in float32, [B, K, Q, S], of queries [B, K, Q, H]."""
-        k_BKSH = self.k_BKSH.astype(q_BKQH.dtype) if self.k_scale_BKS is not None else self.k_BKSH
-        scores = jnp.einsum("bkqH,bksH->bkqs", q_BKQH.astype(k_BKSH.dtype), k_BKSH, preferred_element_type=jnp.float32)
-        # One scale per key, applied to the scores, not to the keys.
-        return scores if self.k_scale_BKS is None else scores * self.k_scale_BKS[:, :, None]
-
-    def weighted_values(self, weights: jax.Array) -> jax.Array:
-        """Return the sums of values in float32, [B, K, Q, H], of weights [B, K, Q, S] in float32."""
-        v_ = self.v_BKSH
-        if self.v_scale_BKS is not None:
-            v_, weights = v_.astype(jnp.float32), weights * self.v_scale_BKS[:, :, None]
-        return jnp.einsum("bkqs,bksH->bkqH", weights.astype(v_.dtype), v_, preferred_element_type=jnp.float32)
 
 
 class KVCache(flax.struct.PyTreeNode):
@@ -130,11 +120,6 @@ class KVCache(flax.struct.PyTreeNode):
 
     layers: tuple[LayerCache, ...]
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
-
-    @property
-    def columns(self) -> int:
-        """Number of columns, S."""
-        return self.layers[0].columns
 
     @staticmethod
     def empty(
@@ -170,16 +155,18 @@ class KVCache(flax.struct.PyTreeNode):
         """
         assert not model.config.scan_layers, "unstack the layers first"
         model = model.clone(config=dataclasses.replace(model.config, remat="none"))  # the cache would stay in a remat
-        index, layers = self.index(positions_BT, model.config.block_size), []
+        context, layers = model.config.block_size, []
 
-        def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
-            module = context.module
-            if not isinstance(module, Attention) or context.method_name != "attend":
+        def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, method: Any) -> Any:
+            module = method.module
+            if not isinstance(module, Attention) or method.method_name != "attend":
                 return call(*args, **kwargs)
             q_BTNH, k_BTKH, v_BTKH = args
             layer = self.layers[len(layers)].write(k_BTKH, v_BTKH, positions_BT)
             layers.append(layer)
-            return layer.attend(q_BTNH, index, window=module.window, scale=module.scale, softcap=module.softcap)
+            window = context if module.window is None else min(module.window, context)
+            how = {"window": window, "block": self.block, "scale": module.scale, "softcap": module.softcap}
+            return layer.attend(q_BTNH, positions_BT, **how)
 
         with nn.intercept_methods(attend_to_cache):
             x_BTD = apply_model(model, params, tokens_BT, positions_BT=positions_BT, method="hidden_states")
@@ -189,11 +176,6 @@ class KVCache(flax.struct.PyTreeNode):
                 "that keys and values cannot be cached: use jaxgpt.plain_generate.generate, which computes them again"
             )
         return x_BTD, self.replace(layers=tuple(layers))
-
-    def index(self, positions_BT: jax.Array, context: int) -> CacheIndex:
-        """Return the index of new tokens at these positions, each of which attends to `context` tokens."""
-        used = jnp.minimum(positions_BT.max() + 1, self.columns)
-        return CacheIndex(positions_BT, -(-used // self.block), self.block, context)
 
     def insert(self, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
         """Return the cache with the first `columns` columns of the one row of another in row `number`, or a few more."""

@@ -23,31 +23,11 @@ from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Sampling
+from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.score import score
-from jaxgpt.sample.state import (
-    NO_STOP,
-    Chunk,
-    DecodeState,
-    Drawn,
-    PrefixStore,
-    Rows,
-    allocate_cache,
-    allocate_rows,
-    cache_columns,
-    check_ids,
-    check_prompt,
-    chunk_size,
-    decode,
-    has_unbounded_positions,
-    insert,
-    known_ids,
-    next_bucket,
-    prefill,
-    release,
-    split_chunks,
-)
+from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
 
 BURST = 64  # most tokens that one call of `decode` draws in each slot
 MAX_STOPS = 8  # stop tokens of a request
@@ -76,10 +56,11 @@ class Piece(NamedTuple):
     finish: str | None  # "stop": a stop token was drawn; "length": no token is left; None: unfinished
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Slot:
     """A request that is being read or decoded."""
 
+    number: int
     request: Request
     tokens: list[int]  # prompt and completion
     left: int  # tokens still to draw
@@ -116,17 +97,20 @@ class Engine:
             slides: at the end of the context go on, with the window of `generate`, and not end the completion.
         """
         self.model, self.params, self.slots = model, params, slots
-        self.vocab_size, self.max_stops, self.slides = known_ids(model, vocab_size), max_stops, slides
+        self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
         like = jax.tree.leaves(params)[0]
-        scratch, cache = (allocate_cache(like, model, rows, columns, cache_dtype) for rows in (1, slots))
-        self._scratch: KVCache = scratch  # of the prompt that is being read
-        self._state = DecodeState(cache=cache, rows=allocate_rows(like, slots, max_stops, self.vocab_size))
-        self._prefixes = PrefixStore(prefix_bytes)
+        # Of the prompt that is being read.
+        self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype)
+        self._state = programs.DecodeState(
+            programs.allocate_cache(like, model, slots, columns, cache_dtype),
+            programs.allocate_rows(like, slots, max_stops, self.vocab_size),
+        )
+        self._prefixes = programs.PrefixStore(prefix_bytes)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
-        self._waiting: collections.deque[tuple[int, _Slot]] = collections.deque()
-        self._reading: Iterator[Chunk] | None = None  # of the first that waits
+        self._waiting: collections.deque[_Slot] = collections.deque()
+        self._reading: Iterator[programs.Chunk] | None = None  # of the first that waits
 
     @property
     def num_free(self) -> int:
@@ -146,9 +130,8 @@ class Engine:
         """Compile all that a request can need."""
         assert self.is_idle, "requests are running"
         prompt = [0] * min(chunk_size(self.model) + 1, self.model.config.block_size)
-        request = Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1)
         for _ in range(2):  # the second restores the chunk of the first
-            slot = self.submit(request)
+            slot = self.submit(Request(prompt=prompt, key=jax.random.key(0), max_new_tokens=1))
             self.step()
             self.finish_reading()
             self.cancel(slot)
@@ -165,18 +148,18 @@ class Engine:
         if not self.slides:
             left = min(left, self.model.config.block_size + 1 - len(request.prompt))
         slot = self._slots.index(None)
-        found = _Slot(request, list(request.prompt), left)
-        self._slots[slot], self._cached[slot] = found, 0
-        self._waiting.append((slot, found))
+        found = self._slots[slot] = _Slot(slot, request, list(request.prompt), left)
+        self._cached[slot] = 0
+        self._waiting.append(found)
         return slot
 
     def cancel(self, slot: int) -> None:
         """Free a slot."""
-        if self._waiting and self._waiting[0][0] == slot:
+        if self._waiting and self._waiting[0].number == slot:
             self._reading = None
-        self._waiting = collections.deque(item for item in self._waiting if item[0] != slot)
+        self._waiting = collections.deque(found for found in self._waiting if found.number != slot)
         self._slots[slot] = None
-        self._state = release(self._state, np.int32(slot))
+        self._state = programs.release(self._state, np.int32(slot))
 
     def step(self, burst: int = 8) -> list[Piece]:
         """Read at most one chunk of one prompt, then draw up to `burst` tokens in each slot whose prompt has been read."""
@@ -191,76 +174,69 @@ class Engine:
 
     def decode(self, burst: int = BURST) -> list[Piece]:
         """Draw up to `burst` tokens, at most BURST, in each slot whose prompt has been read."""
-        waiting = {slot for slot, _ in self._waiting}
-        running = {n: s for n, s in enumerate(self._slots) if s is not None and n not in waiting}
+        running = [found for found in self._slots if found is not None and found not in self._waiting]
         if not running:
             return []
-        steps = min(burst, BURST, max(s.left for s in running.values()))
-        self._state, drawn = decode(self.model, self.params, self._state, np.int32(steps), BURST)
-        if all(s.request.top_logprobs is None for s in running.values()):
+        steps = min(burst, BURST, max(found.left for found in running))
+        self._state, drawn = programs.decode(self.model, self.params, self._state, np.int32(steps), BURST)
+        if all(found.request.top_logprobs is None for found in running):
             drawn = drawn.replace(top=None)  # which stays on the device
-        drawn = jax.device_get(drawn)
-        return [piece for slot, found in running.items() if (piece := self._collect(slot, found, drawn)) is not None]
-
-    def _collect(self, slot: int, found: _Slot, drawn: Drawn) -> Piece | None:
-        """Return what a burst drew in a slot; free the slot if that was all."""
-        count, block_size = int(drawn.count_B[slot]), self.model.config.block_size
-        tokens = drawn.tokens_BN[slot, :count].tolist()
-        found.tokens += tokens
-        found.left -= count
-        finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
-        if finish:
-            self._slots[slot] = None
-        elif not has_unbounded_positions(self.model) and len(found.tokens) - 1 - found.first >= block_size:
-            # The last token is past the end of the position table.
-            found.first = len(found.tokens) - max(block_size // 2, 1)
-            self._waiting.append((slot, found))
-        logprobs, top = [], []
-        if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
-            logprobs = drawn.top.logprobs_BN[slot, :count].tolist()
-            ids, best = drawn.top.ids_BNA[slot, :count, :wanted], drawn.top.logprobs_BNA[slot, :count, :wanted]
-            top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
-        return Piece(slot, tokens, logprobs, top, finish) if tokens or finish else None
+        drawn, pieces, block_size = jax.device_get(drawn), [], self.model.config.block_size
+        for found in running:
+            slot, count = found.number, int(drawn.count_B[found.number])
+            tokens, logprobs, top = drawn.tokens_BN[slot, :count].tolist(), [], []
+            found.tokens += tokens
+            found.left -= count
+            finish = "stop" if drawn.stopped_B[slot] else "length" if found.left == 0 else None
+            if finish:
+                self._slots[slot] = None
+            elif not programs.has_unbounded_positions(self.model) and len(found.tokens) - 1 - found.first >= block_size:
+                # The last token is past the end of the position table.
+                found.first = len(found.tokens) - max(block_size // 2, 1)
+                self._waiting.append(found)
+            if drawn.top is not None and (wanted := found.request.top_logprobs) is not None:
+                logprobs = drawn.top.logprobs_BN[slot, :count].tolist()
+                ids, best = drawn.top.ids_BNA[slot, :count, :wanted], drawn.top.logprobs_BNA[slot, :count, :wanted]
+                top = [list(zip(i.tolist(), p.tolist(), strict=True)) for i, p in zip(ids, best, strict=True)]
+            if tokens or finish:
+                pieces.append(Piece(slot, tokens, logprobs, top, finish))
+        return pieces
 
     def _read_chunk(self) -> None:
         """Read the next chunk of the first prompt that waits; after the last one, let its slot decode."""
-        slot, found = self._waiting[0]
+        found = self._waiting[0]
         unread = found.tokens[found.first : -1]  # the last is read with the first draw
         if self._reading is None:
-            self._reading = split_chunks(unread, chunk_size(self.model))
+            self._reading = programs.split_chunks(unread, chunk_size(self.model))
         for chunk in self._reading:
-            restored = self._prefixes.restore(self._scratch, chunk)
-            if restored is None:
-                self._scratch = prefill(self.model, self.params, self._scratch, chunk.tokens_1T, np.int32(chunk.start))
+            start, size = np.int32(chunk.start), chunk.tokens_1T.size
+            if (restored := self._prefixes.restore(self._scratch, chunk)) is None:
+                self._scratch = programs.prefill(self.model, self.params, self._scratch, chunk.tokens_1T, start)
                 self._prefixes.keep(self._scratch, chunk)
-                if chunk.start + chunk.tokens_1T.size < len(unread):
+                if chunk.start + size < len(unread):
                     return
                 break
             self._scratch = restored
-            self._cached[slot] += chunk.tokens_1T.size
+            self._cached[found.number] += size
         self._reading = None
         self._waiting.popleft()
-        self._state = insert(self._state, np.int32(slot), self._scratch, self._row(found))
-
-    def _row(self, found: _Slot) -> Rows:
-        """Return the values of a slot, as NumPy's: they go to the device with the call of `insert`."""
-        request, whole = found.request, np.int32
-        seen_V = np.zeros(self.vocab_size, bool)
+        # The values of the slot are NumPy's: they go to the device with the call.
+        request, number, seen_V = found.request, np.int32, np.zeros(self.vocab_size, bool)
         if request.sampling.repetition_penalty is not None:
             ids = np.asarray(found.tokens)
             seen_V[ids[ids < self.vocab_size]] = True
         values: dict[str, Any] = {
-            "token_B": whole(found.tokens[-1]),
-            "position_B": whole(len(found.tokens) - found.first - 1),
-            "left_B": whole(found.left),
-            "drawn_B": whole(len(found.tokens) - len(request.prompt)),
+            "token_B": number(found.tokens[-1]),
+            "position_B": number(len(found.tokens) - found.first - 1),
+            "left_B": number(found.left),
+            "drawn_B": number(len(found.tokens) - len(request.prompt)),
             "keys_B": request.key,
             "sampling": SamplingRows.stack([request.sampling]),
-            "stops_BE": np.array([*request.stop_tokens, *[NO_STOP] * self.max_stops][: self.max_stops], np.int32),
-            "top_B": whole(-1 if request.top_logprobs is None else request.top_logprobs),
+            "stops_BE": programs.pad_stop_tokens(request.stop_tokens, self.max_stops),
+            "top_B": number(-1 if request.top_logprobs is None else request.top_logprobs),
             "seen_BV": seen_V,
         }
-        return Rows(**values)
+        self._state = programs.insert(self._state, np.int32(found.number), self._scratch, programs.Rows(**values))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,7 +296,7 @@ def generate(
         bucket=bucket,
         slots=slots,
     )
-    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key=key, every=None)
+    ((tokens, drawn),) = _decode(model, params, prompts, decoding, key, None)
     if not logprobs:
         return Generated(tokens=tokens)
     read = score(model, params, [prompt[-model.config.block_size :] for prompt in prompts])
@@ -342,18 +318,12 @@ def stream(
     of an item in each list; the first has one. None means one item, at the end. Other arguments: see `generate`; they
     are checked at the first `next`.
     """
-    for tokens, _ in _decode(model, params, prompts, decoding, key=key, every=every):
+    for tokens, _ in _decode(model, params, prompts, decoding, key, every):
         yield tokens
 
 
 def _decode(
-    model: GPT,
-    params: dict,
-    prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
-    *,
-    key: jax.Array,
-    every: int | None,
+    model: GPT, params: dict, prompts: Sequence[Sequence[int]], decoding: Decoding, key: jax.Array, every: int | None
 ) -> Iterator[tuple[list[list[int]], list[list[float]]]]:
     """Yield the new tokens of each prompt and their log-probabilities, after each burst of at most `every` tokens."""
     burst, most = 1, BURST if every is None else check_count("every", every)
@@ -384,11 +354,9 @@ def _decode(
             running[engine.submit(request)] = row
         engine.finish_reading()
         for piece in engine.decode(burst):
-            row = running[piece.slot]
+            row = running[piece.slot] if piece.finish is None else running.pop(piece.slot)
             tokens[row] += piece.tokens
             logprobs[row] += piece.logprobs
-            if piece.finish is not None:
-                del running[piece.slot]
         if every is not None or not (waiting or running):
             yield tokens, logprobs
             tokens, logprobs = [[] for _ in ids], [[] for _ in ids]
@@ -397,16 +365,17 @@ def _decode(
 
 def truncate_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the last block_size ids of each prompt; warn if that cuts one. Raises as `generate`."""
-    window = model.config.block_size
+    window, rows = model.config.block_size, []
     if not len(prompts):
         raise UserError("no prompts: give at least one list of token ids")
-    ids = [check_ids(model, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    for number, prompt in enumerate(ids):
-        if len(prompt) > window:
-            message = f"prompt {number} has {len(prompt)} tokens, block_size={window}: only its last {window} are read"
+    for number, prompt in enumerate(prompts):
+        ids = check_ids(model, prompt, f"prompt {number}")
+        if len(ids) > window:
+            message = f"prompt {number} has {len(ids)} tokens, block_size={window}: only its last {window} are read"
             warnings.warn(message, stacklevel=5)
-        check_prompt(model, prompt[-window:], f"prompt {number}")
-    return [prompt[-window:].tolist() for prompt in ids]
+        check_prompt(model, ids[-window:], f"prompt {number}")
+        rows.append(ids[-window:].tolist())
+    return rows
 
 
 def prompt_keys(key: jax.Array, prompts: Sequence[Sequence[int]]) -> list[jax.Array]:
@@ -463,23 +432,20 @@ class Detokenizer:
 
     def rest(self) -> str:
         """Return the text that was held back, after the last id."""
-        return "" if self.stopped else self._release(self._decode_new(), last=True)
+        return "" if self.stopped else self._release(self._decode_new(), is_last=True)
 
     def _decode_new(self) -> str:
         shown = self._tokenizer.decode(self._ids[self._context : self._shown])
         return self._tokenizer.decode(self._ids[self._context :])[len(shown) :]
 
-    def _release(self, new: str, *, last: bool = False) -> str:
+    def _release(self, new: str, *, is_last: bool = False) -> str:
         """Return the part of the held and the new text that no further id can change; hold the rest back."""
         text = self._held + new
         starts = [text.find(stop) for stop in self._stop if stop in text]
-        if starts:
-            self.stopped, self._held = True, ""
-            return text[: min(starts)]
         # All but the longest end of the text that begins a stop string.
-        lengths = [n for stop in self._stop for n in range(1, len(stop)) if not last and text.endswith(stop[:n])]
-        cut = len(text) - max(lengths, default=0)
-        self._held = text[cut:]
+        lengths = [n for stop in self._stop for n in range(1, len(stop)) if not is_last and text.endswith(stop[:n])]
+        self.stopped, cut = bool(starts), min(starts, default=len(text) - max(lengths, default=0))
+        self._held = "" if starts else text[cut:]
         return text[:cut]
 
 

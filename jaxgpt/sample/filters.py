@@ -36,14 +36,13 @@ class SamplingRows(flax.struct.PyTreeNode):
     @staticmethod
     def stack(samplings: Sequence[Sampling]) -> SamplingRows:
         """Return the rows of several `Sampling`, as NumPy's arrays: they go to the device with a call."""
-        greedy = [s.greedy or (s.temperature is not None and s.temperature < COLDEST) for s in samplings]
-        values = [
-            (1.0 if is_greedy else s.temperature or 1.0, s.top_p or 1.0, s.min_p or 0.0, s.repetition_penalty or 1.0)
-            for s, is_greedy in zip(samplings, greedy, strict=True)
-        ]
-        temperature_B, top_p_B, min_p_B, penalty_B = np.array(values, np.float32).T
-        top_k_B = np.array([min(s.top_k or LARGEST_SIZE, LARGEST_SIZE) for s in samplings], np.int32)
-        columns: Any = (temperature_B, top_k_B, top_p_B, min_p_B, penalty_B, np.array(greedy))
+        rows = []
+        for s in samplings:
+            is_greedy = s.greedy or (s.temperature is not None and s.temperature < COLDEST)
+            temperature, top_k = 1.0 if is_greedy else s.temperature or 1.0, min(s.top_k or LARGEST_SIZE, LARGEST_SIZE)
+            rows.append((temperature, top_k, s.top_p or 1.0, s.min_p or 0.0, s.repetition_penalty or 1.0, is_greedy))
+        types = (np.float32, np.int32, np.float32, np.float32, np.float32, bool)
+        columns: Any = (np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), types, strict=True))
         return SamplingRows(*columns)
 
     @property
@@ -75,11 +74,16 @@ class SamplingRows(flax.struct.PyTreeNode):
         return jnp.where(self.is_greedy_B[:, None], one_hot_BV, self._softmax(logits_BV))
 
     def penalize(self, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
-        """Apply the repetition penalty."""
+        """Divide positive logits of seen tokens by the repetition penalty, and multiply negative ones by it."""
         if seen_BV is None:
             return logits_BV
+
+        def penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty_B: jax.Array) -> jax.Array:
+            penalty = _per_row(penalty_B)
+            return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+
         return jax.lax.cond(
-            self.has_penalty, penalize_repetition, lambda logits_BV, *_: logits_BV, logits_BV, seen_BV, self.penalty_B
+            self.has_penalty, penalize, lambda logits_BV, *_: logits_BV, logits_BV, seen_BV, self.penalty_B
         )
 
     def _softmax(self, logits_BV: jax.Array) -> jax.Array:
@@ -109,22 +113,14 @@ def draw(weights_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
     return jnp.where(past_BV.any(axis=-1), jnp.argmax(past_BV, axis=-1), largest_B).astype(jnp.int32)
 
 
-def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float | jax.Array) -> jax.Array:
-    """Divide positive logits of seen tokens by the penalty, and multiply negative ones by it. penalty: also [B]."""
-    penalty = _per_row(penalty)
-    return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
-
-
 def keep_top_k(logits_BV: jax.Array, k: int | jax.Array) -> jax.Array:
     """Set all but the k largest logits of each row to -inf; ties with the k-th are kept. k: also [B]; may exceed V."""
     bits_BV = jax.lax.bitcast_convert_type(logits_BV.astype(jnp.float32), jnp.int32)
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)  # integers in the order of the floats
     k_B1 = jnp.minimum(_per_row(k, jnp.int32), logits_BV.shape[-1])
+    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
     edge_B1 = _bisect(
-        lambda edge_B1: (order_BV >= edge_B1).sum(axis=-1, keepdims=True) >= k_B1,
-        logits_BV.shape[0],
-        jnp.iinfo(jnp.int32).min,
-        jnp.iinfo(jnp.int32).max,
+        lambda edge_B1: (order_BV >= edge_B1).sum(axis=-1, keepdims=True) >= k_B1, len(order_BV), least, most
     )
     return jnp.where(order_BV < edge_B1, -jnp.inf, logits_BV)
 
@@ -138,12 +134,11 @@ def keep_top_p(logits_BV: jax.Array, p: float | jax.Array) -> jax.Array:
     probability_BV = jax.nn.softmax(logits_BV, axis=-1)
     bits_BV = jax.lax.bitcast_convert_type(probability_BV, jnp.int32)
     p_B1 = jnp.maximum(_per_row(p), jnp.finfo(jnp.float32).tiny)  # p = 0 would keep no token
-    edge_B1 = _bisect(
-        lambda edge_B1: jnp.where(bits_BV >= edge_B1, probability_BV, 0.0).sum(axis=-1, keepdims=True) >= p_B1,
-        logits_BV.shape[0],
-        0,
-        0x3F800001,  # the bits of the float after 1.0
-    )
+
+    def is_enough(edge_B1: jax.Array) -> jax.Array:
+        return jnp.where(bits_BV >= edge_B1, probability_BV, 0.0).sum(axis=-1, keepdims=True) >= p_B1
+
+    edge_B1 = _bisect(is_enough, len(bits_BV), 0, 0x3F800001)  # the bits of the float after 1.0
     # Rounded sums may reach 1 without the least probable tokens, or never; p = 1 means all.
     return jnp.where((bits_BV < edge_B1) & (p_B1 < 1.0), -jnp.inf, logits_BV)
 

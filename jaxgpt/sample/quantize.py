@@ -33,10 +33,8 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
-    table = params["wte"].get(DECODE_MATRIX)
-    if table is not None:
-        held = table.values_FD.dtype.name
-        if weights not in (None, held):
+    if (table := params["wte"].get(DECODE_MATRIX)) is not None:
+        if weights not in (None, held := table.values_FD.dtype.name):
             raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
         return model, params
     model, params = unstack_layers(model, params)
@@ -71,43 +69,32 @@ def _quantize(params: dict, dtype: str) -> dict:
     return dict(quantize(name, value) for name, value in params.items())
 
 
+def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+    """Replace the products of dense layers, embeddings and q, k, v: an interceptor of linen's methods."""
+    module, method = context.module, context.method_name
+    if isinstance(module, Attention) and method == "qkv" and module.has_variable("params", QKV):
+        n, k = module.q.features, module.k.features
+        return jnp.split(_project(module.get_variable("params", QKV), args[0], module.dtype), [n, n + k], axis=-1)
+    params = module.variables.get("params", {}) if isinstance(module, Dense | Embedding | Head) else {}
+    if (matrix := params.get(DECODE_MATRIX)) is None:
+        return call(*args, **kwargs)
+    if isinstance(module, Dense):
+        return _project(params, args[0], module.dtype)
+    return matrix.take(args[0]) if isinstance(module, Embedding) and method == "__call__" else matrix.matmul(args[0])
+
+
 def with_decode_matrices(function: F) -> F:
     """Return the function, in which `model.apply` takes parameters as `for_decoding` made them, or as they were trained.
 
     Jit it after this.
     """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with nn.intercept_methods(multiply_by_decode_matrix):
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+    return nn.intercept_methods(multiply_by_decode_matrix)(function)
 
 
 @with_decode_matrices
 def apply_model(model: GPT, params: dict, *args: Any, **kwargs: Any) -> Any:
     """Return `model.apply` of parameters as they were trained, or as `for_decoding` made them."""
     return model.apply({"params": params}, *args, **kwargs)
-
-
-def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
-    """Replace the products of dense layers, embeddings and q, k, v: an interceptor of linen's methods."""
-    module, method = context.module, context.method_name
-    if isinstance(module, Attention) and method == "qkv":
-        if (projection := module.get_variable("params", QKV)) is not None:
-            n, k = module.q.features, module.k.features
-            return jnp.split(_project(projection, args[0], module.dtype), [n, n + k], axis=-1)
-    elif isinstance(module, Dense | Embedding | Head):
-        params = module.variables.get("params", {})
-        if (matrix := params.get(DECODE_MATRIX)) is None:
-            return call(*args, **kwargs)
-        if isinstance(module, Dense):
-            return _project(params, args[0], module.dtype)
-        if isinstance(module, Embedding) and method == "__call__":
-            return matrix.take(args[0])
-        return matrix.matmul(args[0])  # logits
-    return call(*args, **kwargs)
 
 
 def _project(params: Any, x_BTD: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -160,7 +147,7 @@ def _multiply(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
 
 
 def _multiply_on_cpu(values_FD: jax.Array, x_UD: jax.Array) -> jax.Array:
-    """Compute `_multiply` by the form that XLA on CPU runs fastest.
+    """Compute the same by the form that XLA on CPU runs fastest.
 
     x @ values.T reorders the whole matrix first, which costs more than a few rows' product does. With the matrix on
     the left XLA reorders x. With two halves of it as a batch it also uses all cores for one row (27 GB/s of weights

@@ -102,18 +102,13 @@ def score_texts(model: GPT, params: dict, tokenizer: Tokenizer, texts: Sequence[
     if isinstance(texts, str):
         raise UserError(f"texts={short(texts)}: needs a list of texts")
     prefix, ids = tokenizer.prefix, [tokenizer.encode(text).tolist() for text in texts]
-    uncounted = 0 if prefix else 1  # a first token without context
-    scores = []
-    for text, row, logprobs in zip(texts, ids, score(model, params, [[*prefix, *row] for row in ids]), strict=True):
-        logprobs = logprobs[len(prefix) :]
-        scores.append(
-            Score(
-                logprobs=logprobs.tolist(),
-                bits=-float(np.sum(logprobs[uncounted:], dtype=np.float64)) / math.log(2),
-                tokens=max(len(row) - uncounted, 0),
-                characters=max(len(text) - len(tokenizer.decode(row[:uncounted])), 0),
-            )
-        )
+    uncounted, scores = 0 if prefix else 1, []  # a first token without context
+    for text, row, found in zip(texts, ids, score(model, params, [[*prefix, *row] for row in ids]), strict=True):
+        logprobs = found[len(prefix) :]
+        bits = -float(np.sum(logprobs[uncounted:], dtype=np.float64)) / math.log(2)
+        characters = max(len(text) - len(tokenizer.decode(row[:uncounted])), 0)
+        tokens = max(len(row) - uncounted, 0)
+        scores.append(Score(logprobs=logprobs.tolist(), bits=bits, tokens=tokens, characters=characters))
     return scores
 
 
@@ -164,47 +159,37 @@ def _score_windows(
     vocab_size: int | None = None,
 ) -> list[list[np.ndarray]]:
     """Return the results of `_logprobs` for the tokens of each text from its `first` on; nan, False and 0 before."""
-    block_size = model.config.block_size
+    block_size, batch_size = model.config.block_size, check_count("batch_size", batch_size)
     stride = max(block_size // 2, 1)
-    batch_size = check_count("batch_size", batch_size)
-    ids = [check_ids(model, text, f"text {number}") for number, text in enumerate(texts)]
-    results = [
-        [np.full(T, np.nan, np.float32), np.zeros(T, bool), np.zeros((T, top), int), np.zeros((T, top), np.float32)]
-        for T in map(len, ids)
-    ]
-    windows: list[tuple[int, int, int, int]] = []  # (inputs, number of the text, first input, first that is scored)
-    for number, (text, first) in enumerate(zip(ids, firsts, strict=True)):
-        targets = len(text) - 1
+    results, windows = [], []
+    for number, (text, first) in enumerate(zip(texts, firsts, strict=True)):
+        ids = check_ids(model, text, f"text {number}")
+        T, targets = len(ids), len(ids) - 1
+        best = np.zeros((T, top), int), np.zeros((T, top), np.float32)
+        results.append([np.full(T, np.nan, np.float32), np.zeros(T, bool), *best])
         for start in find_window_starts(targets, block_size=block_size, stride=stride):
-            new = max(start + block_size - stride if start else 0, first - 1)
-            windows.append((min(block_size, targets - start), number, start, new))
-    windows.sort()  # a batch is as wide as its longest window
-
+            new = max(start + block_size - stride if start else 0, first - 1)  # the first input that is scored
+            windows.append((min(block_size, targets - start), number, start, new, ids))
+    windows.sort(key=lambda window: window[:3])  # a batch is as wide as its longest window
     for at in range(0, len(windows), batch_size):
         batch = windows[at : at + batch_size]
         T = min(block_size, next_bucket(64, batch[-1][0]))  # few widths, few compilations
         inputs_BT, targets_BT, wanted_BT = np.zeros((3, batch_size, T), np.int32)
-        for row, (length, number, start, new) in enumerate(batch):
-            tokens = ids[number][start : start + length + 1]
+        for row, (length, _, start, new, ids) in enumerate(batch):
+            tokens = ids[start : start + length + 1]
             inputs_BT[row, :length], targets_BT[row, :length] = tokens[:-1], tokens[1:]
             wanted_BT[row, new - start : length] = 1
-        scores = _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
-        for row, (length, number, start, new) in enumerate(batch):
-            for result, score_BT in zip(results[number], jax.device_get(scores), strict=False):
+        scores = jax.device_get(
+            _logprobs(model, params, inputs_BT, targets_BT, wanted_BT.astype(bool), top, vocab_size)
+        )
+        for row, (length, number, start, new, _) in enumerate(batch):
+            for result, score_BT in zip(results[number], scores, strict=False):
                 result[new + 1 : start + length + 1] = score_BT[row, new - start : length]
     return results
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6))
-def _logprobs(
-    model: GPT,
-    params: dict,
-    inputs_BT: jax.Array,
-    targets_BT: jax.Array,
-    wanted_BT: jax.Array,
-    top: int = 0,
-    vocab_size: int | None = None,
-) -> tuple[jax.Array, ...]:
+def _logprobs(model, params, inputs_BT, targets_BT, wanted_BT, top=0, vocab_size=None) -> tuple[jax.Array, ...]:
     """Return (logprobs_BT, is_greedy_BT) of the wanted targets, and (ids_BTK, logprobs_BTK) of the `top` best ids.
 
     Logits are computed for these only: few, for a short continuation of a long context.

@@ -20,20 +20,12 @@ from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import Decoding
+from jaxgpt.sample import state as programs
 from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.engine import prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, unstack_layers
-from jaxgpt.sample.state import (
-    allocate_cache,
-    cache_columns,
-    chunk_size,
-    has_unbounded_positions,
-    known_ids,
-    next_bucket,
-    pad_stop_tokens,
-    read,
-)
+from jaxgpt.sample.state import cache_columns, has_unbounded_positions, known_ids, next_bucket
 
 
 def speculate(
@@ -82,7 +74,8 @@ def speculate(
     new = decoding.max_new_tokens + G + 1  # a round may draw more than is left
     t = init_sequence(model, params, ids, new, decoding, G)
     d = init_sequence(draft, draft_params, ids[-draft.config.block_size :], new, decoding, G)
-    sampling, stops = SamplingRows.stack([decoding.sampling]), pad_stop_tokens(decoding.stop_tokens)
+    sampling = SamplingRows.stack([decoding.sampling])
+    stops = programs.pad_stop_tokens(decoding.stop_tokens, next_bucket(4, len(decoding.stop_tokens)))
     limit, shown = 1, 0
     while True:
         t, d = _advance(model, draft, params, draft_params, t, d, key, sampling, stops, np.int32(limit), vocab_size, G)
@@ -111,12 +104,9 @@ def init_sequence(
     model: GPT, params: dict, prompt: Sequence[int], new: int, decoding: Decoding, G: int
 ) -> SequenceState:
     """Return the state before the prompt is read. new: most tokens to generate. G: tokens drafted in each round."""
-    C = chunk_size(model)
-    room = next_bucket(decoding.bucket, len(prompt) + new)
-    tokens_X = np.zeros(room + C, np.int32)  # slices of a chunk may begin at the last token
+    room, V = next_bucket(decoding.bucket, len(prompt) + new), known_ids(model, decoding.vocab_size)
+    tokens_X = np.zeros(room + programs.chunk_size(model), np.int32)  # slices of a chunk may begin at the last token
     tokens_X[: len(prompt)] = prompt
-    seen_1V = np.zeros((1, known_ids(model, decoding.vocab_size)), bool)
-    seen_1V[0, [token for token in prompt if token < seen_1V.shape[1]]] = True
     # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
     columns = cache_columns(model, room) + cache_columns(model, G + 1)
     return SequenceState(
@@ -126,8 +116,8 @@ def init_sequence(
         unread=jnp.int32(0),
         count=jnp.int32(0),
         stopped=jnp.asarray(False),
-        seen_1V=jnp.asarray(seen_1V),
-        cache=allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
+        seen_1V=jnp.asarray(np.isin(np.arange(V), prompt)[None]),
+        cache=programs.allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
     )
 
 
@@ -150,14 +140,14 @@ class _Model(NamedTuple):
             half = state.length - max(block_size // 2, 1)
             start, unread = jnp.where(is_full, half, state.start), jnp.where(is_full, half, state.unread)
             state = state.replace(start=start, unread=unread)
-        C = chunk_size(self.model)
+        C = programs.chunk_size(self.model)
         state = jax.lax.while_loop(lambda s: s.unread < s.length - 1, lambda s: self.read(s, C)[0], state)
         return state.replace(unread=state.length - 1)
 
     def read(self, state: SequenceState, T: int) -> tuple[SequenceState, jax.Array]:
         """Read T tokens. Return the state and their hidden states x_1TD."""
         tokens_1T = jax.lax.dynamic_slice(state.tokens_X, (state.unread,), (T,))[None]
-        x_1TD, cache = read(self.model, self.params, state.cache, tokens_1T, state.unread - state.start)
+        x_1TD, cache = programs.read(self.model, self.params, state.cache, tokens_1T, state.unread - state.start)
         return state.replace(cache=cache, unread=state.unread + T), x_1TD
 
     def probabilities(self, x_1TD: jax.Array, sampling: SamplingRows, seen_TV: jax.Array) -> jax.Array:

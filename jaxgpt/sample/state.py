@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Precision
-from jaxgpt.config.validate import short
+from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import Sampling
@@ -34,9 +34,8 @@ BLOCK = 128  # columns of the cache that attention reads at a time on CPU: 64 co
 
 def known_ids(model: GPT, vocab_size: int | None = None) -> int:
     """Return the number of ids that may be drawn: the model's, and `vocab_size` at most."""
-    known = model.config.vocab_size
-    assert known is not None, "a model with parameters has one"
-    return known if vocab_size is None else min(known, vocab_size)
+    assert model.config.vocab_size is not None, "a model with parameters has one"
+    return min(model.config.vocab_size, vocab_size or LARGEST_SIZE)
 
 
 def check_ids(model: GPT, ids: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
@@ -62,10 +61,9 @@ def check_prompt(model: GPT, prompt: Sequence[int] | np.ndarray, name: str = "th
         raise UserError(f"{name} has {len(ids)} tokens: needs at most block_size={most}")
 
 
-def pad_stop_tokens(stop_tokens: Sequence[int]) -> np.ndarray:
-    """Pad ids with -1, which is never drawn, to one of few lengths, so that another stop token rarely recompiles."""
-    padding = next_bucket(4, len(stop_tokens)) - len(stop_tokens)
-    return np.array([*stop_tokens, *[NO_STOP] * padding], np.int32)
+def pad_stop_tokens(stop_tokens: Sequence[int], length: int) -> np.ndarray:
+    """Pad ids with NO_STOP."""
+    return np.array([*stop_tokens, *[NO_STOP] * (length - len(stop_tokens))], np.int32)
 
 
 def next_bucket(least: int, wanted: int) -> int:
@@ -103,15 +101,8 @@ def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype:
     assert c.n_kv_head and c.head_dim
     # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
     block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
-    return KVCache.empty(
-        batch=batch,
-        columns=columns,
-        n_layer=c.n_layer,
-        n_kv_head=c.n_kv_head,
-        head_dim=c.head_dim,
-        dtype=model.dtype if dtype is None else dtype,
-        block=block,
-    )
+    heads = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
+    return KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype or model.dtype, block=block)
 
 
 class Chunk(NamedTuple):
@@ -144,13 +135,13 @@ class PrefixStore:
         if chunk.digest not in self._chunks:
             return None
         self._chunks.move_to_end(chunk.digest)
-        return put_columns(cache, self._chunks[chunk.digest], np.int32(chunk.start))
+        return _put_columns(cache, self._chunks[chunk.digest], np.int32(chunk.start))
 
     def keep(self, cache: KVCache, chunk: Chunk) -> None:
         """Keep a full chunk that was read into the cache of one row, and drop the oldest to make room."""
         if not self._capacity or chunk.digest is None or chunk.digest in self._chunks:
             return
-        layers = jax.device_get(take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
+        layers = jax.device_get(_take_columns(cache, np.int32(chunk.start), chunk.tokens_1T.size))
         self._chunks[chunk.digest] = layers
         size = sum(x.nbytes for x in jax.tree.leaves(layers))  # the same for all, since all are full
         while len(self._chunks) * size > self._capacity:
@@ -158,23 +149,14 @@ class PrefixStore:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
-    """Return keys and values of `size` columns of all layers."""
+def _take_columns(cache: KVCache, start: jax.Array, size: int) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), cache.layers)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
-    """Return the cache with keys and values of all layers in the columns from `start` on."""
+def _put_columns(cache: KVCache, layers: Any, start: jax.Array) -> KVCache:
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=2)
-    return cache.replace(layers=jax.tree.map(lambda buffer, new: put(buffer, jnp.asarray(new)), cache.layers, layers))
-
-
-def read_prompt(model: GPT, params: dict, cache: KVCache, tokens: Sequence[int]) -> KVCache:
-    """Read all tokens into a cache of one row."""
-    for chunk in split_chunks(tokens, chunk_size(model)):
-        cache = prefill(model, params, cache, chunk.tokens_1T, np.int32(chunk.start))
-    return cache
+    return cache.replace(layers=jax.tree.map(put, cache.layers, layers))
 
 
 class Rows(flax.struct.PyTreeNode):
@@ -217,22 +199,15 @@ class Top(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), keep_unused=True)
 def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> Rows:
-    """Return the rows of free slots. like: see `allocate_cache`.
+    """Return the rows of free slots, for ids below `vocab_size` and requests of up to `stops` stop tokens.
 
-    stops: most stop tokens of a request. vocab_size: ids that may be drawn.
+    like: see `allocate_cache`.
     """
     zeros = jnp.zeros(slots, jnp.int32)
-    return Rows(
-        token_B=zeros,
-        position_B=zeros,
-        left_B=zeros,
-        drawn_B=zeros,
-        keys_B=jax.random.split(jax.random.key(0), slots),
-        sampling=jax.tree.map(jnp.asarray, SamplingRows.stack([Sampling(greedy=True)] * slots)),
-        stops_BE=jnp.full((slots, stops), NO_STOP, jnp.int32),
-        top_B=zeros - 1,
-        seen_BV=jnp.zeros((slots, vocab_size), bool),
-    )
+    keys = jax.random.split(jax.random.key(0), slots)
+    sampling = jax.tree.map(jnp.asarray, SamplingRows.stack([Sampling(greedy=True)] * slots))
+    stops_BE = jnp.full((slots, stops), NO_STOP, jnp.int32)
+    return Rows(zeros, zeros, zeros, zeros, keys, sampling, stops_BE, zeros - 1, jnp.zeros((slots, vocab_size), bool))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -257,10 +232,7 @@ def insert(state: DecodeState, slot: jax.Array, cache: KVCache, row: Rows) -> De
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, new.reshape(1, *buffer.shape[1:]), slot, axis=0)
 
-    return DecodeState(
-        cache=state.cache.insert(cache, slot, row.position_B),
-        rows=jax.tree.map(put, state.rows, row),
-    )
+    return DecodeState(state.cache.insert(cache, slot, row.position_B), jax.tree.map(put, state.rows, row))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -301,7 +273,15 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
             lambda seen_BV: seen_BV,
             rows.seen_BV,
         )
-        top = _log_probabilities(logits_BV, token_B, jnp.where(active_B, rows.top_B, -1), A)
+        top_B, no_top = jnp.where(active_B, rows.top_B, -1), (jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A)))
+
+        def compute_top() -> Top:
+            logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+            logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+            best = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)[::-1]), lambda: no_top)
+            return Top(logprob_B, *best)
+
+        top = jax.lax.cond((top_B >= 0).any(), compute_top, lambda: Top(jnp.zeros(B), *no_top))
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=1)
         tokens_BN, top = jax.tree.map(
             lambda buffer, new: put(buffer, new[:, None]), (drawn.tokens_BN, drawn.top), (token_B, top)
@@ -322,17 +302,3 @@ def decode(model: GPT, params: dict, state: DecodeState, steps: jax.Array, burst
     top = Top(jnp.zeros((B, burst)), jnp.zeros((B, burst, A), jnp.int32), jnp.zeros((B, burst, A)))
     drawn = Drawn(jnp.zeros((B, burst), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), top)
     return jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), state, drawn))[1:]
-
-
-def _log_probabilities(logits_BV: jax.Array, token_B: jax.Array, top_B: jax.Array, A: int) -> Top:
-    """Return the log-probabilities for one token of each row, computed only if a row requests them."""
-    B = len(token_B)
-    no_top = jnp.zeros((B, A), jnp.int32), jnp.zeros((B, A))
-
-    def compute() -> Top:
-        logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-        logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
-        top = jax.lax.cond((top_B > 0).any(), lambda: tuple(jax.lax.top_k(logprob_BV, A)[::-1]), lambda: no_top)
-        return Top(logprob_B, *top)
-
-    return jax.lax.cond((top_B >= 0).any(), compute, lambda: Top(jnp.zeros(B), *no_top))

@@ -24,8 +24,8 @@ def server():
         def do_GET(self):
             body = TEXT.encode()
             server.served.append(self.path)
-            if self.path in ("/missing", "/busy"):
-                self.send_error(404 if self.path == "/missing" else 503)
+            if self.path == "/missing":
+                self.send_error(404)
                 return
             self.send_response(200)
             if self.path != "/unknown":  # else nothing says where the text should end
@@ -54,9 +54,7 @@ def lector(server, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
 
     def register(page, sha256=SHA256, port=server.server_port):
-        monkeypatch.setitem(
-            CORPORA, "lector", Corpus(name="lector", url=f"http://127.0.0.1:{port}/{page}", sha256=sha256)
-        )
+        monkeypatch.setitem(CORPORA, "lector", Corpus(url=f"http://127.0.0.1:{port}/{page}", sha256=sha256))
 
     return register
 
@@ -78,7 +76,6 @@ def test_downloaded_once_then_kept(server, lector):
         ({"page": "cut"}, "IncompleteRead"),
         ({"page": "reset"}, "could not download lector"),
         ({"page": "unknown"}, "has SHA-256|codec can't decode"),
-        ({"page": "busy"}, "Service Unavailable"),
         ({"page": "missing"}, "Not Found"),
         ({"page": "good", "sha256": "0" * 64}, "has SHA-256"),
         ({"page": "good", "port": 9}, "could not download lector"),
@@ -92,12 +89,6 @@ def test_what_fails_is_told_and_leaves_nothing(lector, tmp_path, where, said):
     ):
         find_corpus_files("lector")
     assert not list(path.parent.iterdir())
-
-
-def test_the_registry_is_complete():
-    for name, corpus in CORPORA.items():
-        assert corpus.name == name
-        assert len(corpus.sha256) == 64 and corpus.url.startswith("https://")
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "sancho", "quijote"])
@@ -139,13 +130,3 @@ def test_text_is_read_in_pieces_and_characters_stay_whole(tmp_path, monkeypatch)
     path.write_text("ñandú — sí", encoding="utf-8")
     pieces = list(read_text([path]))
     assert len(pieces) > 3 and "".join(pieces) == "ñandú — sí"
-
-
-@pytest.mark.parametrize(
-    "raw", [b"abc\xff\xfedef", b"\x89PNG\r\n\x1a\n\x00", "año".encode("latin-1"), "ñ".encode()[:1]]
-)
-def test_what_is_not_utf8_is_told_with_its_place(tmp_path, raw):
-    path = tmp_path / "t.txt"
-    path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"t\.txt is not UTF-8 text: byte 0x.. at about offset"):
-        list(read_text([path]))

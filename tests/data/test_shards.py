@@ -1,8 +1,6 @@
 """Token files of others: what is wrong with one is told by its name, before the first step."""
 
 import dataclasses
-import gzip
-import io
 from pathlib import Path
 
 import numpy as np
@@ -92,9 +90,7 @@ def test_without_held_out_files_the_last_tokens_are(tmp_path, share):
     assert ids(alone.train) == list(range(int(100 * (1 - share)))) and alone.notes == ()
 
 
-@pytest.mark.parametrize(
-    "held_out", ["val", "x_val_000000", "x-validation", "valid", "x.val.1", "val0", "x_valid02", "VAL"]
-)
+@pytest.mark.parametrize("held_out", ["x_val_000000", "x-validation", "valid", "x.val.1", "val0", "VAL"])
 def test_files_are_held_out_by_the_word_in_their_names_and_named(tmp_path, held_out):
     for name in ("medieval_000001", "carnival", "evaluation", "interval-2", "value", "train", "valencia"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
@@ -102,15 +98,6 @@ def test_files_are_held_out_by_the_word_in_their_names_and_named(tmp_path, held_
     d = bins(tmp_path)
     assert (len(d.train), ids(d.val)) == (700, list(range(100, 150)))
     assert d.notes == (f"held out for validation: {held_out}.bin",)
-
-
-def test_many_held_out_files_are_counted(tmp_path):
-    for number in range(9):
-        for split in ("train", "val"):
-            np.arange(20, dtype=np.uint16).tofile(tmp_path / f"{split}_{number:06d}.bin")
-    assert bins(tmp_path).notes == (
-        "held out for validation: val_000000.bin, val_000001.bin, val_000002.bin and 6 more",
-    )
 
 
 def test_token_files_need_their_tokenizer(tmp_path):
@@ -126,40 +113,20 @@ def test_token_files_need_their_tokenizer(tmp_path):
     assert len(bins(tmp_path).train) == 450  # asked for by tokenizer ids
 
 
-def saved(save, *args, **kwargs):
-    """The bytes that a function of NumPy's writes."""
-    file = io.BytesIO()
-    save(file, *args, **kwargs)
-    return file.getvalue()
-
-
 TOKENS = np.arange(600, dtype=np.uint16)
-RAW = TOKENS.tobytes()
 
 
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (saved(np.save, TOKENS), "a NumPy array"),
-        (saved(np.savez, tokens=TOKENS), "a zip archive"),
-        (gzip.compress(RAW), "gzip"),
-        (b"PAR1" + RAW, "Parquet"),
-        ((90).to_bytes(8, "little") + b'{"a":1}' + RAW, "safetensors"),
-        (("En un lugar de la Mancha, " * 400).encode(), "text: name it .txt"),
         (("ñandú «漢字» 🐎 " * 400).encode(), "text: name it .txt"),
-        (RAW[:-1], "1199 bytes are not whole 16-bit tokens"),
-        (b"", "0 bytes"),
-        (np.linspace(0, 1, 300, dtype=np.float32).tobytes(), "outside the vocabulary"),
-        (llmc(TOKENS[:0]), "holds no tokens"),
-        (llmc(TOKENS, promised=2**31 - 1), "promises 2147483647 tokens"),
-        (llmc(TOKENS, promised=-600), "promises -600 tokens"),
+        (TOKENS.tobytes()[:-1], "1199 bytes are not whole 16-bit tokens"),
         (llmc(TOKENS)[:-2], "promises 600 tokens"),
-        (llmc(TOKENS)[:100], "promises 600 tokens .* holds 0 bytes"),
         (None, "is missing between"),
     ],
 )
-def test_files_of_other_kinds_and_cut_or_missing_ones_are_told(series, raw, said):
-    """One bad shard among good ones, named."""
+def test_one_bad_shard_among_good_ones_is_named(series, raw, said):
+    """Files of other kinds are in tests/bad_inputs.py."""
     path = series / "x_train_000001.bin"
     path.unlink() if raw is None else path.write_bytes(raw)
     with pytest.raises(UserError, match=f"x_train_000001.bin.*{said}"):
@@ -215,14 +182,11 @@ def test_what_became_of_the_files_is_told_by_name(run, series, harm, said):
     assert ", ".join(describe_data_changes(read_metadata(run).data, bins(series).fingerprint)) == said
 
 
-def test_other_texts_and_tokenizers_are_told():
+def test_other_texts_are_told():
     before = {"train_tokens": 9, "train_sha256": "a" * 64, "tokenizer_sha256": "b" * 64}
-    assert describe_data_changes(before, before) == []
-    assert describe_data_changes(before, before | {"train_sha256": "c" * 64}) == [
-        "train_sha256 aaaaaaaaaaaa -> cccccccccccc"
-    ]
-    assert describe_data_changes({"files": {"a.bin": 1}}, before) != []
-    assert describe_data_changes(before, {"files": {"a.bin": 1}}) != []
+    changes = describe_data_changes(before, before | {"train_sha256": "c" * 64})
+    assert changes == ["train_sha256 aaaaaaaaaaaa -> cccccccccccc"] and describe_data_changes(before, before) == []
+    assert describe_data_changes({"files": {"a.bin": 1}}, before) and describe_data_changes(before, {"files": {}})
 
 
 @pytest.mark.slow

@@ -190,16 +190,13 @@ def test_templates_lie_beside_the_tokenizer(tmp_path):
     [
         "{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__['json'] }}",
         "{% set ns = namespace(__init__=1) %}{{ ns.__init__.real }}",
-        "{% set ns = namespace() %}{% set ns.__x = 1 %}{{ ns.__x.real }}",
         "{{ cycler.__init__.__globals__.os }}",
         "{% for i in range(1000000000) %}{% endfor %}",
         f"{{% for i in range(99999) %}}{'x' * (LONGEST_TEXT // 50_000)}{{% endfor %}}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% include '/etc/passwd' %}",
         "{{ raise_exception('no') }}",
-        "{{ 1 / 0 }}",
         "{{ messages[7].content + 1 }}",
     ],
 )

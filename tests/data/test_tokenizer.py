@@ -92,10 +92,9 @@ def test_unknown_characters_are_named_wherever_they_are():
 def test_numbers():
     tokenizer = IdTokenizer(50)
     assert tokenizer.encode("3 49").tolist() == [3, 49] and tokenizer.decode([3, 49]) == "3 49"
-    with pytest.raises(UserError, match="token 50 is outside the vocabulary, 0 to 49"):
-        tokenizer.encode("50")
-    with pytest.raises(UserError, match="no tokenizer"):
-        tokenizer.encode("hello")
+    for text, said in (("50", "token 50 is outside the vocabulary, 0 to 49"), ("hello", "no tokenizer")):
+        with pytest.raises(UserError, match=said):
+            tokenizer.encode(text)
 
 
 def test_saved_and_loaded(tmp_path, bpe):
@@ -105,18 +104,6 @@ def test_saved_and_loaded(tmp_path, bpe):
         loaded = load_tokenizer(path)
         assert type(loaded) is type(tokenizer) and loaded.vocab_size == tokenizer.vocab_size
         assert fingerprint(loaded) == fingerprint(tokenizer)
-
-
-BAD = ["", "{", "[]", "3", '{"jaxgpt": "runes"}', '{"jaxgpt": "char"}', '{"jaxgpt": "ids", "vocab_size": 0}']
-
-
-@pytest.mark.parametrize("text", [*BAD, '{"jaxgpt": "char", "characters": "ba"}', '{"model": {}}', None])
-def test_damaged_files_are_told(tmp_path, text):
-    path = tmp_path / "tokenizer.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=r"no tokenizer at|is not a tokenizer\.json|cannot be used"):
-        load_tokenizer(path)
 
 
 def test_where_an_empty_prompt_starts(bpe):
@@ -181,26 +168,7 @@ def test_what_is_no_unicode_is_told(bpe):
 
 
 # One of each shape that matters to where words end: spaces and newlines alone and in runs, before and after anything.
-LINES = [
-    "a",
-    "it's",
-    "1",
-    "!",
-    "'",
-    "b_(",
-    "é.",
-    "ñ",
-    "漢",
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    "\t",
-    "\r\n",
-    "\u00a0",
-    "\u2028",
-    "x" * 9,
-]
+LINES = [*"a it's 1 ! ' b_( é. ñ 漢 xxxxxxxxx".split(), " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u2028"]
 
 
 def split_by(bpe, words):

@@ -19,12 +19,12 @@ def empty(batch, columns, **kwargs):
     return KVCache.empty(batch=batch, columns=columns, n_layer=1, n_kv_head=K, head_dim=H, **kwargs)
 
 
-def visible(cache, positions, context, window=None):
+def visible(cache, positions, window):
     """Which columns each query attends to, by the weights of one-hot values."""
-    S = cache.columns
+    S = cache.layers[0].columns
     layer = LayerCache(jnp.zeros((1, 1, S, S)), jnp.eye(S)[None, None])
-    index = cache.index(jnp.array([positions], jnp.int32), context)
-    out_1T1S = layer.attend(jnp.zeros((1, len(positions), 1, S)), index, window=window)
+    q, how = jnp.zeros((1, len(positions), 1, S)), {"window": window, "block": cache.block}
+    out_1T1S = layer.attend(q, jnp.array([positions], jnp.int32), **how)
     return ["".join("x" if weight > 0 else "." for weight in row) for row in np.asarray(out_1T1S[0, :, 0])]
 
 
@@ -33,24 +33,9 @@ def test_what_is_visible_follows_from_the_position(block):
     cache = empty(1, 6, block=block)
     assert visible(cache, [0, 1, 2], 6) == ["x.....", "xx....", "xxx..."]
     assert visible(cache, [3, 4], 3) == [".xxx..", "..xxx."]
-    assert visible(cache, [3, 4], 6, window=2) == ["..xx..", "...xx."]
+    assert visible(cache, [3, 4], 2) == ["..xx..", "...xx."]
     assert visible(cache, [7], 4) == ["xx..xx"]  # the columns are a ring
     assert visible(cache, [7], 6) == ["xxxxxx"]
-
-
-def test_tokens_lie_at_their_position_modulo_the_columns():
-    values = jnp.broadcast_to(jnp.arange(1.0, 4.0)[None, :, None, None], (1, 3, K, H))
-    layer = empty(1, 4).layers[0].write(values, values, jnp.array([[3, 4, 5]]))  # around the end
-    assert layer.k_BKSH[0, 0, :, 0].tolist() == [2.0, 3.0, 0.0, 1.0]
-    two = empty(2, 4).layers[0].write(jnp.ones((2, 1, K, H)), jnp.ones((2, 1, K, H)), jnp.array([[2], [5]]))
-    assert two.k_BKSH[:, 0, :, 0].tolist() == [[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
-
-
-def test_a_row_is_inserted_and_the_others_stay():
-    one = empty(1, 4, block=2)
-    layer = one.layers[0].write(jnp.ones((1, 4, K, H)), jnp.ones((1, 4, K, H)), jnp.arange(4)[None])
-    cache = empty(3, 4, block=2).insert(one.replace(layers=(layer,)), jnp.int32(1), jnp.int32(2))
-    assert cache.layers[0].v_BKSH[:, 0, :, 0].tolist() == [[0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.0] * 4]
 
 
 def random_qkv(T):
@@ -62,29 +47,24 @@ def random_qkv(T):
 def attend_in_pieces(q, k, v, dtype, pieces, block=None, columns=8):
     cache, out, at = empty(2, columns, dtype=dtype, block=block), [], 0
     for T in pieces:
-        index = cache.index(jnp.broadcast_to(jnp.arange(at, at + T), (2, T)), 8)
-        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], index.positions_BT)
+        positions_BT = jnp.broadcast_to(jnp.arange(at, at + T), (2, T))
+        layer = cache.layers[0].write(k[:, at : at + T], v[:, at : at + T], positions_BT)
         cache = cache.replace(layers=(layer,))
-        out.append(layer.attend(q[:, at : at + T], index))
+        out.append(layer.attend(q[:, at : at + T], positions_BT, window=8, block=cache.block))
         at += T
     return jnp.concatenate(out, axis=1)
 
 
-def test_the_size_of_the_cache_changes_no_bit():
-    """Blocks past the last token are not read, and those that only another row needs add nothing."""
-    q, k, v = random_qkv(7)
-    small, large = (attend_in_pieces(q, k, v, "float32", (3, 1, 3), 4, columns) for columns in (8, 32))
-    np.testing.assert_array_equal(small, large)
-
-
 def test_attention_over_a_cache_is_attention():
-    """In one pass, token by token, and in between; grouped heads."""
+    """In one pass, token by token, and in between; grouped heads. The size of the cache changes no bit."""
     q, k, v = random_qkv(7)
     expected = jax.jit(plain_attention)(q, k, v)
     for pieces in ((7,), (1,) * 7, (3, 1, 3)):
         for block in (None, 2):
             out = attend_in_pieces(q, k, v, "float32", pieces, block)
             np.testing.assert_allclose(out, expected, **FLOAT32_REORDERED)
+    small, large = (attend_in_pieces(q, k, v, "float32", (3, 1, 3), 4, columns) for columns in (8, 32))
+    np.testing.assert_array_equal(small, large)
 
 
 def test_8_bits_change_attention_by_less_than_a_hundredth():

@@ -1,4 +1,3 @@
-import json
 import math
 
 import jax
@@ -8,7 +7,7 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from jaxgpt.sample.filters import SamplingRows, draw, keep_min_p, keep_top_k, keep_top_p
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(scale=2.0, size=(5, 11)), jnp.float32)
 PROBABILITIES = np.asarray(jax.nn.softmax(LOGITS, axis=-1), np.float64)
@@ -62,10 +61,11 @@ def test_min_p_is_its_definition(p):
 def test_the_penalty_makes_seen_tokens_less_likely_and_no_other():
     seen = np.zeros(LOGITS.shape, bool)
     seen[:, ::2] = True
-    after = np.asarray(penalize_repetition(LOGITS, seen, 1.3))
+    after = np.asarray(SamplingRows.stack([Sampling(repetition_penalty=1.3)]).penalize(LOGITS, seen))
     np.testing.assert_array_equal(after[~seen], np.asarray(LOGITS)[~seen])
     assert (after[seen] < np.asarray(LOGITS)[seen]).all()
-    np.testing.assert_array_equal(penalize_repetition(LOGITS, seen, 1.0), LOGITS)
+    rows = SamplingRows.stack([Sampling(repetition_penalty=penalty) for penalty in (1.3, 1.0, 1.0, 1.0, 1.0)])
+    np.testing.assert_array_equal(rows.penalize(LOGITS, seen)[1:], LOGITS[1:])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,6 @@ def test_a_token_without_weight_is_never_drawn():
 
 
 BOUNDS = {"temperature": (0.0, 1e18), "top_p": (1e-18, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
-CASTS = [float, np.float64, np.float32, np.array, jnp.asarray, jnp.bfloat16]
 
 
 def made(name, value):
@@ -114,11 +113,9 @@ def test_a_value_is_taken_or_refused_alike_whatever_holds_it(name):
     for value in (-1.0, 0.0, 0.5, 1.0, 1.5, 7.0, math.nan, math.inf) if name in BOUNDS else (-1, 0, 1, 7):
         plain = made(name, value)
         assert (plain is not None) == (low <= value <= high), value
-        for cast in CASTS if name in BOUNDS else (int, np.int64, np.int8, np.array, jnp.asarray):
-            assert made(name, cast(value)) == plain, (cast, value)
-        if plain is not None:  # as Python's numbers, for JSON and hashing
-            other = made(name, np.array(value))
-            assert json.dumps(vars(plain)) == json.dumps(vars(other)) and hash(plain) == hash(other)
+        for cast in (np.float32, jnp.bfloat16) if name in BOUNDS else (np.int8, jnp.asarray):
+            other = made(name, cast(value))
+            assert other == plain and hash(other) == hash(plain), (cast, value)
     assert made(name, True) is made(name, np.bool_(True)) is made(name, "x") is None
     assert made("top_k", 2.5) is made("greedy", 1) is None
 

