@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from jaxgpt.data.dataset import prepare_for
 from jaxgpt.errors import Preempted, UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import count_parameters
@@ -88,7 +87,7 @@ make_size = functools.cache(tool.make_size)
 
 
 def size_of(experiment):
-    vocab_size = prepare_for(experiment.model, experiment.data).tokenizer.vocab_size
+    vocab_size = experiment.data.open_dataset(experiment.model).tokenizer.vocab_size
     return lambda n_head: make_size(experiment, n_head, vocab_size)
 
 
@@ -110,7 +109,7 @@ class Machine:
         size = make_size(experiment, experiment.model.n_head, experiment.model.vocab_size)
         tokens = experiment.train.steps * size.tokens_per_step
         loss = self.law.loss(size.parameters, tokens) * (1 + self.off * (directory.name == "test"))
-        dataset = prepare_for(experiment.model, experiment.data)
+        dataset = experiment.data.open_dataset(experiment.model)
         directory.mkdir(parents=True)
         recorded = {"data": dataset.fingerprint, "vocab_size": experiment.model.vocab_size, "tokenizer_config": None}
         write_metadata(directory, experiment, dataset.tokenizer, **recorded)
@@ -176,7 +175,7 @@ def test_a_prediction_is_made_once(experiment, tmp_path):
 
 
 def test_more_minutes_give_a_larger_ladder_that_fits_and_then_more_seeds(experiment):
-    tokens = len(prepare_for(experiment.model, experiment.data).train)
+    tokens = len(experiment.data.open_dataset(experiment.model).train)
     plans = {
         minutes: make_plan(1, size_of(experiment), Machine().measure, minutes=minutes, data_tokens=tokens)
         for minutes in (4, 7, 20)
