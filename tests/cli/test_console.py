@@ -48,24 +48,20 @@ def in_a_shell(redirected: str, program: str = PROGRAM, **env: str) -> subproces
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("redirected", "status", "out", "err"),
     [
         ("", 0, RESULT, ON_THE_WAY),
         ("2>&-", 0, RESULT, ""),
-        ("2>/dev/full", 0, RESULT, ""),
-        ("<&- 2>&-", 0, RESULT, ""),
         (">&-", 0, "", ON_THE_WAY),
         (">/dev/full", 2, "", ON_THE_WAY + FULL),
-        (">/dev/full 2>&-", 2, "", ""),
         ("| true", 0, "", ""),  # the shell's status is that of `true`
     ],
 )
-def test_streams_that_cannot_be_written(redirected, status, out, err, unbuffered):
+def test_streams_that_cannot_be_written(redirected, status, out, err):
     if "/dev/full" in redirected and not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    done = in_a_shell(redirected, PYTHONUNBUFFERED=unbuffered)
+    done = in_a_shell(redirected)
     if "|" in redirected:
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
     else:
@@ -93,17 +89,11 @@ def test_what_is_changed_for_a_command_is_put_back():
     [
         (UserError("a\nb"), 2, "jaxgpt: a\\nb\n"),
         (PermissionError(13, "Permission denied", "runs"), 2, "jaxgpt: runs: Permission denied\n"),
-        (OSError(28, "No space left on device"), 2, "jaxgpt: No space left on device\n"),
         (KeyboardInterrupt(), 1, "interrupted\n"),
-        (
-            Preempted("saved step 1. Run the same command to resume."),
-            1,
-            "saved step 1. Run the same command to resume.\n",
-        ),
+        (Preempted("saved step 1. Resume."), 1, "saved step 1. Resume.\n"),
         # A mistake of ours keeps its traceback.
         (OSError(9, "Bad file descriptor"), None, ""),
         (BrokenPipeError(32, "Broken pipe"), None, ""),
-        (KeyError(1), None, ""),
     ],
 )
 def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):

@@ -58,8 +58,6 @@ from lm_eval.tasks import TaskManager
 from jaxgpt.errors import UserError
 from jaxgpt.tools.evaluate.lm_eval_model import main, sampling_options
 assert sampling_options({}) == {"max_new_tokens": 256, "stop": [], "greedy": True}
-drawn = {"until": "x", "max_tokens": 3, "do_sample": True, "temperature": 0.5, "top_p": 0.9}
-assert sampling_options(drawn) == {"max_new_tokens": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.9}
 try:
     sampling_options({"num_beams": 3})
 except UserError as e:

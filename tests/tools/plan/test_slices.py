@@ -15,34 +15,13 @@ pytestmark = [
 
 # What takes the place of a file of its own: sizes that have no experiment.
 LARGE = """
-import dataclasses
 from jaxgpt import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.config.presets import gpt2
 
-def whole(model):
-    return dataclasses.replace(model, scan_layers=True, remat="full", dropout=0.0, bias=False)
-
-xl = Experiment(
-    name="xl",
-    model=dataclasses.replace(whole(gpt2("1558M")), vocab_size=50_304),
-    train=TrainConfig(batch_size=1024),
-    parallel=ParallelConfig(strategy="mesh", fsdp=64, loss_chunk=128),
-)
 llama_7b = Experiment(
     name="llama-7b",
-    model=whole(
-        GPTConfig(
-            vocab_size=32_000,
-            block_size=4096,
-            n_layer=32,
-            n_head=32,
-            n_embd=4096,
-            mlp_dim=11008,
-            norm="rmsnorm",
-            activation="swiglu",
-            position="rope",
-            tie_embeddings=False,
-        )
+    model=GPTConfig(
+        vocab_size=32_000, block_size=4096, n_layer=32, n_head=32, n_embd=4096, mlp_dim=11008, norm="rmsnorm",
+        activation="swiglu", position="rope", tie_embeddings=False, scan_layers=True, remat="full", bias=False,
     ),
     train=TrainConfig(batch_size=1024),
     parallel=ParallelConfig(strategy="mesh", fsdp=128, tensor=4, loss_chunk=512),
@@ -84,7 +63,6 @@ def test_only_gradients_cross_between_slices(tmp_path):
     ("experiment", "topology", "strategy", "split"),  # over how many devices the state is cut
     [
         (f"{REPOSITORY}/experiments/gpt2_124m.py", "v5e:2x4", "pmap over 8 devices", 1),
-        ("large.py:xl", "v5e:16x16", "mesh of data=4 x fsdp=64 x tensor=1", 64),
         ("large.py:llama_7b", "v5p:8x8x8", "mesh of data=1 x fsdp=128 x tensor=4", 512),
     ],
 )
