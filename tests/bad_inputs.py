@@ -9,12 +9,9 @@ from tests.bad_place import LONG
 # Of the damaged runs, what is said. Every command that reads a run meets each.
 BROKEN = {
     "half": "experiment.json is damaged",
-    "nothing": "experiment.json is damaged",
     "changed": "experiment.json is not what was written: its own SHA-256 does not match. Restore a copy",
-    "list": "has format None",
     "deep": "nested too deeply",
     "format": "has format 99",
-    "nan": "NaN is not JSON",
     "digits": "4300",
     "vocabulary": "vocab_size=1152921504606846976",
     "width": "n_embd=1152921504606846976",
@@ -23,7 +20,6 @@ BROKEN = {
     "twice": "'format' appears twice",
     "name": "name='../../x'",
     "bom": "BOM",
-    "folder": "is a directory, needs a regular file",
     "pipe": "is a pipe, needs a regular file",
     "large": "larger than 16,777,216 bytes",
 }
@@ -32,12 +28,10 @@ BROKEN = {
 NO_RUN = [
     ("nowhere", "nowhere is not a run directory: there is no such directory"),
     ("empty", "it has no experiment.json"),
-    ("t.txt", "t.txt is not a run directory"),
     ("", "run is empty"),
     (LONG, "File name too long"),
     ("no such\nrun", r"no such\nrun is not a run directory"),
     ("loop", "Too many levels of symbolic links"),
-    ("pipe", "pipe is not a run directory"),
     ("\udcff", r"\udcff is not a run directory"),
     ("\x1b[31mred", r"\x1b[31mred is not a run directory"),
     ("gs://bucket/x", "gs:/bucket/x is an address: a run needs a directory of this machine"),

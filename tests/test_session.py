@@ -86,28 +86,19 @@ def test_kept_checkpoints_are_the_last_and_the_best_and_have_a_mean(run):
     chex.assert_trees_all_close(mean.params, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_run_samples_and_evaluates(run):
-    text = run.sample("lance", max_new_tokens=9, seed=1)
-    assert isinstance(text, str) and len(text) == 9
-    assert run.sample("lance", max_new_tokens=9, seed=1) == text
+def test_a_run_samples_streams_and_evaluates(run):
+    how = dict(max_new_tokens=40, seed=3)
+    text = run.sample("lance", **how)
+    stop = text[6:8]
+    before = text[: text.find(stop)]
+    assert len(text) == 40 and run.sample("lance", **how, stop=[stop]) == before
+    assert "".join(run.stream("lance", **how)) == text
+    assert "".join(run.stream("lance", **how, stop=[stop])) == before
     with pytest.raises(UserError, match="no prompts"):
         run.sample([])
     found = evaluate_run(run)
     assert found["loss"] == pytest.approx(run.val_loss, rel=1e-6)
     assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
-
-
-def test_stop_strings_streaming_and_a_draft(run):
-    text = run.sample("lance", max_new_tokens=40, seed=3)
-    stop = text[6:8]
-    before = text[: text.find(stop)]
-    assert run.sample("lance", max_new_tokens=40, seed=3, stop=[stop]) == before
-    assert "".join(run.stream("lance", max_new_tokens=40, seed=3)) == text
-    assert "".join(run.stream("lance", max_new_tokens=40, seed=3, stop=[stop])) == before
-    both = run.sample(["a", "lance"], max_new_tokens=40, seed=3, stop=[stop])
-    assert both[1] == before and stop not in both[0]
-    greedy = run.sample("lance", max_new_tokens=12, greedy=True)
-    assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
 
 
 def test_drafted_samples_of_one_prompt_differ(run):
