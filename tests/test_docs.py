@@ -45,10 +45,6 @@ def test_the_two_lines_are_there_and_ci_runs_the_second():
     assert TEST in (REPOSITORY / ".ci" / "run").read_text().splitlines()
 
 
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory, text_file):
     """The working directory of a reader: a text of their own, and the experiments."""
@@ -129,16 +125,6 @@ def test_links_within_the_repository_resolve():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
             link = "".join(target)
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
-
-
-def test_every_table_row_has_its_command():
-    rows = [
-        line
-        for page in (README, DOCS / "results.md")
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if line.startswith("|") and "loss" not in line and "experiments/" in line
-    ]
-    assert rows and all("`" in row for row in rows)
 
 
 def imports_at_the_top(tree):

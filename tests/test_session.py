@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 
 import chex
 import jax
@@ -30,7 +29,7 @@ from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState, init_skip_state
-from tests.helpers import chat_file, tiny_experiment
+from tests.helpers import tiny_experiment
 
 
 def losses(directory):
@@ -170,33 +169,6 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
     assert Checkpoints(tmp_path / "r/checkpoints").steps() == [2, 6]  # the best, and the last
 
 
-@pytest.mark.slow
-def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
-    """And replay, evaluate, and are asked as they were learnt."""
-    e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
-    e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
-    whole = fit(e, tmp_path / "whole", progress=False)
-    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=4))
-    with pytest.raises(Killed):
-        fit(e, tmp_path / "resumed", progress=False)
-    monkeypatch.undo()
-    resumed = fit(e, tmp_path / "resumed", progress=False)
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 4
-    chex.assert_trees_all_equal(resumed.params, whole.params)
-
-    assert replay(tmp_path / "whole", 2).equal
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
-    assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
-    end = whole.tokenizer.encode("\x03").tolist()
-    prompts = whole.prompt_format
-    assert prompts.stop_tokens(chat=True) == end and prompts.stop_tokens(chat=False) == []
-    assert whole.tokenizer.decode(prompts.encode(["1 and 0?"], chat=True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
-    (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
-    with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
-        load(tmp_path / "whole").sample("1", chat=True)
-
-
 def _raise_at(write, step):
     def guarded(self, **values):
         if values["step"] >= step:
@@ -334,24 +306,6 @@ def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment,
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"tiny", "tiny.old-1"}
     assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == 2
     assert jaxgpt.load().directory.name.startswith("tiny")
-
-
-def test_a_directory_that_is_no_run_is_not_touched(experiment, tmp_path):
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="exists and is not a run directory"):
-        fit(experiment, tmp_path, progress=False)
-    with pytest.raises(UserError, match="exists and is not a run directory"):
-        fit(experiment, tmp_path / "thesis.tex", progress=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_bad_data_leaves_no_directory(experiment, tmp_path):
-    missing = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path="nowhere.txt"))
-    small = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=5))
-    for wrong, said in ((missing, "no file or folder"), (small, "model.vocab_size=5 is less than the tokenizer's")):
-        with pytest.raises(UserError, match=said):
-            fit(wrong, tmp_path / "r", progress=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
 from jaxgpt.parallel import jax_setup
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
@@ -62,29 +61,6 @@ def test_a_tpu_keeps_its_own_settings(devices, tmp_path, monkeypatch):
     jax_setup.quiet_libtpu()
     assert os.environ["TPU_WORKER_ID"] == "3"
     assert ("TPU_ACCELERATOR_TYPE" in os.environ) == (set(devices) <= {"vfio/vfio"})
-
-
-class Left(Exception):
-    """Leaves a command where it first needs a device."""
-
-
-@pytest.mark.parametrize("command", ["train", "run_experiment"])
-def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
-    """40 ms of each step of nanoGPT's CPU configuration are in it."""
-    events = []
-
-    def first_device():
-        events.append("device")
-        raise Left
-
-    monkeypatch.setattr(jax_setup, "_is_set_up", False)
-    monkeypatch.setattr(jax_setup, "_tune_malloc", lambda **options: events.append(sorted(options)))
-    monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr("jaxgpt.fitting.first_device", first_device)
-    monkeypatch.setattr("sys.argv", ["quickstart.py"])
-    with pytest.raises(Left):
-        train(experiment=quickstart()) if command == "train" else run_experiment(quickstart())
-    assert events == [["M_MMAP_MAX", "M_TOP_PAD", "M_TRIM_THRESHOLD"], "device"]
 
 
 # How many times XLA compiled each program of a run, and how many it read from the cache.

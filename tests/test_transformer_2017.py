@@ -317,15 +317,3 @@ def test_a_run_is_opened_extended_and_translates(trained):
     assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
     done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
     assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_programs_run(trained, tmp_path):
-    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --train.steps 2"
-    more = f"--optim.warmup-steps 1 --train.batch-size 2 --data.path {trained[0].data.path} --data.tokenizer char"
-    done = run_command(str(FOLDER / "train.py"), *options.split(), *more.split(), "--run-dir", "r", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = run_command(str(FOLDER / "translate.py"), "r", "--beams", "2", cwd=tmp_path)
-    assert done.returncode == 0 and "of 6 pairs exact" in done.stdout, done.stderr
-    done = run_command(str(FOLDER / "translate.py"), "r", "abc", "d", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("\n") == 2, done.stderr

@@ -57,20 +57,6 @@ def test_train_shows_progress_a_sample_and_the_next_line(trained):
     assert again.returncode == 0 and again.stdout.startswith("lance")
 
 
-@pytest.mark.slow
-def test_xray_writes_a_page_and_never_over_a_file_of_another(trained):
-    directory, _ = trained
-    argv = ["xray", "runs/quickstart", "--prompt", "lance", "--corpus-tokens", "0", "--out", "seen.html"]
-    for _ in range(2):  # over a page of ours
-        one = jaxgpt(*argv, cwd=directory)
-        assert one.returncode == 0 and one.stdout.endswith(" kB; open it in a browser\n"), one.stderr
-    page = directory / "seen.html"
-    assert "X-ray of quickstart" in page.read_text() and "lance" not in page.read_text().split('id="data"')[0]
-    page.write_text("another's")
-    again = jaxgpt(*argv, cwd=directory)
-    assert again.returncode == 2 and "seen.html exists" in again.stderr and page.read_text() == "another's"
-
-
 def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
     (tmp_path / "mytext.txt").write_text("x" * 910 + " En un lugar de la Mancha," + " " * 64)
     own = dataclasses.replace(quickstart(), data=DataConfig(path=str(tmp_path / "mytext.txt")))

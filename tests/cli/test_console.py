@@ -4,21 +4,14 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
 from jaxgpt.cli import console
-from jaxgpt.config import Experiment
-from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Preempted, UserError, shell_line
-from jaxgpt.parallel.multihost import Watchdog
-from jaxgpt.runs import autopsy, checkpoint
-from jaxgpt.runs import directory as run_directory
 from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
@@ -127,34 +120,3 @@ AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'
 def test_a_shell_reads_what_was_written():
     line = shell_line("printf", "%s|", AWKWARD, 3, "", "-x")
     assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60).stdout.decode() == f"{AWKWARD}|3||-x|"
-
-
-def commands_for(directory, monkeypatch):
-    """What is printed for a user to copy, by the modules that print it."""
-    with pytest.raises(UserError) as none:
-        checkpoint.open_checkpoints(directory)
-    yield str(none.value).split("`")[1:-1], ["jaxgpt", "train", "--run-dir", str(directory)]
-    dog = Watchdog(None)
-    dog.directory = directory
-    yield [dog.words("stuck").partition("on every process: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
-    monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
-    place = directory / "autopsy" / "step-3"
-    place.mkdir(parents=True)
-    run_directory.write_metadata(directory, Experiment(name="x"), ByteTokenizer(), data={}, vocab_size=256)
-    command = run_directory.read_metadata(directory).command
-    yield [command], ["python", "x.py", "--run-dir", str(directory)]
-    (place / "report.json").write_text("{}")
-    metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}
-    said = autopsy.write_autopsy(
-        SimpleNamespace(directory=directory, trainer=None, dropout_key=None),
-        state=None,
-        step=3,
-        metrics=metrics,
-        later=(),
-    )
-    yield [said.partition("replay this step: ")[2]], ["jaxgpt", "replay", str(directory), "--step", "3"]
-
-
-def test_commands_for_the_user_survive_any_directory(tmp_path, monkeypatch):
-    for (line,), words in commands_for(tmp_path / "my run's $x", monkeypatch):
-        assert shlex.split(line) == words

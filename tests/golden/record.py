@@ -117,6 +117,7 @@ LLAMA = dict(norm="rmsnorm", bias=False, position="rope", activation="swiglu", n
 GEMMA = LLAMA | dict(
     activation="geglu_tanh", tie_embeddings=True, norm_offset=True, scale_embeddings=True, head_dim=16, n_kv_head=1
 )
+SANDWICH = GEMMA | dict(norm_position="sandwich", query_scale=24.0, sliding_window=8, global_every=2)
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA
@@ -125,27 +126,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | dict(n_kv_head=2, qkv_bias=True, out_bias=False),
     "qwen3": LLAMA | dict(n_kv_head=2, head_dim=16, qk_norm=True),
     "gemma": GEMMA,
-    "gemma2": GEMMA
-    | dict(
-        norm_position="sandwich",
-        query_scale=24.0,
-        logit_softcap=30.0,
-        attention_softcap=50.0,
-        sliding_window=8,
-        global_every=2,
-    ),
-    "gemma3_text": GEMMA
-    | dict(
-        norm_position="sandwich",
-        query_scale=24.0,
-        qk_norm=True,
-        sliding_window=8,
-        global_every=2,
-        rope_theta=1e6,
-        rope_scaling="linear",
-        rope_factor=8.0,
-        rope_local_theta=1e4,
-    ),
+    "gemma2": SANDWICH | dict(logit_softcap=30.0, attention_softcap=50.0),
+    "gemma3_text": SANDWICH
+    | dict(qk_norm=True, rope_theta=1e6, rope_scaling="linear", rope_factor=8.0, rope_local_theta=1e4),
     "gpt_neox": dict(
         position="rope", rope_fraction=0.25, parallel_residual=True, activation="gelu", tie_embeddings=False
     ),

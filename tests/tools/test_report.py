@@ -11,7 +11,6 @@ import pytest
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.run import load
-from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.tools.grid import with_values
 from jaxgpt.tools.report import LENGTHS, SHOWN, SuffixArray, judge_learning, make_report, measure_novelty, report
@@ -26,7 +25,7 @@ TEXT = "In a village <script>pwned=1</script> of La Mancha there lived not long 
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
     (directory / "text.txt").write_text(TEXT)
-    e = tiny_experiment(directory / "text.txt", steps=12, eval_every=4, keep_last=3, sample_prompt="In a ")
+    e = tiny_experiment(directory / "text.txt", steps=12, eval_every=4, keep_last=2, sample_prompt="In a ")
     return fit(dataclasses.replace(e, name="reported"), directory / "run", progress=False)
 
 
@@ -47,17 +46,12 @@ def test_the_summary_is_what_was_logged(run, found):
     assert summary["configuration"]["train"]["steps"] == 12 and json.loads(json.dumps(summary)) is not None
 
 
-def test_samples_are_those_of_each_checkpoint(run, found):
-    steps = Checkpoints(run.directory / "checkpoints").steps()
-    assert len(steps) >= 3 and [one["step"] for one in found[0]["samples"]] == steps
-    for one in found[0]["samples"]:
-        assert one["text"] == load(run.directory, which=one["step"]).sample("In a ", max_new_tokens=30, seed=0)
-
-
 def test_memorisation_is_of_what_it_writes(run, found):
     memory = found[0]["memorisation"]
     train = TEXT[: int(len(TEXT) * 0.9)]
     texts = [run.sample("In a ", max_new_tokens=30, seed=seed) for seed in range(2)]
+    of_last = load(run.directory, which="last").sample("In a ", max_new_tokens=30, seed=0)
+    assert [found[0]["samples"][-1][key] for key in ("step", "text")] == [12, of_last]
     assert memory["written"]["characters"] == sum(map(len, texts)) == 60
     grams = [text[i : i + 5] for text in texts for i in range(26)]
     assert memory["written"]["novel"]["5"] == pytest.approx(np.mean([gram not in train for gram in grams]))
@@ -87,7 +81,7 @@ def test_the_page(found, open_page, tmp_path):
     for scheme, width in (("light", 1280), ("dark", 390)):
         page = open_page(path, scheme, width)
         assert page.text_content("#verdict") == "Verdict: learning."
-        assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 3
+        assert page.locator("#losses svg circle").count() == 3 and page.locator("blockquote").count() >= 2
         assert "pwned" in page.text_content("#held-out") and page.evaluate("typeof pwned") == "undefined"
         rows = page.eval_on_selector_all(
             "#losses details tbody tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"

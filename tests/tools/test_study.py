@@ -158,21 +158,6 @@ def test_a_study_goes_on_where_it_was_left(variants, studied):
         run_study(longer, directory, seeds=1)
 
 
-@pytest.mark.slow
-def test_a_run_that_diverges_is_told_and_not_tried_again(variants, tmp_path):
-    def lost(experiment, place, **how):
-        if experiment.model.n_embd == 16:
-            place.mkdir(parents=True)
-            raise Diverged("ten steps in a row")
-        return fit(experiment, place, **how)
-
-    found = run_study(variants, tmp_path, seeds=1, fit_one=lost)
-    row = found.tokens.rows[1]
-    assert (row.losses, row.mean, row.difference, row.verdict) == ([None], None, None, "1 of 1 diverged")
-    assert (tmp_path / "wider/seed-0/diverged.txt").read_text() == "ten steps in a row\n"
-    assert run_study(variants, tmp_path, seeds=1, fit_one=lost) == found
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -215,14 +215,6 @@ def test_another_sweep_is_not_mixed_with_it(one, change, said):
     run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
 
 
-def test_a_point_that_is_no_experiment_is_found_before_the_first_run(tmp_path):
-    with pytest.raises(UserError, match=r"trial 1, model\.n_embd=\d+: n_embd=\d+ is not divisible"):
-        run_sweep(tmp_path / "s", "model.n-embd=13..23")
-    with pytest.raises(UserError, match="seed=4294967296: needs"):
-        run_sweep(tmp_path / "s", experiment=with_values(EXPERIMENT, {"train.seed": 2**32 - 2}))
-    assert not (tmp_path / "s").exists()
-
-
 def test_the_report(tmp_path):
     over = (RATE, "model.activation=relu,gelu")
     found = run_sweep(tmp_path, over=over, trials=9, fit_one=Fake(largest=5e-2, best=1e-4))

@@ -90,13 +90,6 @@ def test_the_stream_adds_up(seen):
         np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[2], **FLOAT32_REORDERED)
 
 
-def test_padding_of_the_vocabulary_is_left_out():
-    model, params = make_model(TINY)
-    found = capture_activations(model, params, [1, 2, 3], vocab_size=4)
-    assert found.logits_V.shape == (4,) and found.guess.tokens_TK.max() < 4
-    np.testing.assert_allclose(found.guess.probabilities_TK.sum(axis=1), 1, **FLOAT32_REORDERED)
-
-
 def test_how_it_was_trained_hides_nothing():
     model, params = make_model(TINY)
     plain = capture_activations(model, params, TOKENS)
