@@ -187,15 +187,6 @@ def test_what_is_written_as_json_is_strict():
     assert render_json(value).isascii() and "ñ" in render_json(value, ensure_ascii=False)
 
 
-def test_results_are_written_as_json_in_one_place():
-    """`json.dumps` writes NaN, which no other program reads."""
-    for module, tree in modules():
-        if module.startswith(("cli.", "tools.")) or module == "runs.autopsy":
-            if module in ("tools.html_page", "tools.evaluate.lm_eval_model"):
-                continue  # others' formats
-            assert "json" not in set(imports(tree)), module
-
-
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # opened as usual, this would wait for a writer
     for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a directory"), ("/dev/zero", "a device")):
