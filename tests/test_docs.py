@@ -148,15 +148,6 @@ def test_the_site_needs_its_own_extra_only():
     assert ast.literal_eval(mocked) == sorted(imported - brought)
 
 
-def test_no_first_line_of_a_property_is_taken_for_a_type():
-    """Napoleon reads "A: b" in the first line of a property's docstring as type A and description b."""
-    for path in (REPOSITORY / "jaxgpt").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(d) for d in node.decorator_list):
-                first = (ast.get_docstring(node) or "").partition("\n")[0]
-                assert ":" not in re.sub(r"`[^`]*`", "", first), (path, node.name, first)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("myst_nb") is None, reason='Sphinx is not installed: pip install "jaxgpt[docs]"'

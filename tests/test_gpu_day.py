@@ -2,8 +2,6 @@
 
 import json
 import sys
-import types
-from pathlib import Path
 
 import pytest
 
@@ -50,34 +48,6 @@ def test_a_part_that_hangs_or_dies_leaves_the_others(gpu, tmp_path, monkeypatch,
     lines = said.out.splitlines()
     assert len(lines) == 2 + 4 + 3 and {line.count("|") for line in lines} == {7}
     assert lines[2] == "| correctness | a row | 2 ms (1 to 3) | a / b |  | yes |"
-
-
-def test_kernels_of_a_gpu_are_those_of_its_streams(gpu, monkeypatch):
-    """As CUPTI's traces have them: XLA's own lines and the host's sum up the same kernels."""
-    from gpu import profile
-
-    def plane(name, lines):
-        events = {
-            line: [types.SimpleNamespace(name=n, duration_ns=ns, stats=[("hlo_op", n)]) for n, ns in events]
-            for line, events in lines.items()
-        }
-        return types.SimpleNamespace(
-            name=name, lines=[types.SimpleNamespace(name=line, events=each) for line, each in events.items()]
-        )
-
-    product, copy = ("gemm", 6e6), ("copy", 3e6)
-    planes = [
-        plane("/device:GPU:0", {"Stream #7(Compute)": [product, product], "Stream #8": [copy], "XLA Ops": [product]}),
-        plane("/host:CPU", {"python": [product]}),
-    ]
-    for found, expected in ((planes, {"gemm": 4, "copy": 1}), (planes[1:], {"gemm": 2})):
-        monkeypatch.setattr(
-            profile.jax.profiler,
-            "ProfileData",
-            types.SimpleNamespace(from_file=lambda path, found=found: types.SimpleNamespace(planes=iter(found))),
-        )
-        kernels, calls = profile.read_kernels(Path("trace"))
-        assert kernels == expected and calls["gemm"] == len(found)
 
 
 @pytest.mark.slow

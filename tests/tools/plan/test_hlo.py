@@ -146,24 +146,6 @@ def test_replica_groups(groups, first):
         assert one(line, module="replica_count=4") == [("all-reduce", 96, (0, 1, 2, 3))]
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "size"),
-    [
-        ("f32[12,4]{1,0} all-gather(%x), G, dimensions={0}", "all-gather", 192),
-        ("f32[3,4]{1,0} reduce-scatter(%x), G, dimensions={0}, to_apply=%add", "reduce-scatter", 96),
-        ("f32[6,4]{1,0} all-to-all(%x), G, dimensions={0}", "all-to-all", 96),
-        (
-            "(f32[6,4]{1,0:T(8,128)}, f32[6,4]{1,0:T(8,128)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), "
-            "source_target_pairs={{0,1},{1,2}}",
-            "collective-permute",
-            96,
-        ),
-    ],
-)
-def test_kinds(line, kind, size):
-    assert one(f"%c = {line}".replace("G,", "replica_groups=[4,2]<=[8],")) == [(kind, size, (0, 1))]
-
-
 SEND = (
     "(f32[6,4]{1,0:T(8,128)}, u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true, "
     'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.7_0",'

@@ -14,7 +14,7 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 from playwright.sync_api import expect
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
@@ -225,8 +225,6 @@ def test_what_it_refuses(base, monkeypatch):
     run = with_model(base, NARROW)
     refused = [
         (dict(prompt="a Z"), run, r"'Z' \(U\+005A\)"),
-        ({}, run.for_decoding("int8"), "converted by for_decoding"),
-        ({}, dataclasses.replace(run, tokenizer=IdTokenizer(30)), "bare ids"),
         ({}, dataclasses.replace(run, params=jax.tree.map(lambda x: x * jnp.nan, run.params)), "is not finite"),
     ]
     model, params = edit(run.model, run.params, [zero("mlp", 0)])
