@@ -7,7 +7,6 @@ every file where it was and as it was. Rows run in forks of one process (see `zy
 import dataclasses
 import hashlib
 import itertools
-import json
 import re
 import stat
 from typing import get_args, get_type_hints
@@ -120,17 +119,6 @@ def test_the_same_in_a_fresh_process(place, untouched, row):
     argv, env, said = row
     assert_refused(fresh(argv, place, **env), said)
     untouched()
-
-
-def test_streams_that_are_closed(zygote, place):
-    """Nothing but the result is on stdout, wherever the rest goes; the status is as ever."""
-    argv = ["sample", "runs/tiny", "--max-new-tokens", "2", "--json"]  # says on stderr what it starts from
-    done = zygote.run(argv, place, closed=[2])
-    assert (done.returncode, done.stderr) == (0, "") and len(json.loads(done.stdout)) == 1
-    done = zygote.run(argv[:-1], place, closed=[0, 1])
-    assert done.returncode == 0 and done.stderr.startswith("no prompt"), done.stderr
-    done = zygote.run(["train", "--data.path", "nowhere.txt"], place, closed=[2])
-    assert (done.returncode, done.stdout) == (2, "")
 
 
 def bad_values(hint):

@@ -134,19 +134,8 @@ def pretrained(text_file, tmp_path_factory):
     )
 
 
-# The same steps with other values: by `-m slow`.
-QUICK = {"quickstart"}
-some_experiments = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, id=short, marks=() if short in QUICK else pytest.mark.slow)
-        for name in list_experiments()
-        for short in [name.rsplit("/", 1)[-1]]
-    ],
-)
-
-
-@some_experiments
+@pytest.mark.slow
+@every_experiment
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
     init_from = e.train.init_from and request.getfixturevalue("pretrained")

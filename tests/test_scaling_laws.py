@@ -136,6 +136,7 @@ def test_a_ladder_predicts_its_test_run_and_is_not_trained_twice(experiment, tmp
         scale(experiment, tmp_path / "ladder", again, minutes=6)
 
 
+@pytest.mark.slow
 def test_a_prediction_is_made_once(experiment, tmp_path):
     """An interrupted test run resumes with it; a ladder whose losses have changed since is refused."""
     machine = Machine(off=0.05)
