@@ -30,6 +30,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
+import jaxgpt
+
 HOUSE = Path(__file__).parent / "house.json"
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE = 1500  # seconds, after which a process is killed
@@ -63,8 +68,6 @@ def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str
 
 def lowered_step(experiment: Any, devices: int) -> str:
     """StableHLO of a training step, for the first so many devices."""
-    import jax
-
     from jaxgpt.parallel.trainer import make_trainer
 
     return make_trainer(experiment, jax.devices()[:devices]).lower().as_text()
@@ -209,8 +212,6 @@ def process_of(name: str) -> str:
 
 def experiment(name: str, *, vocab_size: int | None = None) -> Any:
     """One of RUNS. Files are in the working directory, which every process has its own of."""
-    import jaxgpt
-
     given = RUNS[name]
     model = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=vocab_size) | given.get("model", {})
     optim = dict(learning_rate=1e-2, warmup_steps=2) | given.get("optim", {})
@@ -231,8 +232,6 @@ def experiment(name: str, *, vocab_size: int | None = None) -> Any:
 @functools.cache
 def trained(name: str) -> Any:
     """The run, with its last parameters; trained once in a process."""
-    import jaxgpt
-
     base = RUNS[name].get("train", {}).get("init_from")
     if base is not None:
         trained(base)
@@ -242,8 +241,6 @@ def trained(name: str) -> Any:
 
 def digest(parts: dict[str, Any]) -> str:
     """SHA-256 of arrays by their names: of names, dtypes, shapes and bytes."""
-    import numpy as np
-
     found = hashlib.sha256()
     for name, value in sorted(parts.items()):
         array = np.asarray(value)
@@ -252,8 +249,6 @@ def digest(parts: dict[str, Any]) -> str:
 
 
 def parameters(run: Any) -> str:
-    import jax
-
     paths = ((jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(run.params))
     # The output matrix was no module when house.json was recorded.
     return digest({path.replace("['lm_head']['kernel']", "['lm_head']"): x for path, x in paths})
@@ -283,8 +278,6 @@ for _name in RUNS:
 
 def _resumed(name: str) -> dict[str, Any]:
     """The first half is another run's: what was computed after it is taken away, and computed again."""
-    import jaxgpt
-
     whole, half = trained(name), f"{name}-resumed"
     shutil.copytree(name, half)
     shutil.rmtree(f"{half}/checkpoints/20")
@@ -307,8 +300,6 @@ def tensors_of(model: Path) -> dict[str, Any]:
 
 
 def _export(name: str) -> dict[str, Any]:
-    import jaxgpt
-
     run, out, back = trained(name), Path(f"{name}-hf"), Path(f"{name}-back")
     export_run(run.directory, out)
     import_model(out, back)
@@ -346,10 +337,6 @@ def _generated(
     name: str, prompts: list[str], *, tokens: int = 16, weights: Any = None, cache: Any = None, **how: Any
 ) -> dict[str, Any]:
     """Ids and their log-probabilities, by the function that all sampling goes through."""
-    import jax
-
-    import jaxgpt
-
     run = trained(name)
     found = jaxgpt.generate(
         *jaxgpt.for_decoding(run.model, run.params, weights),
@@ -404,10 +391,6 @@ def _text() -> dict[str, Any]:
 
 @case("sample.stream")
 def _stream() -> Any:
-    import jax
-
-    import jaxgpt
-
     run = trained("gpt2")
     decoder = jaxgpt.for_decoding(run.model, run.params)
     decoding = jaxgpt.Decoding(max_new_tokens=40)
@@ -416,10 +399,6 @@ def _stream() -> Any:
 
 @case("sample.speculate")
 def _speculate() -> Any:
-    import jax
-
-    import jaxgpt
-
     found: dict[str, Any] = {}
     for name, how in {"drawn": {}, "greedy": {"greedy": True}, "penalty": {"repetition_penalty": 1.2}}.items():
         run, draft = trained("llama"), trained("draft")
@@ -446,8 +425,6 @@ def _chat() -> Any:
 
 @case("score.texts")
 def _scores() -> dict[str, Any]:
-    import jaxgpt
-
     found = {}
     for name in ("gpt2", "gemma3_text", "bytes"):
         run = trained(name)
