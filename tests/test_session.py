@@ -102,9 +102,8 @@ def test_a_run_samples_streams_and_evaluates(run):
 
 def test_drafted_samples_of_one_prompt_differ(run):
     how = dict(max_new_tokens=12, temperature=1.0, draft=run)
-    three = run.sample(["lance"] * 3, **how)
-    assert len(set(three)) == 3 and three[0] == run.sample("lance", **how)
-    assert run.sample(["lance", "a", "lance"], **how)[::2] == three[:2]
+    first, _, third = run.sample(["lance", "a", "lance"], **how)
+    assert first != third and first == run.sample("lance", **how)
 
 
 @pytest.mark.parametrize(
@@ -300,14 +299,14 @@ def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_p
 
 def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
     for _ in range(2):
-        run = jaxgpt.fit(short, fresh=True, progress=False)
+        run = jaxgpt.fit(experiment, fresh=True, progress=False)
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"tiny", "tiny.old-1"}
-    assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == 2
+    assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == run.step
     assert jaxgpt.load().directory.name.startswith("tiny")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
     wild = dataclasses.replace(
         experiment,

@@ -60,6 +60,7 @@ def logits(model, params, target, source, segments=None, target_segments=None):
     return model.apply({"params": params}, target, **read)
 
 
+@pytest.mark.slow
 def test_who_reads_whom(model):
     """By the gradient of a token's features to every embedding: the target up to itself, the source but for padding."""
     model, params = model
