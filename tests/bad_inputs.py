@@ -9,21 +9,14 @@ from tests.bad_place import LONG
 # Of the damaged runs, what is said. Every command that reads a run meets each.
 BROKEN = {
     "half": "experiment.json is damaged",
-    "nothing": "experiment.json is damaged",
     "changed": "experiment.json is not what was written: its own SHA-256 does not match. Restore a copy",
-    "list": "has format None",
     "deep": "nested too deeply",
     "format": "has format 99",
-    "nan": "NaN is not JSON",
-    "digits": "4300",
-    "vocabulary": "vocab_size=1152921504606846976",
     "width": "n_embd=1152921504606846976",
     "infinite": "dropout=inf",
     "unknown": "did you mean experiment.model.n_layer?",
     "twice": "'format' appears twice",
     "name": "name='../../x'",
-    "bom": "BOM",
-    "folder": "is a directory, needs a regular file",
     "pipe": "is a pipe, needs a regular file",
     "large": "larger than 16,777,216 bytes",
 }
@@ -32,63 +25,45 @@ BROKEN = {
 NO_RUN = [
     ("nowhere", "nowhere is not a run directory: there is no such directory"),
     ("empty", "it has no experiment.json"),
-    ("t.txt", "t.txt is not a run directory"),
     ("", "run is empty"),
     (LONG, "File name too long"),
     ("no such\nrun", r"no such\nrun is not a run directory"),
     ("loop", "Too many levels of symbolic links"),
-    ("pipe", "pipe is not a run directory"),
     ("\udcff", r"\udcff is not a run directory"),
-    ("\x1b[31mred", r"\x1b[31mred is not a run directory"),
     ("gs://bucket/x", "gs:/bucket/x is an address: a run needs a directory of this machine"),
 ]
 
 # Texts that will not do, for --data.path and for evaluate's --data.
 NO_TEXT = [
     ("nowhere.txt", "no file or folder at nowhere.txt"),
-    ("dangling.txt", "no file or folder at dangling.txt"),
     ("empty", "empty has no .txt files"),
-    (LONG, "File name too long"),
     ("a\nb\nc\nd.txt", r"no file or folder at a\nb\nc\nd.txt"),
-    ("loop", "Too many levels of symbolic links"),
     ("pipe", "pipe is a pipe, needs a regular file"),
     ("/dev/zero", "/dev/zero is a device"),
-    ("\udcff.txt", r"no file or folder at \udcff.txt"),
     ("latin1.txt", "latin1.txt is not UTF-8 text: byte 0xf1 at about offset 1"),
     ("utf16.txt", "utf16.txt is not UTF-8 text: byte 0xff at about offset 0"),
-    ("surrogate.txt", "surrogate.txt is not UTF-8 text: byte 0xed at about offset 3"),
 ]
 
 SHARDS = [
     ("odd.bin", "999 bytes are not whole 16-bit tokens"),
-    ("none.bin", "0 bytes"),
     ("gzip.bin", "gzip: unpack it first"),
     ("text.bin", "text: name it .txt"),
-    ("float.bin", "outside the vocabulary, 0 to 499"),
     ("large.bin", "token 1000 at byte 0 (token number 0) is outside the vocabulary, 0 to 499"),
     ("promise.bin", "promises 600 tokens of 2 bytes, the file holds 1000"),
-    ("cut.bin", "promises 500 tokens of 2 bytes, the file holds 0"),
-    ("header.bin", "holds no tokens"),
     ("gap", "x_train_000001.bin is missing between"),
     ("only", "validation shards only"),
-    ("one", "val.bin is a directory"),
     ("pipe.bin", "pipe.bin is a pipe"),
-    ("loop.bin", "Too many levels of symbolic links"),
 ]
 
 # Conversations that will not do, for --data.path.
 CHATS = [
     ("nowhere.jsonl", "no file at nowhere.jsonl: --data.path NAME.jsonl takes"),
-    ("empty.jsonl", "empty.jsonl has 0 conversations"),
     ("half.jsonl", "half.jsonl:2: the line is damaged"),
-    ("text.jsonl", "text.jsonl:1: got {'text': 'a story'}, needs {"),
     ("role.jsonl", "role.jsonl:3: message 1 has the role 'tool': needs one of system, user, assistant"),
     ("content.jsonl", "content.jsonl:1: message 2 has the content None: needs a text"),
     ("alone.jsonl", "alone.jsonl:1: none of its 1 messages is the assistant's"),
-    ("latin1.jsonl", "latin1.jsonl:1: the line is damaged: 'utf-8'"),
     ("end.jsonl", r"end.jsonl:2: message 1 has '\x03', which ends a turn"),
     ("long.jsonl", "no conversation of the training split of long.jsonl has an answer that ends within block_size=8"),
-    ("pipe.jsonl", "pipe.jsonl is a pipe"),
 ]
 
 # Folders of a tokenizer whose chat template will not do.
@@ -96,29 +71,18 @@ TEMPLATES = [
     ("template_syntax", "the chat template is not a Jinja template, line 1"),
     ("template_refuses", "good.jsonl:1: the chat template rejects the conversation: not today"),
     ("template_escapes", "good.jsonl:1: the chat template rejects the conversation: "),
-    ("template_list", "is damaged: needs a text, or a list with one named default"),
-    ("template_config", "tokenizer_config.json is damaged: it holds list, needs an object"),
     ("template_silent", "good.jsonl:1: the chat template writes no text of the assistant"),
 ]
 
 TOKENIZERS = [
     ("nowhere.json", "no tokenizer at nowhere.json"),
-    ("empty", "empty is a directory"),
-    ("/dev/zero", "/dev/zero is a device"),
-    (LONG, "File name too long"),
     ("tokenizer_half.json", "is not a tokenizer.json"),
-    ("tokenizer_list.json", "it holds list, not an object"),
     ("tokenizer_deep.json", "nested too deeply"),
-    ("tokenizer_latin1.json", "utf-8"),
     ("tokenizer_kind.json", "kind of tokenizer 'runes' unknown"),
-    ("tokenizer_unsorted.json", "in the order of their code points"),
-    ("tokenizer_twice.json", "'jaxgpt' appears twice"),
     ("tokenizer_huge.json", "kind of tokenizer 'ids' unknown or damaged"),
     ("tokenizer_model.json", "not a tokenizer.json of Hugging Face's"),
-    ("tokenizer_vocabulary.json", "its ids go up to -1"),
     ("tokenizer_few.json", "not in this tokenizer's 8 characters"),
     ("ids", "tokenizer ids is for .bin"),
-    ("", "data.tokenizer is empty"),
 ]
 
 EXPERIMENT_FILES = [
@@ -126,23 +90,15 @@ EXPERIMENT_FILES = [
     ("raises.py", "raises.py:2: RuntimeError: no luck"),
     ("exits.py", "exits.py:2: SystemExit: 0"),
     ("none.py", "none.py has no `experiment = Experiment(...)`"),
-    ("circular.py", "circular.py:"),
     ("missing.py", "missing.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
-    ("recursion.py", "recursion.py:1: RecursionError"),
     ("value.py", "value.py:2: n_layer=0: needs at least 1"),
     ("field.py", "field.py:2: TypeError"),
-    ("coding.py", "klingon"),
     ("other.py:his", "has no `his = Experiment(...)`; it has mine"),
-    ("latin1.py", "latin1.py:1: "),
     ("folder.py", "folder.py is a directory"),
-    ("pipe.py", "pipe.py is a pipe"),
     ("nowhere.py", "there is no such file"),
-    (LONG + ".py", "File name too long"),
     ("quikstart", "did you mean quickstart?"),
     ("depth:0", "depth 0: needs 1 to 16384 blocks"),
-    ("depth:x", "'depth:x': needs a number of blocks, as depth:4"),
     ("t.txt", "it is neither a built-in name nor a .py file"),
-    ("", "no experiment ''"),
 ]
 
 TRAIN = (
@@ -156,11 +112,9 @@ IDS = ["--data.tokenizer", "ids", "--model.vocab-size", "500"]
 # Weights to start from, with what is said.
 FROM = ["--train.init-from", "runs/tiny"]
 STARTS = [
-    (["--train.init-from", ""], "train.init_from is empty"),
     (["--train.init-from", "nowhere"], "no directory at nowhere"),
     (["--train.init-from", "t.txt"], "t.txt is a file: give the directory"),
     (["--train.init-from", "m.gguf"], "m.gguf is a file: make it a run with `jaxgpt import m.gguf --run-dir DIR`"),
-    (["--train.init-from", "loop"], "Too many levels of symbolic links"),
     (["--train.init-from", "broken/no_checkpoint"], "has no checkpoint yet"),
     (["--train.init-from", "broken/damaged_checkpoints"], "is damaged, and no other is good"),
     ([*FROM, "--data.path", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
@@ -171,12 +125,10 @@ STARTS = [
         "lora.targets has w: needs some of c_fc, c_gate, c_proj, k, q, v",
     ),
     ([*FROM, "--run-dir", "runs/tiny"], "another configuration: train.init_from None -> runs/tiny"),
-    (["--train.init-from", "models/good", "--data.tokenizer", "tokenizer_deep.json"], "nested too deeply"),
 ]
 
 VERBS = [
     ("trian", "unknown command 'trian' (did you mean train?)"),
-    ("TRAIN", "unknown command 'TRAIN'"),
     ("train\nsample", r"unknown command 'train\nsample'"),
     ("\udcff", "unknown command"),
 ]
@@ -185,31 +137,21 @@ OVER = ["--over", "optim.learning-rate=1e-4..1e-1"]
 # Of every command: options that do not exist, want a value, or have two.
 OPTIONS = [
     (["train", "--model.n-layr", "3"], "--model.n-layr, 3 Did you mean --model.n-layer?"),
-    (["train", "--nonsense"], "--nonsense"),
     (["train", "--model.n-layer"], "Missing value for argument '--model.n-layer'"),
-    (["train", "--run-dir"], "Missing value for argument '--run-dir'"),
     (["train", "--run-dir", ""], "run_dir is empty"),
-    (["train", "--fresh", "yes"], "yes"),
     (["train", "quickstart", "shakespeare"], "shakespeare"),
     (["train", "--model.bias", "maybe"], "maybe"),
-    (["train", "--model.n-layer\n", "3"], r"--model.n-layer"),
     (["sample", "--temprature", "1"], "--temperature"),
     (["sample", "runs/tiny", "--chat", "--prompt", "a"], "not in this tokenizer's"),
-    (["sample", "--prompt"], "Missing value for argument '--prompt'"),
-    (["sample", "runs/tiny", "runs/tiny"], "runs/tiny"),
     (["sample", "--weights", "int4"], "int4"),
-    (["evaluate", "runs/tiny", "--data", ""], "data is empty"),
     (["evaluate", "runs/tiny", "--data", "unknown.txt"], "'字' (U+5B57), '漢' (U+6F22)"),
     (["evaluate", "runs/tiny", "--stride", "9"], "stride=9: needs at least 1 and at most block_size=8"),
     (["train", "--optim.label-smoothing", "1"], "label_smoothing=1.0"),
     (["sample", "runs/tiny", "--prompt", "a", "--average", "9"], "average=9: runs/tiny has 1 checkpoints"),
     (["report", "nowhere"], "nowhere is not a run directory"),
-    (["report", "broken/no_checkpoint"], "has no checkpoint yet"),
     (["report", "runs/tiny", "--out", "nowhere"], "there is no directory nowhere for report.html"),
     (["report", "runs/tiny", "--tokens", "-1"], "--tokens=-1: needs at least 1"),
     (["runs", "nowhere"], "no directory nowhere: name one that holds runs"),
-    (["runs", "loop"], "Too many levels of symbolic links"),
-    (["runs", ""], "directory is empty"),
     (["runs", "--sort", "los"], "los"),
     (
         ["track", "runs/tiny", "--to", "wandb"],
@@ -226,9 +168,6 @@ OPTIONS = [
         "trial 19, optim.learning_rate=0.05957: weight_decay=20.0 times",
     ),
     (["sweep", *OVER, "--run-dir", "runs/tiny"], "runs/tiny exists and is not a sweep (no sweep.json)"),
-    (["sweep", *OVER, "--run-dir", "t.txt"], "t.txt exists and is not a sweep (no sweep.json)"),
-    (["sweep", *OVER, "--run-dir", LONG], "File name too long"),
-    (["xray", "runs/tiny"], "--prompt"),
     (["xray", "runs/tiny", "--prompt", "a lance-rack"], "the prompt has 12 tokens, and the context of runs/tiny is 8"),
     (["xray", "runs/tiny", "--prompt", "añejo"], "'ñ' (U+00F1)"),
     (
@@ -237,31 +176,16 @@ OPTIONS = [
     ),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "empty", "--force"], "empty is a directory, needs a regular file"),
     (["xray", "runs/tiny", "--prompt", "a", "--out", "nowhere/x.html"], "there is no directory nowhere for x.html"),
-    (["xray", "runs/tiny", "--prompt", "a", "--out", "loop"], "Too many levels of symbolic links"),
-    (["xray", "broken/no_checkpoint", "--prompt", "a"], "has no checkpoint yet"),
-    (["xray", "nowhere", "--prompt", "a"], "nowhere is not a run directory"),
     (["page", "runs/tiny", "--out", "t.txt"], "t.txt exists: name another with --out, or overwrite it"),
-    (["page", "broken/no_checkpoint"], "has no checkpoint yet"),
-    (["replay", "runs/tiny", "--step"], "Missing value for argument '--step'"),
     (["replay", "runs/tiny", "--step", "0"], "--step 0: needs one of the steps of runs/tiny, 1 to"),
-    (["replay", "nowhere", "--step", "1"], "nowhere is not a run directory"),
     (["audit", "runs/tiny", "--steps", "0"], "--steps=0: needs at least 1"),
-    (["audit", "nowhere"], "nowhere is not a run directory"),
-    (["audit", "broken/no_checkpoint"], "has no checkpoint yet"),
-    (["import-hf", "models/good"], "--run-dir"),
-    (["import-hf", "", "--run-dir", "new"], "model is empty"),
     (["import-hf", "models/good", "--run-dir", "runs/tiny"], "runs/tiny exists and is not empty"),
-    (["import-hf", "models/good", "--run-dir", "t.txt"], "t.txt exists and is not empty"),
-    (["import-hf", "../x", "--run-dir", "new"], "no directory at ../x"),
     (["import-hf", "no such\nmodel", "--run-dir", "new"], r"no directory at no such\nmodel"),
     (["import", "nowhere.gguf", "--run-dir", "new"], "cannot read nowhere.gguf"),
     (["import", "m.gguf", "--run-dir", "new"], "m.gguf is not a GGUF file"),
-    (["export", "runs/tiny", "--out", "new"], "--to"),
-    (["export", "runs/tiny", "--to", "onnx", "--out", "new"], "onnx"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "t.txt"], "t.txt exists: name another file with --out"),
     (["export", "runs/tiny", "--to", "gguf", "--out", "new", "--dtype", "q4_0"], "dtype='q4_0': needs one of float32"),
     (["export-hf", "runs/tiny", "--out", "with a file"], "with a file exists and is not empty"),
-    (["export-hf", "runs/tiny", "--out", "t.txt"], "t.txt exists and is not empty"),
     (
         ["scale", "quickstart", "--minutes", "9"],
         "an experiment's now: take python experiments/scaling_laws.py",
@@ -269,72 +193,30 @@ OPTIONS = [
     (["plan", "--topologie", "v5e:4x4"], "--topology"),
     (["plan", "--topology", "v9:1x1"], "topology 'v9:1x1': needs v4, v5e, v5p or v6e"),
     (["plan", "--topology", "h300:8"], "or h100, h200, a100-80, b200, rtx6000pro and a number of GPUs, such as h200:8"),
-    (["plan", "--topology", "h200:16"], "needs h100, h200, a100-80, b200, rtx6000pro and 1 to 8 GPUs"),
     (["plan", "--topology", "v5e:3x3"], "v5e has no slice 3x3"),
-    (["plan", "--topology", "v5p:" + "9" * 5000], "up to 6144 chips"),
 ]
 
 # Values that a field refuses, by its option.
 NUMBERS = {
-    "model.n-layer": [
-        "0",
-        "-1",
-        "2147483648",
-        "1e400",
-        "nan",
-        "0.5",
-        "",
-        "３.５",
-        "1,000",
-        "three",
-        "1" * 5000,
-        "None",
-    ],
+    "model.n-layer": ["0", "2147483648", "1e400", "0.5", "", "３.５", "1,000", "three", "1" * 5000, "None"],
     "model.n-embd": ["-4", "9", str(2**24)],
-    "model.n-head": ["0", "3"],
-    "model.n-kv-head": ["3"],
-    "model.mlp-dim": ["0", str(2**40)],
-    "model.block-size": ["0", "5000", str(2**31)],
-    "model.vocab-size": ["0", "1"],
-    "model.dropout": ["1", "-0.1", "nan"],
-    "model.norm-eps": ["0", "1e400"],
-    "model.rope-theta": ["-1"],
-    "model.logit-softcap": ["0"],
+    "model.n-head": ["3"],
+    "model.block-size": ["5000", str(2**31)],
+    "model.dropout": ["1", "nan"],
+    "model.norm-eps": ["0"],
     "model.norm": ["batchnorm"],
-    "model.head-dim": ["0"],
-    "model.rope-fraction": ["1.5"],
-    "model.rope-factor": ["0.5"],
-    "model.sliding-window": ["0"],
     "model.global-every": ["2"],
-    "model.rope-local-theta": ["100"],
-    "model.query-scale": ["-1"],
-    "model.attention-softcap": ["0"],
-    "model.rope-high-freq-factor": ["1"],
-    "model.norm-position": ["both"],
     "model.position": ["ＲＯＰＥ"],
-    "data.val-fraction": ["0", "1", "1e-9"],
+    "data.val-fraction": ["1", "1e-9"],
     "data.bpe-vocab-size": ["256"],
     "optim.learning-rate": ["0", "inf", "1e-400", "1" + "0" * 400],
-    "optim.beta1": ["1"],
     "optim.warmup-steps": ["-1", "3"],
-    "optim.weight-decay": ["-1"],
-    "optim.grad-clip": ["0"],
-    "optim.decay-fraction": ["0"],
-    "optim.min-lr-ratio": ["1.5"],
-    "optim.name": ["sgd"],
-    "train.steps": ["0", "0.5", "1" + "0" * 30],
-    "train.batch-size": ["0", str(2**31)],
+    "train.steps": ["0", "1" + "0" * 30],
+    "train.batch-size": [str(2**31)],
     "train.seed": ["-1", str(2**32)],
-    "train.eval-every": ["-1"],
-    "train.checkpoint-every": ["0"],
-    "train.sample-tokens": ["-1"],
-    "train.sample-temperature": ["nan"],
     "train.dtype": ["float8"],
     "train.attention": ["cudnn", "flash"],
     "lora.rank": ["0", "3"],  # of which weights?
-    "lora.alpha": ["0"],
-    "parallel.strategy": ["zero"],
-    "parallel.data": ["0"],
     "parallel.fsdp": ["-2"],
     "parallel.tensor": ["3"],
     "parallel.slices": ["2"],  # which need a mesh
@@ -342,61 +224,46 @@ NUMBERS = {
     "parallel.loss-chunk": ["3"],
     "parallel.processes": ["2"],
     "parallel.coordinator": ["nowhere"],
-    "name": ["../x", "", "a b", "a\nb", "x" * 300, "🐎"],
+    "name": ["../x", "", "a\nb", "x" * 300, "🐎"],
 }
 
 SAMPLING = [
     (["--max-new-tokens", "0"], "--max-new-tokens=0: needs at least 1"),
     (["--max-new-tokens", "2147483648"], "--max-new-tokens=2147483648: needs at most"),
-    (["--max-new-tokens", "0.5"], "0.5"),
     (["--num-samples", "0"], "--num-samples=0: needs at least 1"),
     (["--temperature", "-1"], "temperature=-1.0"),
-    (["--temperature", "nan"], "temperature=nan"),
-    (["--temperature", "warm"], "warm"),
     (["--top-k", "0"], "top_k=0"),
     (["--top-p", "0"], "top_p=0.0"),
-    (["--top-p", "1.5"], "top_p=1.5"),
-    (["--min-p", "2"], "min_p=2.0"),
     (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--stop="], "a stop string is empty"),
     (["--seed", "-1"], "seed=-1: needs at least 0"),
     (["--draft", "nowhere"], "nowhere is not a run directory"),
-    (["--draft", "broken/half"], "experiment.json is damaged"),
 ]
 
 PROMPTS = [
     ("añejo", "'ñ' (U+00F1)"),
     ("漢字", "'字' (U+5B57), '漢' (U+6F22)"),
-    ("🐎", "'🐎' (U+1F40E)"),
     ("\udcff", "U+DCFF"),
-    (LONG + "ñ" * 3000, "'ñ' (U+00F1)"),
 ]
 
 MISSING = ["train", "--data.path", "nowhere.txt"]
 ENVIRONMENT = [
     (TRAIN, {"JAX_NUM_CPU_DEVICES": "0"}, "JAX_NUM_CPU_DEVICES='0'"),
-    (TRAIN, {"JAX_NUM_CPU_DEVICES": "abc"}, "JAX_NUM_CPU_DEVICES='abc'"),
-    (SAMPLE, {"JAX_NUM_CPU_DEVICES": ""}, "JAX_NUM_CPU_DEVICES=''"),
     (TRAIN, {"JAXGPT_CACHE": "t.txt"}, "cannot write into the cache t.txt/tokens"),
-    (TRAIN, {"JAXGPT_CACHE": LONG}, "File name too long"),
     (["train"], {"JAXGPT_CACHE": "t.txt"}, "cannot write into the cache t.txt/corpora"),
     (TRAIN, {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "abc"}, "OMPI_COMM_WORLD_SIZE='abc'"),
     (TRAIN, {"OMPI_MCA_orte_hnp_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "the processes could not meet"),
     (TRAIN, {"SLURM_STEP_NODELIST": "x", "SLURM_NTASKS": "-3"}, "SLURM_NTASKS='-3'"),
     (TRAIN, {"SLURM_STEP_NODELIST": "x", "SLURM_NTASKS": "2"}, "the processes could not meet"),
     # Where the surroundings are odd, a mistake is told as ever.
-    (MISSING, {"COLUMNS": "0"}, "nowhere.txt"),
     (["train", "--model.n-layr", "3"], {"COLUMNS": "20"}, "--model.n-layer"),
-    (MISSING, {"HOME": None, "JAXGPT_CACHE": None, "XDG_CACHE_HOME": "t.txt"}, "nowhere.txt"),
     (["train", "--model.n-layr", "3"], {"FORCE_COLOR": "1", "TERM": "xterm-256color"}, "--model.n-layer"),
     (MISSING, {"LANG": "C", "LC_ALL": "C"}, "nowhere.txt"),
-    (SAMPLE, {"PATH": "", "JAX_NUM_CPU_DEVICES": "99999"}, "JAX_NUM_CPU_DEVICES='99999'"),
 ]
 
 # Read while Python or jax starts: only a fresh process meets them.
 AT_IMPORT = [
     (TRAIN, {"JAX_PLATFORMS": "nonsense"}, "JAX_PLATFORMS='nonsense'"),
-    (SAMPLE, {"JAX_PLATFORMS": "nonsense"}, "JAX_PLATFORMS='nonsense'"),
     (TRAIN, {"JAX_ENABLE_X64": "maybe"}, "jax cannot be imported"),
     (["train", "--data.path", "ñ.txt"], {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}, ".txt"),
 ]
@@ -415,17 +282,16 @@ def table() -> list[tuple[list[str], dict, str]]:
         argv = ["train", *(word for pair in given.items() for word in pair)]
         rows += [([*argv, option, value], {}, name.rpartition(".")[2]) for value in values]
     rows += [(["sample", f"broken/{name}"], {}, said) for name, said in BROKEN.items()]
-    rows += [(["train", "--run-dir", f"broken/{name}"], {}, said) for name, said in BROKEN.items()]
-    rows += [(["evaluate", f"broken/{name}"], {}, BROKEN[name]) for name in ("half", "deep", "width", "pipe")]
-    rows += [([verb, path], {}, said) for verb in ("sample", "evaluate") for path, said in NO_RUN]
-    rows += [
-        ([verb, "broken/damaged_checkpoints"], {}, "is damaged, and no other is good")
-        for verb in ("sample", "evaluate")
-    ]
-    rows += [(["replay", f"broken/{name}", "--step", "1"], {}, said) for name, said in BROKEN.items()]
-    rows += [([verb, "broken/no_checkpoint"], {}, "has no checkpoint yet") for verb in ("sample", "evaluate")]
-    rows += [([verb, "broken/no_tokenizer"], {}, "no tokenizer at") for verb in ("sample", "evaluate")]
-    rows += [([verb, "broken/other_tokenizer"], {}, "not the tokenizer that") for verb in ("sample", "evaluate")]
+    for verb in (["train", "--run-dir"], ["evaluate"], ["replay", "--step", "1"], ["export-hf", "--out", "new"]):
+        rows += [([*verb, f"broken/{name}"], {}, BROKEN[name]) for name in ("half", "width", "pipe")]
+    for verb in ("sample", "evaluate"):
+        rows += [([verb, path], {}, said) for path, said in NO_RUN]
+        rows += [
+            ([verb, "broken/damaged_checkpoints"], {}, "is damaged, and no other is good"),
+            ([verb, "broken/no_checkpoint"], {}, "has no checkpoint yet"),
+            ([verb, "broken/no_tokenizer"], {}, "no tokenizer at"),
+            ([verb, "broken/other_tokenizer"], {}, "not the tokenizer that"),
+        ]
     rows += [([*TRAIN[:-2], "--data.path", path], {}, said) for path, said in NO_TEXT]
     rows += [(["evaluate", "runs/tiny", "--data", path], {}, said) for path, said in NO_TEXT]
     rows += [([*TRAIN[:-2], *IDS, "--data.path", path], {}, said) for path, said in SHARDS]
@@ -442,23 +308,15 @@ def table() -> list[tuple[list[str], dict, str]]:
     rows += [(["import-hf", f"models/{name}", "--run-dir", "new"], {}, said) for name, said in MODELS]
     rows += [([*TRAIN, *argv], {}, said) for argv, said in STARTS]
     rows += [([*TRAIN, "--train.init-from", f"models/{name}"], {}, said) for name, said in MODELS[::5]]
-    rows += [([*TRAIN, "--train.init-from", f"broken/{name}"], {}, BROKEN[name]) for name in list(BROKEN)[::5]]
-    rows += [(["export-hf", f"broken/{name}", "--out", "new"], {}, BROKEN[name]) for name in ("half", "width", "pipe")]
-    rows += [(["export-hf", path, "--out", "new"], {}, said) for path, said in NO_RUN[:6]]
     rows += [([*SAMPLE, *argv], {}, said) for argv, said in SAMPLING]
     rows += [(["sample", "runs/tiny", "--prompt", prompt], {}, said) for prompt, said in PROMPTS]
     rows += [
         ([*TRAIN[:-2], "--data.path", "short.txt"], {}, "needed 9"),
         ([*TRAIN[:-2], "--data.path", "empty.txt"], {}, "empty.txt is empty"),
-        ([*TRAIN[:-2], "--data.path", "bom.txt"], {}, "bom.txt is empty"),
-        ([*TRAIN[:-2], "--data.path", ""], {}, "data.path is empty"),
         (["train", "--data.path", "medium.txt"], {}, "the validation split of medium.txt"),
         (["train", "--data.corpus", "bible"], {}, "unknown corpus 'bible'"),
-        (["train", "--run-dir", "with a file"], {}, "with a file exists and is not a run directory"),
         (["train", "--run-dir", "t.txt"], {}, "t.txt exists and is not a run directory"),
-        ([*TRAIN, "--run-dir", "t.txt/run"], {}, "t.txt/run"),
         ([*TRAIN, "--run-dir", "gs://bucket/x"], {}, "gs:/bucket/x is an address"),
-        (["train", "--run-dir", "loop"], {}, "Too many levels of symbolic links"),
         ([*TRAIN, "--run-dir", "runs/tiny", "--train.seed", "7"], {}, "train.seed 0 -> 7"),
         ([*TRAIN[:-2], "--data.path", "t.txt", "--run-dir", "runs/tiny", "--optim.beta1", "0.5"], {}, "optim.beta1"),
         ([*TRAIN[:-2], "--run-dir", "runs/tiny", "--data.path", "medium.txt"], {}, "was trained on other data"),

@@ -35,17 +35,13 @@ def prepare_place(place: Path, run: Path) -> None:
     os.mkfifo(place / "pipe")
     os.mkfifo(place / "pipe.bin")
     (place / "loop").symlink_to("loop")
-    (place / "loop.bin").symlink_to("loop.bin")
-    (place / "dangling.txt").symlink_to("nowhere")
 
 
 def _texts(place: Path) -> None:
     for name, raw in {
         "empty.txt": b"",
-        "bom.txt": b"\xef\xbb\xbf",
         "latin1.txt": "año de la lanza ".encode("latin-1") * 50,
         "utf16.txt": TEXT.encode("utf-16"),
-        "surrogate.txt": b"abc\xed\xa0\x80" * 50,
         "short.txt": b"too short",
         "medium.txt": b"long enough to train on, " * 20,
         "unknown.txt": "漢字".encode() * 50,
@@ -57,22 +53,16 @@ def _shards(place: Path) -> None:
     tokens = np.arange(500, dtype=np.uint16)
     for name, raw in {
         "odd.bin": tokens.tobytes()[:-1],
-        "none.bin": b"",
         "gzip.bin": gzip.compress(tokens.tobytes(), mtime=0),
         "text.bin": TEXT.encode(),
-        "float.bin": np.linspace(0, 1, 500, dtype=np.float32).tobytes(),
         "large.bin": np.full(500, 1000, np.uint16).tobytes(),
         "promise.bin": _llmc(tokens, promised=600),
-        "cut.bin": _llmc(tokens)[:500],
-        "header.bin": _llmc(tokens[:0]),
         "gap/x_train_000000.bin": _llmc(tokens),
         "gap/x_train_000002.bin": _llmc(tokens),
         "only/x_val_000000.bin": _llmc(tokens),
-        "one/train.bin": tokens.tobytes(),
     }.items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(raw)
-    (place / "one/val.bin").mkdir()
 
 
 def _llmc(tokens: np.ndarray, promised: int | None = None) -> bytes:
@@ -82,21 +72,15 @@ def _llmc(tokens: np.ndarray, promised: int | None = None) -> bytes:
 
 
 def _tokenizers(place: Path) -> None:
-    hf = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}}
     for name, text in {
         "half": '{"jaxgpt": "char", "charac',
-        "list": "[]",
         "deep": DEEP,
         "kind": '{"jaxgpt": "runes"}',
-        "unsorted": '{"jaxgpt": "char", "characters": "ba"}',
-        "twice": '{"jaxgpt": "char", "jaxgpt": "byte", "characters": "ab"}',
         "huge": json.dumps({"jaxgpt": "ids", "vocab_size": HUGE}),
         "model": '{"model": {}}',
-        "vocabulary": json.dumps(hf),
         "few": '{"jaxgpt": "char", "characters": "abcdefgh"}',
     }.items():
         (place / f"tokenizer_{name}.json").write_text(text)
-    (place / "tokenizer_latin1.json").write_bytes('{"jaxgpt": "char", "characters": "ñ"}'.encode("latin-1"))
 
 
 def _chats(place: Path) -> None:
@@ -106,9 +90,7 @@ def _chats(place: Path) -> None:
     good = line(("user", "a"), ("assistant", "b"))
     for name, text in {
         "good": good * 3,
-        "empty": "",
         "half": good + good[:20],
-        "text": '{"text": "a story"}\n',
         "role": good + good + line(("tool", "a"), ("assistant", "b")),
         "content": line(("user", "a"), ("assistant", None)),
         "alone": line(("user", "a")),
@@ -116,14 +98,10 @@ def _chats(place: Path) -> None:
         "long": line(("user", "a" * 30), ("assistant", "b")) * 3,
     }.items():
         (place / f"{name}.jsonl").write_text(text)
-    (place / "latin1.jsonl").write_bytes(good.replace('"a"', '"ñ"').encode("latin-1"))
-    os.mkfifo(place / "pipe.jsonl")
     for name, config in {
         "syntax": {"chat_template": "{% for %}"},
         "refuses": {"chat_template": "{{ raise_exception('not today') }}"},
         "escapes": {"chat_template": "{{ messages.__class__.__base__.__subclasses__() }}"},
-        "list": {"chat_template": [{"name": "rag", "template": "x"}]},
-        "config": [],
         "silent": {"chat_template": "hello"},
     }.items():
         directory = place / f"template_{name}"
@@ -141,20 +119,15 @@ def _experiments(place: Path) -> None:
         "raises": "x = 1\nraise RuntimeError('no luck')\n",
         "exits": "import sys\nsys.exit(0)\n",
         "none": "x = 1\n",
-        "circular": "import circular\nexperiment = circular.experiment\n",
         "missing": "import no_such_module\n",
-        "recursion": "def f(): f()\nf()\n",
         "value": "from jaxgpt import *\nexperiment = Experiment(name='x', model=GPTConfig(n_layer=0))\n",
         "field": "from jaxgpt import *\nexperiment = Experiment(name='x', layers=3)\n",
-        "coding": "# coding: klingon\n" + GOOD,
         "other": "from jaxgpt import *\nmine = Experiment(name='x')\n",
         "variants_data": GOOD
         + "variants = {'a': experiment, 'b': Experiment(name='x', data=DataConfig(tokenizer='byte'))}\n",
     }.items():
         (place / f"{name}.py").write_text(source)
-    (place / "latin1.py").write_bytes("# año\n".encode("latin-1") + GOOD.encode())
     (place / "folder.py").mkdir()
-    os.mkfifo(place / "pipe.py")
 
 
 def _runs(place: Path) -> None:
@@ -170,19 +143,13 @@ def _runs(place: Path) -> None:
     damaged: dict[str, str | bytes] = {
         "half": json.dumps(record)[:200],
         "changed": changed,
-        "nothing": "",
-        "list": "[]",
         "deep": DEEP,
         "format": json.dumps(record | {"format": 99}),
-        "nan": json.dumps(record | {"vocab_size": float("nan")}),
-        "digits": '{"format": 1, "vocab_size": ' + "9" * 5000 + "}",
-        "vocabulary": json.dumps(record | {"vocab_size": HUGE}),
         "width": with_model(n_embd=HUGE),
         "infinite": with_model(dropout=0).replace('"dropout": 0', '"dropout": 1e999'),
         "unknown": with_model(n_layers=3),
         "twice": '{"format": 1, "format": 1}',
         "name": json.dumps(record | {"experiment": e | {"name": "../../x"}}),
-        "bom": b"\xef\xbb\xbf" + json.dumps(record).encode(),
     }
     for name, text in damaged.items():
         directory = place / "broken" / name
@@ -196,16 +163,14 @@ def _runs(place: Path) -> None:
     shutil.copytree(good, place / "broken/damaged_checkpoints")
     for manifest in (place / "broken/damaged_checkpoints").rglob("manifest.json"):
         manifest.write_bytes(bytes(manifest.stat().st_size))
-    for name in ("no_checkpoint", "no_tokenizer", "folder", "pipe", "large", "other_tokenizer"):
+    for name in ("no_checkpoint", "no_tokenizer", "pipe", "large", "other_tokenizer"):
         directory = place / "broken" / name
         directory.mkdir()
         shutil.copy(good / "experiment.json", directory)
         if name != "no_tokenizer":
             shutil.copy(good / "tokenizer.json", directory)
     (place / "broken/other_tokenizer/tokenizer.json").write_text('{"jaxgpt": "byte"}')
-    for name in ("folder", "pipe"):
-        (place / "broken" / name / "experiment.json").unlink()
-    (place / "broken/folder/experiment.json").mkdir()
+    (place / "broken/pipe/experiment.json").unlink()
     os.mkfifo(place / "broken/pipe/experiment.json")
     with (place / "broken/large/experiment.json").open("r+b") as f:
         f.truncate(2**25)  # a sparse file

@@ -70,3 +70,9 @@ def watch(page, own):
         "request",
         lambda request: request.url.startswith((own, "data:", "blob:")) or page.complaints.append(request.url),
     )
+
+
+def unnamed(page) -> list[str]:
+    """Controls for which a screen reader has no word."""
+    return page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input, textarea")].filter((e) =>
+      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")

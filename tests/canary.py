@@ -1,20 +1,8 @@
-"""Programs that XLA on CPU has computed wrongly, and generated ones of a GPT's shapes, compared with float64.
-
-    python -m tests.canary           the programs that failed
-    python -m tests.canary 12        and 12 generated models: losses, gradients, X-ray, lenses, probes and scores
-
-Each program is compiled, run without jit, and run without jit in float64. It prints a line of JSON for each deviation of
-the compiled result that rounding does not explain, and last how many numbers it compared. `--fused` leaves the reductions
-fused, as XLA has them by default, to see what the flag of `configure_jax` repairs.
-"""
+"""Programs that XLA on CPU has computed wrongly, compared with float64: compiled, without jit, and without jit in float64."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,20 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
-from jaxgpt.interventions import analyses
-from jaxgpt.interventions.analyses import fit_jacobian_lens, fit_probe, logit_lens
+from jaxgpt.interventions.analyses import fit_jacobian_lens
 from jaxgpt.layers.hooks import Compute
-from jaxgpt.loss import make_loss, next_token_loss
-from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.sample.score import _logprobs
-from jaxgpt.tools.xray.activations import capture_activations
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.
 TIMES, PART = 100.0, 2e-5
-MANY_ROWS = 33_001  # above 2^15, where rows went wrong
 
 Program = tuple[str, Callable[..., Any], tuple]  # name, function of arrays, float32 arguments
 
@@ -83,64 +64,6 @@ def make(config: GPTConfig, rows: int) -> tuple[Callable[[Any], Any], Any, np.nd
     return model, jax.tree.map_with_path(fill, shapes), tokens_BT
 
 
-def generated_programs(seed: int) -> Iterator[Program]:
-    """What is computed of one random architecture, of odd sizes."""
-    pick = random.Random(seed)
-    n_head = pick.choice((1, 2, 3, 5))
-    config = GPTConfig(
-        vocab_size=pick.choice((11, 33, 65, 257)),
-        block_size=pick.choice((7, 33, 100, 129)),
-        n_layer=pick.choice((1, 2)),
-        n_head=n_head,
-        n_kv_head=pick.choice((1, n_head)),
-        n_embd=n_head * pick.choice((2, 6, 10, 14)),
-        norm=pick.choice(("layernorm", "rmsnorm")),
-        norm_position=pick.choice(("pre", "post", "output", "sandwich")),
-        activation=pick.choice(("gelu", "gelu_tanh", "relu2", "swiglu")),
-        position=pick.choice(("learned", "rope")),
-        qk_norm=pick.choice((False, True)),
-        bias=pick.choice((False, True)),
-        tie_embeddings=pick.choice((False, True)),
-        remat=pick.choice(("none", "full")),
-    )
-    model, params, tokens_BT = make(config, pick.choice((1, 3, 4)))
-    batch = Batch(inputs_BT=tokens_BT, targets_BT=np.roll(tokens_BT, -1, axis=1))
-    size = f"{seed}: {config.n_layer} x {config.n_embd}, {list(tokens_BT.shape)}, {config.norm_position}"
-
-    def loss(params):
-        grads_of = jax.value_and_grad(lambda params: make_loss(model(params))(params, batch, None)[0])
-        return jax.jit(grads_of)(params)
-
-    def seen(params):
-        found = capture_activations(model(params), params, tokens_BT[0].tolist())
-        return [found.logits_V, found.weights_LNTS, found.hidden_LTF, found.start_T, found.branches, found.norms]
-
-    def scored(params):
-        wanted_BT = jnp.arange(tokens_BT.size).reshape(tokens_BT.shape) % 3 > 0
-        return _logprobs(model(params), params, *map(jnp.asarray, (batch.inputs_BT, batch.targets_BT)), wanted_BT)
-
-    def probed(x_UD):
-        analyses.STEPS = 4  # without jit each takes half a second
-        return fit_probe(x_UD, np.arange(len(x_UD)) % 3).loss  # the weights are at the end of a search
-
-    yield f"loss and gradients {size}", loss, (params,)
-    yield f"X-ray {size}", seen, (params,)
-    yield f"logit lens {size}", lambda params: logit_lens(model(params), params, tokens_BT), (params,)
-    yield f"Jacobian lens {size}", lambda params: fit_jacobian_lens(model(params), params, tokens_BT), (params,)
-    yield f"scores {size}", scored, (params,)
-    rows = np.random.default_rng(seed).normal(size=(MANY_ROWS, pick.choice((3, 5, 13)))).astype(np.float32)
-    yield f"probe of {list(rows[:300].shape)}", probed, (rows[:300],)
-
-    @jax.jit
-    def statistics(x_UD):
-        """The loss of many rows as logits, its gradient, and their norms."""
-        targets_BT = jnp.zeros((1, len(x_UD)), jnp.int32)
-        nats = jax.value_and_grad(lambda x_UD: next_token_loss(x_UD[None], targets_BT, None)[0])(x_UD)
-        return nats, jnp.linalg.norm(x_UD, axis=-1), jax.nn.softmax(x_UD @ x_UD[:7].T), jnp.var(x_UD, axis=0)
-
-    yield f"statistics of {list(rows.shape)}", statistics, (rows,)
-
-
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
     """Compute without jit, in float64, also where the code names float32."""
@@ -177,24 +100,3 @@ def deviations(program: Program) -> tuple[list[dict[str, Any]], int]:
         if not far <= max(PART, TIMES * plainly):  # NaN is not
             found.append({"program": name, "leaf": n, "shape": list(x.shape), "deviation": far, "without jit": plainly})
     return found, sum(x.size for x in compiled)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("models", type=int, nargs="?", default=0)
-    parser.add_argument("--fused", action="store_true")
-    options = parser.parse_args()
-    if not options.fused:
-        configure_jax()
-    compared = 0
-    programs = [*known_programs(), *(p for seed in range(options.models) for p in generated_programs(seed))]
-    for program in programs:
-        found, count = deviations(program)
-        compared += count
-        for line in found:
-            print(json.dumps(line), flush=True)
-    print(json.dumps({"programs": len(programs), "numbers": compared, "flags": os.environ.get("XLA_FLAGS", "")}))
-
-
-if __name__ == "__main__":
-    main()

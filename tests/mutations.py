@@ -1,6 +1,6 @@
 """Break one line of the package at a time, and see that a test fails. Run by hand:
 
-    python -m tests.mutations [--list] [--only NAME ...]
+    python -m tests.mutations [--only NAME ...]
 
 Each line is broken in a copy of the repository, where the test named beside it runs. First the tests run unbroken: one
 that fails anyway notices nothing. The exit status is 1 if a mutation survives.
@@ -68,16 +68,12 @@ def _functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-def _not_copied(directory: str, names: list[str]) -> list[str]:
-    """Return what a copy of the repository does without: its history, caches, and runs, but not the package's `runs`."""
-    return [n for n in names if n in (".git", "__pycache__") or (n == "runs" and Path(directory) == REPOSITORY)]
-
-
 def run(tests: Iterable[str], broken: Mutation | None = None) -> tuple[int, float, str]:
     """Run tests in a copy of the repository -> (pytest's exit status, seconds, its output)."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "repository"
-        shutil.copytree(REPOSITORY, copy, ignore=_not_copied)
+        unwanted = {".git", "__pycache__", str(REPOSITORY / "runs")}  # the package has a folder of that name, too
+        shutil.copytree(REPOSITORY, copy, ignore=lambda at, names: [n for n in names if {n, f"{at}/{n}"} & unwanted])
         if broken is not None:
             path = copy / "jaxgpt" / broken.file
             path.write_text(path.read_text().replace(broken.old, broken.new))
@@ -103,18 +99,12 @@ def run(tests: Iterable[str], broken: Mutation | None = None) -> tuple[int, floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTATIONS])
     arguments = parser.parse_args()
     chosen = [m for m in MUTATIONS if arguments.only is None or m.name in arguments.only]
     if problems := list(stale(chosen)):
         print("\n".join(problems))
         return 1
-    if arguments.list:
-        for m in chosen:
-            print(f"{m.name} ({m.file}): {m.old!r} -> {m.new!r}\n    {m.test}")
-        return 0
-
     status, seconds, output = run(sorted({m.test for m in chosen}))
     print(f"unbroken: {'all pass' if status == PASSED else output} ({seconds:.0f} s)", flush=True)
     if status != PASSED:

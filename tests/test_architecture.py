@@ -80,12 +80,6 @@ def modules():
 
 
 NAMES = {f"jaxgpt.{name}" for name, _ in modules()}
-BUILT = ("jaxgpt.layers", "jaxgpt.model")  # what a configuration builds, when it is told to
-
-
-def drawn(name, tree):
-    """The imports that the diagram has: all but those of what config.model builds."""
-    return (target for target in imports(tree) if name != "config.model" or not target.startswith(BUILT))
 
 
 def imports(tree, name=""):

@@ -42,10 +42,10 @@ def log(line):
 state = train(
     jax.jit(step), state, itertools.repeat(batch), config=config, max_skipped=1, key=jax.random.key(1), log=log
 )
-tokens = text[:6]
+tokens, apply = text[:6], jax.jit(model.apply)
 while len(tokens) < len(text):
     padded = jnp.asarray([tokens + [0] * (len(text) - len(tokens))])
-    logits_BTV = jax.jit(model.apply)({{"params": state.params}}, padded)
+    logits_BTV = apply({{"params": state.params}}, padded)
     tokens.append(int(logits_BTV[0, len(tokens) - 1].argmax()))
 print(bytes(tokens).decode())
 """

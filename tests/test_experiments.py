@@ -3,11 +3,7 @@
 import ast
 import dataclasses
 import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,7 @@ from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.tools.study import check_comparable
 from tests.conftest import REPOSITORY
-from tests.helpers import TINY, run_command, script, tiny_experiment
+from tests.helpers import run_command, script, tiny_experiment
 
 # What lies beside the pages and is none: programs that measure, and may use any module.
 TOOLS = {
@@ -79,60 +75,30 @@ def test_step_cost_shrunken(step_cost, monkeypatch, tmp_path, capsys):
     assert len(json.loads((tmp_path / "step-cost.json").read_text())["width"]) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_the_sampling_benchmark_shrunken(weights, monkeypatch):
-    benchmark = script("benchmarks/sampling")
-    monkeypatch.setattr("jaxgpt.config.presets.gpt2", lambda: dataclasses.replace(TINY, vocab_size=50257))
-    for name, value in (("PROMPT", 4), ("NEW", 3), ("BATCHES", (1, 2))):
-        monkeypatch.setattr(benchmark, name, value)
-    found = benchmark.measure(weights)
-    assert all(found[batch][what] > 0 for batch in (1, 2) for what in ("total", "first"))
-    assert found["megabytes"] > 0.4 * (4 if weights == "float32" else 1) and found["ceiling"] > 0
-
-
-def benchmark(name: str, *argv: object, deadline: float = 120, **env: str):
-    """What a benchmark prints, and what it writes."""
-    target = Path(env["JAXGPT_CACHE"]) / f"{name}.json"
-    target.parent.mkdir(exist_ok=True)
-    path = REPOSITORY / "experiments/benchmarks" / f"{name}.py"
-    command = [str(path), "--json", str(target), *map(str, argv)]
-    done = run_command(*command, cwd=target.parent, deadline=deadline, **env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(target.read_text())
-
-
 SMALL = json.dumps({"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2})
+# What each benchmark is given here, and a part of what it prints. TEXT stands for a file.
+BENCHMARKS = {
+    "training": (f"--systems jaxgpt --rounds 2 --seconds 0.05 --busy 1 --sizes {SMALL!r}", "beside 1 busy"),
+    "compilation": (f"--systems jaxgpt --rounds 1 --sizes {SMALL!r}", "| jaxgpt |"),
+    "speedrun": (
+        "TEXT --seeds 1 --model.n-layer=1 --model.n-head=1 --model.n-embd=8 --model.block-size=8 --train.batch-size=2 "
+        "--train.steps=4 --train.eval-every=2 --train.sample-prompt=In --optim.warmup-steps=1",
+        "| 0 |",
+    ),
+    "data": ("TEXT --megabytes 0.02 --gigabytes 0.001 --rounds 1", "to open a corpus"),
+    "startup": ("--rounds 1 --trains 1 --peer-python false", "| jaxgpt --help |"),
+}
 
 
 @pytest.mark.slow
-def test_the_training_benchmark_shrunken(tmp_path):
-    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 2, "--seconds", 0.05, "--busy", 1]
-    said, found = benchmark("training", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| jaxgpt |" in said and "16 tokens a step" in said and "beside 1 busy" in said
-    alone, beside = found["seconds"]["jaxgpt"], found["busy"]["jaxgpt"]
-    assert len(alone) == len(beside) == 2 and found["first"]["jaxgpt"] > max(alone) > 0
-
-
-def test_turns_beside_busy_processes(monkeypatch):
-    """They run in those turns alone, and end with the process that started them."""
-    turns, started = script("benchmarks/turns"), []
-    popen = subprocess.Popen
-
-    def start(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    count_running = {"us": lambda: sum(each.poll() is None for each in started)}
-    assert turns.take_turns(count_running, 2, busy=2) == ({"us": [0, 0]}, {"us": [2, 2]})
-    assert count_running["us"]() == 0
-    left = start([sys.executable, "-S", "-c", turns.BUSY], stdin=subprocess.PIPE)
-    try:
-        left.stdin.close()  # as when the process that started it is killed
-        assert left.wait(20) == 0
-    finally:
-        left.kill()
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_shrunken(name, tmp_path, text_file):
+    words, said = BENCHMARKS[name]
+    argv = [str(text_file) if word == "TEXT" else word for word in shlex.split(words)]
+    path = REPOSITORY / f"experiments/benchmarks/{name}.py"
+    done = run_command(str(path), "--json", "found.json", *argv, cwd=tmp_path, JAXGPT_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())
 
 
 def test_a_profile_shares_the_elapsed_time():
@@ -160,68 +126,6 @@ def test_a_profile_counts_what_a_program_computes():
     assert profile.count_bytes("(f32[8,16]{1,0}, bf16[3]{0}, pred[], s8[5])") == 512 + 6 + 1 + 5
 
 
-@pytest.mark.slow
-def test_the_profile_shrunken(tmp_path):
-    sizes = json.dumps({"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "batch_size": 2})
-    argv = ["--profile", "--sizes", sizes, "--seconds", "0.05"]
-    path = REPOSITORY / "experiments/benchmarks/training.py"
-    done = run_command(str(path), *argv, cwd=tmp_path, deadline=120, JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stderr
-    kinds = [line for line in done.stdout.splitlines() if line.endswith("|")][2:8]
-    assert [line.split(" | ")[0].strip("| ") for line in kinds][0::5] == ["matrix products", "dispatch and idle"]
-    parts = [float(line.split(" | ")[1]) for line in kinds]
-    traced = float(re.search(r"while traced ([\d.]+) ms", done.stdout)[1])
-    assert all(part >= 0 for part in parts) and sum(parts) == pytest.approx(traced, abs=0.1)
-
-
-def test_all_benchmarks_in_one_table(tmp_path, text_file):
-    """A part that is there is not measured again, and each part has its place in the table."""
-    path = REPOSITORY / "experiments/benchmarks/all.sh"
-    parts = re.findall(r"^ *part ([\w-]+) +\d", path.read_text(), re.MULTILINE)
-    for name in parts:
-        (tmp_path / f"{name}.md").write_text(f"## {name}\n\nmeasured before\n")
-    command = ["bash", path, tmp_path, "--nanogpt", tmp_path, "--text", text_file]
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, env=env, check=True, timeout=120, stderr=subprocess.DEVNULL)
-    table = (tmp_path / "table.md").read_text()
-    assert re.match(r"# Benchmarks, \d{4}-\d\d-\d\d\n\n.+ cores?\. Python .+, jax \d", table), table
-    assert sorted(re.findall("^## (.+)\n\nmeasured before$", table, re.MULTILINE)) == sorted(parts)
-
-
-@pytest.mark.slow
-def test_the_compilation_benchmark_shrunken(tmp_path):
-    argv = ["--systems", "jaxgpt", "--sizes", SMALL, "--rounds", 1]
-    said, found = benchmark("compilation", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| jaxgpt |" in said and [len(found["jaxgpt"][kind]) for kind in ("cold", "warm")] == [1, 1]
-
-
-@pytest.mark.slow
-def test_the_speedrun_benchmark_shrunken(tmp_path, text_file):
-    tiny = {"n-layer": 1, "n-head": 1, "n-embd": 8, "block-size": 8}
-    short = {"batch-size": 2, "steps": 4, "eval-every": 2, "sample-prompt": "In"}
-    groups = {"model": tiny, "train": short, "optim": {"warmup-steps": 1}}
-    shrunken = [f"--{group}.{name}={value}" for group, fields in groups.items() for name, value in fields.items()]
-    argv = [text_file, "--seeds", 1, *shrunken]
-    said, (run,) = benchmark("speedrun", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| 0 |" in said and 0 < run["seconds"] <= run["whole"] and 0 < run["val_loss"] < 5
-
-
-@pytest.mark.slow
-def test_the_data_benchmark_shrunken(tmp_path, text_file):
-    pytest.importorskip("tokenizers")
-    argv = [text_file, "--megabytes", 0.02, "--gigabytes", 0.001, "--rounds", 1]
-    said, found = benchmark("data", *argv, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert len(found["rates"]) == 5 and all(mine[0][0] > 0 for _, mine, _ in found["rates"].values())
-    assert "to open a corpus" in said and found["corpus"][0] < 200
-
-
-@pytest.mark.slow
-def test_the_startup_benchmark_shrunken(tmp_path):
-    argv = ["--rounds", 1, "--trains", 1, "--peer-python", "false"]
-    said, found = benchmark("startup", *argv, deadline=300, JAXGPT_CACHE=str(tmp_path / "cache"))
-    assert "| jaxgpt --help |" in said and found["train"]["warm"][0]["at"]["the process ends"] > 0
-
-
 @pytest.fixture(scope="module")
 def pretrained(text_file, tmp_path_factory):
     """In place of the weights that an experiment starts from."""
@@ -230,19 +134,8 @@ def pretrained(text_file, tmp_path_factory):
     )
 
 
-# The same steps with other values: by `-m slow`.
-QUICK = {"quickstart"}
-some_experiments = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, id=short, marks=() if short in QUICK else pytest.mark.slow)
-        for name in list_experiments()
-        for short in [name.rsplit("/", 1)[-1]]
-    ],
-)
-
-
-@some_experiments
+@pytest.mark.slow
+@every_experiment
 def test_two_shrunken_steps(name, text_file, tmp_path, request):
     e = load_experiment(name)
     init_from = e.train.init_from and request.getfixturevalue("pretrained")
@@ -294,18 +187,7 @@ def test_a_studys_variants_can_be_compared(path):
 
 @pytest.mark.slow
 def test_running_the_file_is_training_it(text_file, tmp_path):
-    options = """
-        --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1
-        --train.steps 2 --train.batch-size 2 --train.sample-tokens 3 --run-dir here --data.path
-    """
-    done = run_command(
-        str(REPOSITORY / "experiments" / "sancho_mini.py"), *options.split(), str(text_file), cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "next: jaxgpt sample here" in done.stdout
-    assert (tmp_path / "here" / "experiment.json").is_file()
-
-
-def test_help_of_a_file(tmp_path):
-    done = run_command(str(FILES[0]), "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "--model.n-layer" in done.stdout
+    small = """--model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --optim.warmup-steps 1
+        --train.steps 2 --train.batch-size 2 --train.sample-tokens 3 --run-dir here --data.path""".split()
+    done = run_command(str(REPOSITORY / "experiments/sancho_mini.py"), *small, str(text_file), cwd=tmp_path)
+    assert done.returncode == 0 and "next: jaxgpt sample here" in done.stdout, done.stderr

@@ -20,6 +20,7 @@ def test_each_row_repeats_after_its_own_period(study):
     assert (study.TEST_BT[:, 24:] == study.TEST_BT[:, :24]).all()
 
 
+@pytest.mark.slow
 def test_no_mlp_is_trained_in_an_attention_only_model(study):
     _, init, step = study.make_step(1, False, 3)
     state = init(jax.random.key(0))

@@ -10,7 +10,6 @@ import pytest
 from jaxgpt.config import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.loop import train
-from jaxgpt.train import why_skipped
 
 
 def metrics(in_row=0, loss=1.0, norm=1.0):
@@ -110,15 +109,3 @@ def test_too_many_skipped_steps_in_a_row_end_the_run():
 def test_a_last_loss_that_is_not_finite_ends_the_run_unsaved():
     events, _, raised = run(TrainConfig(steps=2, eval_every=9), validate=lambda step, state: math.nan)
     assert str(raised) == "the last validation loss is nan" and of_saves(events) == []
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "why"),
-    [
-        (math.nan, math.nan, "loss is nan"),
-        (1.0, math.inf, "gradient norm is inf"),
-        (1.0, 8.0, "gradient norm 8 is 4.0 times its median"),
-    ],
-)
-def test_why_a_step_was_skipped(loss, norm, why):
-    assert why_skipped(metrics(loss=loss, norm=norm) | {"median": 2.0}) == why

@@ -41,12 +41,9 @@ def code_cells(notebook, start):
     return [c for c in notebook.cells if c.cell_type == "code" and c.source.startswith(start)]
 
 
-def test_all_are_tested():
-    assert sorted(p.name for p in NOTEBOOKS.iterdir()) == [f"{name}.ipynb" for name in NAMES]
-
-
 @every_notebook
 def test_a_clean_notebook(name):
+    assert sorted(p.name for p in NOTEBOOKS.iterdir()) == [f"{name}.ipynb" for name in NAMES]
     notebook = read(name)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)

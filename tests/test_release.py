@@ -41,21 +41,6 @@ def test_ci_runs_with_the_oldest_and_the_newest_python_of_the_classifiers():
     assert PROJECT["requires-python"] == f">={stated[0]}"
 
 
-def test_the_image_is_built_from_the_package_and_the_experiments():
-    kept = {line.removeprefix("!") for line in read(".dockerignore").splitlines() if line.startswith("!")}
-    assert kept == {"jaxgpt", "experiments/*.py", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]}
-    assert "\nCOPY experiments/*.py /opt/jaxgpt/experiments/\n" in read("Dockerfile")
-
-
-def test_commands_for_the_image_name_extras_and_experiments_that_it_has():
-    pages = [read(name) for name in ("Dockerfile", "docs/quickstart.md", "docs/devices.md")]
-    extras = re.findall(r"EXTRAS=([a-z,]+)", "".join(pages))
-    assert len(extras) >= 4 and set(",".join(extras).split(",")) <= set(PROJECT["optional-dependencies"])
-    assert any("tpu" in extra for extra in extras) and any("cuda" in extra for extra in extras)
-    (path,) = re.findall(r'--docker-image.*\n +--command "jaxgpt train (\S+)', pages[2])
-    assert path.startswith("/opt/jaxgpt/experiments/") and (REPOSITORY / path.removeprefix("/opt/jaxgpt/")).exists()
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     """The wheel, built from the source distribution, and the source distribution."""

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 
 import chex
 import jax
@@ -26,11 +25,11 @@ from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.log import RunLog
-from jaxgpt.runs.metrics import MetricsFile, read_metrics, rewind_metrics
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from jaxgpt.train import TrainState, init_skip_state
-from tests.helpers import chat_file, tiny_experiment
+from tests.helpers import tiny_experiment
 
 
 def losses(directory):
@@ -47,22 +46,12 @@ def experiment(text_file):
     return dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, dropout=0.2))
 
 
+TOLD = []  # what the callback of the run below was called with
+
+
 @pytest.fixture(scope="module")
 def run(experiment, tmp_path_factory):
-    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False)
-
-
-@pytest.mark.slow
-def test_the_mean_of_the_last_checkpoints(run):
-    """The run keeps its last two, at steps 4 and 6, and the best."""
-    steps = Checkpoints(run.directory / "checkpoints").steps()
-    assert steps[-2:] == [4, 6]
-    one, two = (load(run.directory, which="last").params, load(run.directory, average=1).params)
-    chex.assert_trees_all_equal(one, two)
-    mean = load(run.directory, average=2)
-    assert mean.step == 6 and mean.val_loss is None
-    earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, one)
-    chex.assert_trees_all_close(mean.params, jax.tree.map(lambda a, b: (a + b) / 2, one, earlier), rtol=1e-6, atol=1e-9)
+    return fit(experiment, tmp_path_factory.mktemp("runs") / "whole", progress=False, callbacks=[TOLD.append])
 
 
 def test_the_run_directory(run, experiment):
@@ -81,21 +70,29 @@ def test_the_run_directory(run, experiment):
     assert [x["step"] for x in lines if "val_loss" in x] == [3, 6] and lines[0]["tokens"] == 4 * 8
     seconds = [x["seconds"] for x in lines if "loss" in x]
     assert seconds == sorted(seconds)
+    assert [x for x in TOLD if "saved" not in x] == lines and TOLD[-1] == {"step": 6, "saved": 6}
 
 
-def test_kept_checkpoints_are_the_last_and_the_best(run):
+def test_kept_checkpoints_are_the_last_and_the_best_and_have_a_mean(run):
     steps = {int(p.name) for p in (run.directory / "checkpoints").iterdir()}
     best = min(val_losses(run.directory), key=lambda x: x[1])[0]
     assert steps == {4, 6, best}
     assert run.step == best and run.val_loss == min(v for _, v in val_losses(run.directory))
-    assert load(run.directory, which="last").step == 6
+    last, mean = load(run.directory, which="last"), load(run.directory, average=2)
+    assert last.step == mean.step == 6 and mean.val_loss is None
+    earlier = Checkpoints(run.directory / "checkpoints").restore_params(4, last.params)
+    expected = jax.tree.map(lambda a, b: (a + b) / 2, last.params, earlier)
+    chex.assert_trees_all_close(mean.params, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_run_samples_and_evaluates(run):
-    text = run.sample("lance", max_new_tokens=9, seed=1)
-    assert isinstance(text, str) and len(text) == 9
-    assert run.sample("lance", max_new_tokens=9, seed=1) == text
-    assert len(run.sample(["a", ""], max_new_tokens=3, top_k=2, top_p=0.9)) == 2
+def test_a_run_samples_streams_and_evaluates(run):
+    how = dict(max_new_tokens=40, seed=3)
+    text = run.sample("lance", **how)
+    stop = text[6:8]
+    before = text[: text.find(stop)]
+    assert len(text) == 40 and run.sample("lance", **how, stop=[stop]) == before
+    assert "".join(run.stream("lance", **how)) == text
+    assert "".join(run.stream("lance", **how, stop=[stop])) == before
     with pytest.raises(UserError, match="no prompts"):
         run.sample([])
     found = evaluate_run(run)
@@ -103,36 +100,17 @@ def test_a_run_samples_and_evaluates(run):
     assert found["bits_per_character"] == pytest.approx(found["loss"] / np.log(2))
 
 
-def test_stop_strings_streaming_and_a_draft(run):
-    text = run.sample("lance", max_new_tokens=40, seed=3)
-    stop = text[6:8]
-    before = text[: text.find(stop)]
-    assert run.sample("lance", max_new_tokens=40, seed=3, stop=[stop]) == before
-    assert "".join(run.stream("lance", max_new_tokens=40, seed=3)) == text
-    assert "".join(run.stream("lance", max_new_tokens=40, seed=3, stop=[stop])) == before
-    both = run.sample(["a", "lance"], max_new_tokens=40, seed=3, stop=[stop])
-    assert both[1] == before and stop not in both[0]
-    greedy = run.sample("lance", max_new_tokens=12, greedy=True)
-    assert run.sample("lance", max_new_tokens=12, greedy=True, draft=run) == greedy
-
-
 def test_drafted_samples_of_one_prompt_differ(run):
     how = dict(max_new_tokens=12, temperature=1.0, draft=run)
-    three = run.sample(["lance"] * 3, **how)
-    assert len(set(three)) == 3 and three[0] == run.sample("lance", **how)
-    assert run.sample(["lance", "a", "lance"], **how)[::2] == three[:2]
-    with pytest.raises(UserError, match="no prompts"):
-        run.sample([], **how)
+    first, _, third = run.sample(["lance", "a", "lance"], **how)
+    assert first != third and first == run.sample("lance", **how)
 
 
 @pytest.mark.parametrize(
     "how, said",
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: needs at least 1"),
-        ({"max_new_tokens": True}, "max_new_tokens=True: needs a whole number"),
         ({"seed": 2**32}, "seed=4294967296: needs at most 4,294,967,295"),
-        ({"top_k": 2.5}, "top_k=2.5: needs a whole number"),
-        ({"stop": [""]}, "a stop string is empty"),
     ],
 )
 def test_what_a_sample_refuses(run, how, said):
@@ -145,51 +123,13 @@ def test_what_a_sample_refuses(run, how, said):
 @pytest.mark.parametrize(
     "how, said",
     [
-        ({"which": "first"}, "which='first'"),
         ({"which": True}, "which=True: needs best, last or a step"),
         ({"which": 5}, r"which=5: .* needs a good checkpoint of that step, and has \["),
-        ({"average": 0}, "average=0: needs at least 1"),
-        ({"average": 9}, r"average=9: .* checkpoints, the last up to step 6"),
     ],
 )
 def test_what_load_refuses(run, how, said):
     with pytest.raises(UserError, match=said):
         load(run.directory, **how)
-
-
-def test_numbers_of_numpy_do_for_a_run(run):
-    text = run.sample("lance", max_new_tokens=9, seed=1, temperature=0.5)
-    assert run.sample("lance", max_new_tokens=np.int32(9), seed=np.int64(1), temperature=np.float32(0.5)) == text
-    assert load(run.directory, which=np.int64(6)).step == 6
-
-
-def test_nothing_to_score(run):
-    assert run.score([]) == [] and run.loglikelihood([]) == []
-    (score,) = run.score([""])
-    assert (score.logprobs, score.tokens, score.characters, score.bits) == ([], 0, 0, 0.0)
-    with pytest.raises(UserError, match="texts='of La M': needs a list of texts"):
-        run.score("of La M")
-    with pytest.raises(UserError, match="batch_size=0: needs at least 1"):
-        run.loglikelihood([([1], [2])], batch_size=0)
-    with pytest.raises(UserError, match="pair 1 has an empty context: put a start token there"):
-        run.loglikelihood([([1], [2]), ([], [2])])
-
-
-def test_scores_are_the_evaluations(run, tmp_path):
-    """Within one window: bits by the loss; the first token is not counted."""
-    text = "of La M"
-    (score,) = run.score([text])
-    path = tmp_path / "t.txt"
-    path.write_text(text)
-    loss = evaluate_run(run, str(path))["loss"]
-    assert score.tokens == score.characters == len(text) - 1 and np.isnan(score.logprobs[0])
-    assert score.bits_per_character == score.bits_per_token == pytest.approx(loss / np.log(2), rel=1e-5)
-
-
-def test_fewer_bits_hardly_change_the_loss(run):
-    exact = evaluate_run(run)["loss"]
-    for weights in ("float32", "bfloat16", "int8"):
-        assert evaluate_run(run.for_decoding(weights))["loss"] == pytest.approx(exact, abs=0.02)
 
 
 class Killed(BaseException):
@@ -228,33 +168,6 @@ def test_the_best_so_far_is_known_after_a_resume(experiment, tmp_path, monkeypat
     assert Checkpoints(tmp_path / "r/checkpoints").steps() == [2, 6]  # the best, and the last
 
 
-@pytest.mark.slow
-def test_conversations_resume_bit_for_bit_too(tmp_path, monkeypatch):
-    """And replay, evaluate, and are asked as they were learnt."""
-    e = tiny_experiment(chat_file(tmp_path), steps=4, eval_every=4)
-    e = dataclasses.replace(e, model=dataclasses.replace(e.model, n_layer=1, block_size=112))
-    whole = fit(e, tmp_path / "whole", progress=False)
-    monkeypatch.setattr(MetricsFile, "write", _raise_at(MetricsFile.write, step=4))
-    with pytest.raises(Killed):
-        fit(e, tmp_path / "resumed", progress=False)
-    monkeypatch.undo()
-    resumed = fit(e, tmp_path / "resumed", progress=False)
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 4
-    chex.assert_trees_all_equal(resumed.params, whole.params)
-
-    assert replay(tmp_path / "whole", 2).equal
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("\n".join(Path(e.data.path).read_text().splitlines()[36:]))
-    assert evaluate_run(whole, str(held_out))["loss"] == pytest.approx(whole.val_loss, rel=1e-6)
-    end = whole.tokenizer.encode("\x03").tolist()
-    prompts = whole.prompt_format
-    assert prompts.stop_tokens(chat=True) == end and prompts.stop_tokens(chat=False) == []
-    assert whole.tokenizer.decode(prompts.encode(["1 and 0?"], chat=True)[0][0]) == "User:\n1 and 0?\x03\nAssistant:\n"
-    (tmp_path / "whole/tokenizer_config.json").write_text('{"chat_template": "other"}')
-    with pytest.raises(UserError, match="is not the one that the run was trained with: put back"):
-        load(tmp_path / "whole").sample("1", chat=True)
-
-
 def _raise_at(write, step):
     def guarded(self, **values):
         if values["step"] >= step:
@@ -279,8 +192,8 @@ def test_a_run_whose_directory_is_deleted_ends(experiment, tmp_path, monkeypatch
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path, number):
+def test_a_signal_saves_and_says_how_to_go_on(experiment, tmp_path):
+    number = signal.SIGTERM
     long = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=100_000))
     directory = tmp_path / "signalled"
 
@@ -318,20 +231,11 @@ def test_fit_and_load_set_up_the_process_unless_they_are_asked_not_to(run, exper
     assert calls == ["set up", "set up"] * setup
 
 
-def test_callbacks_take_lines_and_saves(experiment, tmp_path):
-    lines = []
-    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
-    run = fit(short, tmp_path / "r", progress=False, callbacks=[lines.append])
-    assert lines[-1] == {"step": 2, "saved": 2}
-    assert lines[:-1] == read_metrics(run.directory / "metrics.jsonl")
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
+def test_a_run_is_trained_longer(experiment, tmp_path):
     """As if its first schedule had been given from the start; where the rate rises again, it has to be confirmed."""
 
     def of(steps, **optim):
-        optim = {"schedule": schedule, "warmup_steps": None} | optim
+        optim = {"schedule": "cosine", "warmup_steps": None} | optim
         return dataclasses.replace(
             experiment,
             optim=dataclasses.replace(experiment.optim, **optim),
@@ -341,14 +245,13 @@ def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
     directory = tmp_path / "run"
     fit(of(4), directory, progress=False)
     before = (directory / "experiment.json").read_bytes()
-    if schedule == "cosine":
-        said = r"cosine schedule ends at step 4 with a learning rate of 0.000.*rises to 0.000.* add --extend"
-        with pytest.raises(UserError, match=said):
-            fit(of(6), directory, progress=False)
-        assert (directory / "experiment.json").read_bytes() == before
+    said = r"cosine schedule ends at step 4 with a learning rate of 0.000.*rises to 0.000.* add --extend"
+    with pytest.raises(UserError, match=said):
+        fit(of(6), directory, progress=False)
+    assert (directory / "experiment.json").read_bytes() == before
     with pytest.raises(UserError, match="another configuration: train.steps 4 -> 6"):
         fit(of(6), directory, progress=False, extend=False)
-    longer = fit(of(6), directory, progress=False, extend=True if schedule == "cosine" else None)
+    longer = fit(of(6), directory, progress=False, extend=True)
     assert longer.step == 6 and longer.experiment.train.steps == 6 and longer.experiment.optim.horizons == (4,)
     whole = fit(of(6, horizons=(4,)), tmp_path / "whole", progress=False)
     assert losses(directory) == losses(whole.directory) and len(losses(directory)) == 6
@@ -358,20 +261,6 @@ def test_a_run_is_trained_longer(experiment, schedule, tmp_path):
     assert again.step == longer.step and replay(directory, 3).equal and replay(directory, 6).equal
     with pytest.raises(UserError, match="another configuration: .*train.steps 6 -> 4"):
         fit(of(4), directory, progress=False)
-
-
-def test_what_goes_wrong_before_the_first_step_closes_the_log(run, experiment, monkeypatch):
-    logs = []
-
-    def say(self, text):
-        logs.append(self)
-        raise Killed
-
-    monkeypatch.setattr(RunLog, "say", say)
-    with pytest.raises(Killed):
-        fit(experiment, run.directory)
-    (log,) = logs
-    assert log._file._file.closed and not log._bar.live.is_started
 
 
 def test_all_processes_have_the_same_steps_in_flight(experiment, tmp_path, monkeypatch):
@@ -410,32 +299,14 @@ def test_other_data_is_refused_though_the_path_may_change(run, experiment, tmp_p
 
 def test_fresh_moves_the_old_run_aside_and_the_newest_is_the_default(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    short = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=2, eval_every=2))
     for _ in range(2):
-        run = jaxgpt.fit(short, fresh=True, progress=False)
+        run = jaxgpt.fit(experiment, fresh=True, progress=False)
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"tiny", "tiny.old-1"}
-    assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == 2
+    assert str(run.directory) == "runs/tiny" and load("runs/tiny.old-1").step == run.step
     assert jaxgpt.load().directory.name.startswith("tiny")
 
 
-def test_a_directory_that_is_no_run_is_not_touched(experiment, tmp_path):
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="exists and is not a run directory"):
-        fit(experiment, tmp_path, progress=False)
-    with pytest.raises(UserError, match="exists and is not a run directory"):
-        fit(experiment, tmp_path / "thesis.tex", progress=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_bad_data_leaves_no_directory(experiment, tmp_path):
-    missing = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path="nowhere.txt"))
-    small = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=5))
-    for wrong, said in ((missing, "no file or folder"), (small, "model.vocab_size=5 is less than the tokenizer's")):
-        with pytest.raises(UserError, match=said):
-            fit(wrong, tmp_path / "r", progress=False)
-    assert not list(tmp_path.iterdir())
-
-
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tmp_path):
     wild = dataclasses.replace(
         experiment,
@@ -447,17 +318,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing(experiment, tm
         fit(wild, tmp_path / "r", progress=False)
     with pytest.raises(UserError, match="has no checkpoint"):
         load(tmp_path / "r")
-
-
-def test_load_tells_what_is_wrong(tmp_path, monkeypatch, run):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run under runs/"):
-        load()
-    with pytest.raises(UserError, match=r"none is not a run directory: there is no such directory"):
-        load("none")
-    (tmp_path / "experiment.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match="has format 99"):
-        load(tmp_path)
 
 
 def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
@@ -473,15 +333,3 @@ def test_a_save_is_of_its_step_though_the_state_moves_on(tmp_path):
     checkpoints.wait()
     assert float(checkpoints.restore_params(1, state.params)["w"].max()) == 0.0
     checkpoints.close()
-
-
-def test_metrics_files(tmp_path):
-    path = tmp_path / "m.jsonl"
-    metrics = MetricsFile(path)
-    for step in (1, 2, 3):
-        metrics.write(step=step, loss=float("nan") if step == 2 else 1.0)
-    metrics.close()
-    path.write_text(path.read_text() + '{"step": 4, "lo')  # cut short by a kill
-    assert [x["loss"] for x in read_metrics(path)] == [1.0, None, 1.0]
-    rewind_metrics(path, 2)
-    assert [x["step"] for x in read_metrics(path)] == [1, 2]

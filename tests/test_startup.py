@@ -4,13 +4,10 @@ import dataclasses
 import importlib.util
 import json
 import os
-import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxgpt.cli.train import run_experiment, train
 from jaxgpt.config.presets import quickstart
 from jaxgpt.parallel import jax_setup
 from jaxgpt.parallel.jax_setup import enable_compilation_cache
@@ -28,12 +25,7 @@ def imported(code, tmp_path, *argv):
     return {name.partition(".")[0] for name in lines} & set(HEAVY)
 
 
-def test_importing_jaxgpt_imports_nothing_heavy(tmp_path):
-    assert imported("import jaxgpt", tmp_path) == set()
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
-def test_help_imports_no_jax(tmp_path, argv):
+def test_help_imports_no_jax(tmp_path):
     code = """
 import sys
 from jaxgpt.__main__ import main
@@ -42,7 +34,7 @@ try:
 except SystemExit as e:
     assert not e.code
 """
-    assert imported(code, tmp_path, *argv) <= {"rich"}  # which draws the options
+    assert imported(code, tmp_path, "train", "--help") <= {"rich"}  # which draws the options
 
 
 def test_the_loop_imports_what_it_needs_for_the_first_step(tmp_path):
@@ -57,7 +49,7 @@ def test_libtpu_without_a_tpu_is_quiet(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("devices", [["accel0"], ["vfio/0", "vfio/vfio"], ["vfio/vfio"], []])
+@pytest.mark.parametrize("devices", [["accel0"], ["vfio/0", "vfio/vfio"], ["vfio/vfio"]])
 def test_a_tpu_keeps_its_own_settings(devices, tmp_path, monkeypatch):
     for name in devices:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -67,29 +59,6 @@ def test_a_tpu_keeps_its_own_settings(devices, tmp_path, monkeypatch):
     jax_setup.quiet_libtpu()
     assert os.environ["TPU_WORKER_ID"] == "3"
     assert ("TPU_ACCELERATOR_TYPE" in os.environ) == (set(devices) <= {"vfio/vfio"})
-
-
-class Left(Exception):
-    """Leaves a command where it first needs a device."""
-
-
-@pytest.mark.parametrize("command", ["train", "run_experiment"])
-def test_a_command_sets_up_malloc_before_the_first_device(command, monkeypatch):
-    """40 ms of each step of nanoGPT's CPU configuration are in it."""
-    events = []
-
-    def first_device():
-        events.append("device")
-        raise Left
-
-    monkeypatch.setattr(jax_setup, "_is_set_up", False)
-    monkeypatch.setattr(jax_setup, "_tune_malloc", lambda **options: events.append(sorted(options)))
-    monkeypatch.setattr(jax_setup, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr("jaxgpt.fitting.first_device", first_device)
-    monkeypatch.setattr("sys.argv", ["quickstart.py"])
-    with pytest.raises(Left):
-        train(experiment=quickstart()) if command == "train" else run_experiment(quickstart())
-    assert events == [["M_MMAP_MAX", "M_TOP_PAD", "M_TRIM_THRESHOLD"], "device"]
 
 
 # How many times XLA compiled each program of a run, and how many it read from the cache.
@@ -138,32 +107,11 @@ def test_a_resumed_run_finds_the_step_compiled():
 
 
 def test_the_cache_of_compiled_programs_is_bounded(tmp_path, monkeypatch, private_cache):
-    """The bound that is set is kept: with room for two programs the least recently used of three goes."""
-    from jax._src import compilation_cache
-
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path))
     try:
         enable_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
         assert 2**28 <= jax.config.jax_compilation_cache_max_size <= 2**33
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()
-
-        def programs():
-            return {path.name for path in (tmp_path / "xla").glob("*-cache")}
-
-        def held():
-            return sum(path.stat().st_size for path in (tmp_path / "xla").glob("*-cache"))
-
-        jax.jit(lambda x: jnp.sin(x) + 1)(1.0)
-        (oldest,) = programs()
-        jax.config.update("jax_compilation_cache_max_size", int(2.5 * held()))
-        compilation_cache.reset_cache()  # as the next process
-        for number in range(2, 5):
-            time.sleep(0.01)
-            jax.jit(lambda x, number=number: jnp.sin(x) + number)(1.0)
-        assert oldest not in programs() and 1 <= len(programs()) <= 2, os.listdir(tmp_path / "xla")
-        assert held() <= jax.config.jax_compilation_cache_max_size
     finally:
         keep_compiled(private_cache)  # as it was
-        compilation_cache.reset_cache()

@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 
-from jaxgpt.errors import UserError
 from jaxgpt.runs.metrics import read_metrics
 from tests.helpers import script
 from tests.tools.written_run import STEPS, write_run
@@ -110,27 +109,10 @@ def test_following_a_run_that_is_killed_and_resumed_sends_each_value_once(run, k
     assert sorted(filter(None, kept)) == sorted([*expected(run), (2, "val_loss", 3.0)])
 
 
-def test_following_ends_when_the_run_is_started_over(run, kept, monkeypatch):
-    def fresh():
-        run.rename(run.with_name("aside"))
-        write_run(run)
-
-    with pytest.raises(UserError, match="started over with --fresh"):
-        follow(run, monkeypatch, fresh, lambda: None)
-
-
-def test_a_damaged_record_of_what_was_sent_is_refused(run, kept):
-    (run / "tracked-wandb.json").write_text('{"key": "a", "sent": {"loss": "many"}}')
-    with pytest.raises(UserError, match="tracked-wandb.json is damaged: delete it"):
-        track(run, "wandb")
-
-
 def test_tensorboard_gets_each_value_once_however_often_it_is_called(run):
     pytest.importorskip("tensorboardX", reason="of the extra tensorboard")
     from tensorboardX.proto.event_pb2 import Event
 
-    (run / "tensorboard").mkdir()
-    (run / "tensorboard/events.out.tfevents.1.earlier").touch()
     for _ in range(2):
         assert track(run, "tensorboard") == len(expected(run))
     (file,) = (run / "tensorboard").iterdir()
@@ -141,14 +123,10 @@ def test_tensorboard_gets_each_value_once_however_often_it_is_called(run):
         at += 12 + size + 4
     scalars = [(e.step, v.tag, v.simple_value) for e in found for v in e.summary.value if v.WhichOneof("value")]
     assert sorted(scalars) == [(step, name, np.float32(value)) for step, name, value in expected(run)]
-    times = {e.step: e.wall_time for e in found if e.step}
-    assert times[2] - times[1] == pytest.approx(0.5, abs=1e-3)
-    tags = {v.tag: v.metadata for e in found for v in e.summary.value}
-    assert b"optim.learning_rate" in tags["_hparams_/session_start_info"].plugin_data.content
 
 
 class FakeRun:
-    """A run of W&B, which takes the step as a value, or of trackio; it keeps what it gets."""
+    """A run of W&B, which takes the step as a value; it keeps what it gets."""
 
     def __init__(self):
         self.logged, self.is_finished = [], False
@@ -156,57 +134,34 @@ class FakeRun:
     def define_metric(self, name, *, step_metric=None):
         pass
 
-    def log(self, values, step=None):
-        step = values.pop("step") if step is None else step
+    def log(self, values):
+        step = values.pop("step")
         self.logged += [(step, name, value) for name, value in values.items()]
 
     def finish(self):
         self.is_finished = True
 
 
-def fake_service(name, runs):
-    """Return a module with the signature that is used: (project, name and key, config) -> a run."""
+def test_a_second_call_continues_the_run_with_what_is_new(run, monkeypatch):
+    runs = []
 
-    def wandb(*, project, name, id, resume, config, settings):
+    def init(*, project, name, id, resume, config, settings):
         assert resume == "allow" and settings == {"console": "off", "x_disable_stats": True, "x_disable_meta": True}
         runs.append((project, id, config, FakeRun()))
         return runs[-1][-1]
 
-    def trackio(*, project, name, config, resume, embed, auto_log_gpu, auto_log_cpu):
-        assert resume == "allow" and not (embed or auto_log_gpu or auto_log_cpu)
-        runs.append((project, name.rpartition("-")[2], config, FakeRun()))
-        return runs[-1][-1]
-
-    return types.SimpleNamespace(init=wandb if name == "wandb" else trackio, Settings=dict, Error=RuntimeError)
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_second_call_continues_the_run_with_what_is_new(run, monkeypatch, name):
-    runs = []
-    monkeypatch.setitem(sys.modules, name, fake_service(name, runs))
-    first = track(run, name, project="mine")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict, Error=RuntimeError))
+    first = track(run, "wandb", project="mine")
     write(run / "metrics.jsonl", loss(3))
-    assert first + 2 == len(expected(run)) and track(run, name, project="mine") == 2
+    assert first + 2 == len(expected(run)) and track(run, "wandb", project="mine") == 2
     one, two = runs
     assert one[:3] == two[:3] and one[0] == "mine" and one[2]["model.n_layer"] == 1
-    assert one[1] == json.loads((run / f"tracked-{name}.json").read_text())["key"]
+    assert one[1] == json.loads((run / "tracked-wandb.json").read_text())["key"]
     assert sorted(one[3].logged + two[3].logged) == expected(run) and two[3].is_finished
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_named(run, monkeypatch, capsys, name):
-    package = {"tensorboard": "tensorboardX"}.get(name, name)
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_is_named(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(SystemExit) as left:
-        module.main([str(run), "--to", name])
-    assert left.value.code == 2 and f"python -m pip install {package}" in capsys.readouterr().err
-
-
-def test_an_account_that_is_missing_is_said_in_a_line(run, monkeypatch):
-    def refuse(**_):
-        raise RuntimeError("No API key configured. Use `wandb login` to log in.\nsecond line")
-
-    fake = types.SimpleNamespace(init=refuse, Settings=dict, Error=RuntimeError)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(UserError, match="W&B: No API key configured"):
-        track(run, "wandb")
+        module.main([str(run), "--to", "tensorboard"])
+    assert left.value.code == 2 and "python -m pip install tensorboardX" in capsys.readouterr().err

@@ -5,7 +5,6 @@ import functools
 import importlib
 import itertools
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 from jaxgpt.config import Experiment, GPTConfig, OptimConfig
 from jaxgpt.data.pipeline import training_batches, validation_batches
-from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer
+from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.optim import learning_rate, muon_labels
@@ -39,8 +38,7 @@ CONFIG = encoder_decoder.EncoderDecoderConfig(
 EVERY = {
     "2017": {},
     "modern": {"norm_position": "pre", "position": "rope", "norm": "rmsnorm", "qk_norm": True, "n_kv_head": 1},
-    "sandwich": {"norm_position": "sandwich", "activation": "swiglu", "position": "learned"},
-    "parallel": {"norm_position": "pre", "parallel_residual": True, "remat": "full"},
+    "sandwich": {"norm_position": "sandwich", "activation": "swiglu", "position": "learned", "remat": "full"},
 }
 SOURCE = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 SEGMENTS = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
@@ -62,6 +60,7 @@ def logits(model, params, target, source, segments=None, target_segments=None):
     return model.apply({"params": params}, target, **read)
 
 
+@pytest.mark.slow
 def test_who_reads_whom(model):
     """By the gradient of a token's features to every embedding: the target up to itself, the source but for padding."""
     model, params = model
@@ -120,15 +119,6 @@ def test_cached_equals_uncached(model):
         np.testing.assert_allclose(one[:, 0], whole[:, t], **FLOAT32_REORDERED)
 
 
-def test_what_the_model_refuses():
-    model, params = make_model(CONFIG)
-    with pytest.raises(UserError, match="needs source_BS"):
-        model.apply({"params": params}, TARGET)
-    for change in ({"scan_layers": True}, {"sliding_window": 4}):
-        with pytest.raises(UserError, match="an encoder-decoder has neither"):
-            dataclasses.replace(CONFIG, **change)
-
-
 # The paper's numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +160,7 @@ def with_opinions(config, seed):
     return model, jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
 
 
-@pytest.mark.parametrize("alpha", [0.6, *(pytest.param(a, marks=pytest.mark.slow) for a in (0.0, 2.0))])
+@pytest.mark.parametrize("alpha", [0.6, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     """Every target of up to block_size tokens, scored by the whole model."""
     model, params = with_opinions(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), 3)
@@ -193,9 +183,10 @@ def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     assert len({tuple(text) for text in found.tokens[0]}) == len(found.tokens[0])  # none twice
 
 
+@pytest.mark.slow
 def test_one_beam_is_greedy_and_the_batch_does_not_matter():
     model, params = with_opinions(CONFIG, 1)
-    sources = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3], [5, 8]]
+    sources = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     found = search(model, params, sources, beams=1, length_penalty=0.0)
     for source, (written,) in zip(sources, found.tokens, strict=True):
         target = [START]
@@ -237,21 +228,6 @@ def path(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "raw, said",
-    [
-        (b"a\tb\nonly one\n", ":2: got 'only one', needs two texts with one tab"),
-        (b"a\tb\tc\n", "needs two texts with one tab"),
-        (b"\tb\n", "needs two texts"),
-        (b"a\tb\na\t\xf1o\n", ":2 is not UTF-8 text: byte 0xf1"),
-    ],
-)
-def test_lines_that_will_not_do(tmp_path, raw, said):
-    (tmp_path / "bad.tsv").write_bytes(raw)
-    with pytest.raises(UserError, match=said):
-        list(pairs.read_pairs(tmp_path / "bad.tsv"))
-
-
 def test_each_pair_once_an_epoch_and_whole(path):
     """Sources lie apart, with the number of the target that is made of them; what is too long is left out."""
     assert list(pairs.read_pairs(path)) == TEXTS
@@ -273,32 +249,22 @@ def test_each_pair_once_an_epoch_and_whole(path):
         assert sorted(found) == sorted(TEXTS)
     short = pairs.Pairs.encode(TEXTS, tokenizer, 6)
     assert short.left_out == sum(max(len(source), len(target) + 1) > 6 for source, target in TEXTS) > 0
-    with pytest.raises(UserError, match="no single token for a tab"):
-        pairs.target_ids(IdTokenizer(5))
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_prepared_and_split(path, tokenizer):
-    config = pairs.PairsConfig(path=str(path), tokenizer=tokenizer, bpe_vocab_size=270, val_fraction=0.25)
+    config = pairs.PairsConfig(path=str(path), tokenizer="byte", val_fraction=0.25)
     dataset = config.open_dataset(GPTConfig(block_size=16))
     assert len(dataset.train.lengths) == 30 and len(dataset.val.lengths) == 10
     assert dataset.tokenizer.decode(dataset.val.read(0)[0]) == "\t".join(TEXTS[30]) + "\n"
-    with pytest.raises(UserError, match="no pair fits into block_size=1"):
-        config.open_dataset(GPTConfig(block_size=1))
+    path.write_text("a\tb\nonly one\n")
+    with pytest.raises(UserError, match=":2: got 'only one', needs two texts with one tab"):
+        list(pairs.read_pairs(path))
 
 
 @pytest.mark.parametrize(
     "n, words",
     [
-        (0, "cero"),
         (16, "dieciséis"),
         (21, "veintiuno"),
-        (100, "cien"),
-        (715, "setecientos quince"),
         (21_000, "veintiún mil"),
         (31_022, "treinta y un mil veintidós"),
-        (101_101, "ciento un mil ciento uno"),
-        (1_001_001, "un millón mil uno"),
         (121_500_900, "ciento veintiún millones quinientos mil novecientos"),
     ],
 )
@@ -311,9 +277,6 @@ def test_the_numbers():
     numbers = [int(digits) for _, digits in found[::2]]
     assert found[1::2] == [(digits, words) for words, digits in found[::2]]
     assert len(set(numbers)) == len({words for words, _ in found[::2]}) == pairs.COUNT
-    assert [words for words, _ in found[:2000:2]] == [pairs.spell_number(n) for n in numbers[:1000]]
-    # What is held out at 0.05, as the experiment does: whole numbers, both ways, and none that is trained on.
-    assert int(2 * pairs.COUNT * (1.0 - 0.05)) == 380_000
 
 
 # From the file to the target -------------------------------------------------------------------------------------------
@@ -336,56 +299,22 @@ def trained(tmp_path_factory):
     return experiment, fit(experiment, directory / "run", progress=False)
 
 
-def test_a_run_is_opened_and_extended(trained):
+@pytest.mark.slow
+def test_a_run_is_opened_extended_and_translates(trained):
     """Its classes are named in experiment.json, and found again."""
     experiment, run = trained
     record = json.loads((run.directory / "experiment.json").read_text())["experiment"]
     assert record["model"]["class"] == "encoder_decoder:EncoderDecoderConfig"
     again = load(run.directory, which="last")
     assert again.experiment.model == experiment.model and again.experiment.data == experiment.data
-    longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=10))
-    assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
-    done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
-    assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr
-
-
-def test_a_target_that_the_run_writes_is_exact(trained):
-    _, run = trained
     sources = ["abc", "d", "ca", "bb"]
     written = translate.translate(run, sources)
     assert written == translate.translate(run, sources[::-1])[::-1] and all(len(text) <= 8 for text in written)
     fits = [(source, text) for source, text in zip(sources, written, strict=True) if text and len(text) < 8]
     spoilt = [*fits, ("aa", "AAAA" if translate.translate(run, ["aa"]) != ["AAAA"] else "B")]
-    split = pairs.Pairs.encode(spoilt, run.tokenizer, 8)
-    right, missed = translate.count_exact(run, split)
+    right, missed = translate.count_exact(run, pairs.Pairs.encode(spoilt, run.tokenizer, 8))
     assert right == len(fits) and [(source, target) for source, target, _ in missed] == spoilt[-1:]
-
-
-def test_all_targets_of_a_run_that_is_always_right_are_exact(monkeypatch):
-    """In batches of any size, to the last token of the context; and none where the end is missing."""
-    tokenizer = ByteTokenizer()
-    texts = [("a" * 20, "b" * 4), ("c" * 4, "d" * 20), ("e", "f"), ("g" * 3, "h" * 28), ("i" * 28, "j" * 3)]
-    known, run = dict(texts), types.SimpleNamespace(tokenizer=tokenizer)
-    for size, wrong in itertools.product((1, 2, 256), ("", "z")):
-        monkeypatch.setattr(translate, "PAIRS_AT_ONCE", size)
-        monkeypatch.setattr(
-            translate,
-            "search",
-            lambda run, sources, beams, wrong=wrong: [
-                tokenizer.encode(known[tokenizer.decode(source)] + wrong).tolist() for source in sources
-            ],
-        )
-        right, missed = translate.count_exact(run, pairs.Pairs.encode(texts, tokenizer, 32))
-        assert (right, len(missed)) == ((5, 0) if not wrong else (0, 5))
-
-
-@pytest.mark.slow
-def test_the_programs_run(trained, tmp_path):
-    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --train.steps 2"
-    more = f"--optim.warmup-steps 1 --train.batch-size 2 --data.path {trained[0].data.path} --data.tokenizer char"
-    done = run_command(str(FOLDER / "train.py"), *options.split(), *more.split(), "--run-dir", "r", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = run_command(str(FOLDER / "translate.py"), "r", "--beams", "2", cwd=tmp_path)
-    assert done.returncode == 0 and "of 6 pairs exact" in done.stdout, done.stderr
-    done = run_command(str(FOLDER / "translate.py"), "r", "abc", "d", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("\n") == 2, done.stderr
+    longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=10))
+    assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
+    done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
+    assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr

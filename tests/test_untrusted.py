@@ -58,19 +58,6 @@ def test_a_flipped_bit_of_a_record_is_told_or_changes_nothing(recorded):
     assert told > 130
 
 
-def test_a_record_that_was_changed_by_hand_says_what_to_do(recorded, tmp_path):
-    body = json.loads((recorded / "experiment.json").read_text())
-    assert list(body)[:2] == ["format", "sha256"]
-    body["experiment"]["train"]["seed"] = 7
-    path = tmp_path / "experiment.json"
-    path.write_text(json.dumps(body))
-    with pytest.raises(UserError, match='is not what was written.*Restore a copy, or.*delete its "sha256"'):
-        read_metadata(tmp_path)
-    del body["sha256"]  # as older versions wrote it
-    path.write_text(json.dumps(body, indent=4))
-    assert read_metadata(tmp_path).given.train.seed == 7
-
-
 def test_only_the_experiment_that_the_user_names_is_run():
     """eval, exec and their kin; numpy.load has a pickle in it unless told otherwise."""
     found = set()
@@ -96,34 +83,21 @@ def targets(tmp_path_factory):
     return directory, found, {*directory.rglob("*"), *(path for _, path, _ in found.values())}
 
 
-NAMES = [
-    "experiment.json",
-    "configuration",
-    "tokenizer.json, ours",
-    "tokenizer.json, BPE",
-    ".bin",
-    "a model's config.json",
-    "safetensors",
-    "safetensors index",
-    "conversations",
-    "GGUF",
-    "tokenizer_config.json",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_good_files_are_good(targets, name):
-    assert all(fuzz.attempt(name, targets[1][name], good) for good in targets[1][name][2])
+NAMES = (
+    "experiment.json|configuration|tokenizer.json, ours|tokenizer.json, BPE|.bin|a model's config.json|safetensors|"
+    "safetensors index|conversations|GGUF|tokenizer_config.json"
+).split("|")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_or_an_error_in_words(targets, name):
-    """150 mutations each, the same on every run."""
+    """Of the good files a value; 100 mutations of each, the same on every run."""
     directory, found, known = targets
     assert found.keys() == set(NAMES)
+    assert all(fuzz.attempt(name, found[name], good) for good in found[name][2])
 
     @given(st.integers(0, 2**64))
-    @settings(derandomize=True, max_examples=150, deadline=None, database=None)
+    @settings(derandomize=True, max_examples=100, deadline=None, database=None)
     def attempt(seed):
         fuzz.attempt(name, found[name], fuzz.one(random.Random(seed), found[name][2]))
 
@@ -145,7 +119,7 @@ LEAVES = [
 
 
 @given(st.sampled_from(LEAVES), JSON)
-@settings(derandomize=True, max_examples=200, deadline=None, database=None)
+@settings(derandomize=True, max_examples=100, deadline=None, database=None)
 def test_any_json_in_any_field(leaf, value):
     values = dataclasses.asdict(tiny_experiment("t.txt"))
     values[leaf[0]][leaf[1]] = value
@@ -156,13 +130,6 @@ def test_any_json_in_any_field(leaf, value):
     else:
         values[leaf[0]][leaf[1]] = tuple(value) if isinstance(value, list) else value  # such as optim.horizons
         assert dataclasses.asdict(experiment) == values
-
-
-@given(JSON)
-@settings(derandomize=True, max_examples=100, deadline=None, database=None)
-def test_any_json_is_no_experiment(value):
-    with pytest.raises(UserError):
-        from_dict(Experiment, value)
 
 
 @pytest.mark.parametrize("read", [lambda p: read_json(p, 2**20), load_tokenizer, read_metrics])
@@ -188,12 +155,9 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path, read):
     ("text", "said"),
     [
         ('{"a": 1, "a": 2}', "'a' appears twice"),
-        ('{"b": {"a": 1, "a": 1}}', "'a' appears twice"),
         ("[NaN]", "NaN is not JSON"),
-        ("[-Infinity]", "-Infinity is not JSON"),
         ("[" * 10**6, "nested too deeply"),
         ("1" * 5000, "4300"),
-        ("", "Expecting value"),
         ("\ufeff{}", "BOM"),
     ],
 )
@@ -217,23 +181,10 @@ def test_many_keys_are_compared_in_one_pass():
 def test_what_is_written_as_json_is_strict():
     """Whatever a result holds, at any depth; which number it was is kept where it is asked for."""
     value = {"a": math.nan, "b": [math.inf, (-math.inf, 1.5)], "c": "ñ", "d": None}
-    assert json.loads(render_json(value), parse_constant=pytest.fail) == {
-        "a": None,
-        "b": [None, [None, 1.5]],
-        "c": "ñ",
-        "d": None,
-    }
+    read = json.loads(render_json(value), parse_constant=pytest.fail)
+    assert read == {"a": None, "b": [None, [None, 1.5]], "c": "ñ", "d": None}
     assert json.loads(render_json(value, not_finite=str))["b"] == ["inf", ["-inf", 1.5]]
     assert render_json(value).isascii() and "ñ" in render_json(value, ensure_ascii=False)
-
-
-def test_results_are_written_as_json_in_one_place():
-    """`json.dumps` writes NaN, which no other program reads."""
-    for module, tree in modules():
-        if module.startswith(("cli.", "tools.")) or module == "runs.autopsy":
-            if module in ("tools.html_page", "tools.evaluate.lm_eval_model"):
-                continue  # others' formats
-            assert "json" not in set(imports(tree)), module
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -1,6 +1,6 @@
 """Many command lines for the price of one start: a process that has imported everything forks for each of them.
 
-`python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline", "closed"}, and answers {"returncode",
+`python -m tests.zygote` reads a request a line, {"argv", "cwd", "env", "deadline"}, and answers {"returncode",
 "stdout", "stderr"}. A fork starts where a fresh `python -m jaxgpt` is once its imports are done: no device has
 been started. What is read at import (JAX_PLATFORMS, PYTHONIOENCODING) needs a fresh process: see `fresh`.
 """
@@ -17,17 +17,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
 
 DEADLINE = 60.0  # seconds, then SIGKILL: a command that hangs is a failure
-NO_CACHE = {
-    "PYTHONDONTWRITEBYTECODE": "1"
-}  # of what an experiment file imports from its folder: bad input writes nothing
-KILLED = -signal.SIGKILL
+# Of what an experiment file imports from its folder: bad input writes nothing.
+NO_CACHE = {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Zygote:
@@ -43,12 +40,10 @@ class Zygote:
             text=True,
         )
 
-    def run(
-        self, argv: list[str], cwd: Path, deadline: float = DEADLINE, closed: Sequence[int] = (), **env: str | None
-    ):
-        """Like `fresh`. A value None unsets a variable. closed: numbers of the standard streams that are."""
+    def run(self, argv: list[str], cwd: Path, deadline: float = DEADLINE, **env: str | None):
+        """Like `fresh`. A value None unsets a variable."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline, "closed": list(closed)}
+        request = {"argv": argv, "cwd": str(cwd), "env": env, "deadline": deadline}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return subprocess.CompletedProcess(argv, **json.loads(self._process.stdout.readline()))
@@ -78,9 +73,6 @@ def _child(request: dict) -> int:
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    for number in request["closed"]:
-        os.close(number)
-        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
     sys.argv, sys.path[0] = ["jaxgpt", *request["argv"]], request["cwd"]
     try:
         main()
@@ -92,8 +84,7 @@ def _child(request: dict) -> int:
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+            stream.flush()
 
 
 def _serve(request: dict) -> dict:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pty
 import shlex
@@ -10,13 +9,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
-from jaxgpt.cli.main import bind_command
 from jaxgpt.cli.train import label_own_text
-from jaxgpt.config import DataConfig, GPTConfig, TrainConfig
+from jaxgpt.config import DataConfig, TrainConfig
 from jaxgpt.config.presets import quickstart
 from jaxgpt.data.tokenizer import CharTokenizer, fingerprint
 from tests.conftest import REPOSITORY
@@ -60,20 +57,6 @@ def test_train_shows_progress_a_sample_and_the_next_line(trained):
     assert again.returncode == 0 and again.stdout.startswith("lance")
 
 
-@pytest.mark.slow
-def test_xray_writes_a_page_and_never_over_a_file_of_another(trained):
-    directory, _ = trained
-    argv = ["xray", "runs/quickstart", "--prompt", "lance", "--corpus-tokens", "0", "--out", "seen.html"]
-    for _ in range(2):  # over a page of ours
-        one = jaxgpt(*argv, cwd=directory)
-        assert one.returncode == 0 and one.stdout.endswith(" kB; open it in a browser\n"), one.stderr
-    page = directory / "seen.html"
-    assert "X-ray of quickstart" in page.read_text() and "lance" not in page.read_text().split('id="data"')[0]
-    page.write_text("another's")
-    again = jaxgpt(*argv, cwd=directory)
-    assert again.returncode == 2 and "seen.html exists" in again.stderr and page.read_text() == "another's"
-
-
 def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
     (tmp_path / "mytext.txt").write_text("x" * 910 + " En un lugar de la Mancha," + " " * 64)
     own = dataclasses.replace(quickstart(), data=DataConfig(path=str(tmp_path / "mytext.txt")))
@@ -86,43 +69,6 @@ def test_a_preset_on_the_users_text_takes_name_and_prompt_from_it(tmp_path):
         assert label_own_text(other, "runs/mine") == other
     gone = dataclasses.replace(own, data=DataConfig(path="nowhere.txt"))
     assert label_own_text(gone, None).train.sample_prompt == ""
-
-
-@pytest.mark.slow
-def test_a_prompt_that_the_text_has_no_letters_for_is_no_failure_and_training_again_goes_on(tmp_path, text_file):
-    small = SMALL.replace("--train.sample-prompt lance", "--train.sample-prompt ÑÑ").split()
-    done = jaxgpt("train", *small, text_file, cwd=tmp_path)
-    assert done.returncode == 0 and "sampling from an empty prompt instead of 'ÑÑ'" in done.stderr
-    assert done.stdout.strip().endswith("next: jaxgpt sample runs/quickstart")
-    done = jaxgpt("train", "--run-dir=runs/quickstart", cwd=tmp_path)  # with the options that it was given
-    assert done.returncode == 0 and "at step 2 of 2" in done.stderr
-
-
-@pytest.mark.slow
-def test_every_sampling_option(trained):
-    directory, _ = trained
-    plain = "--prompt lance --max-new-tokens 6 --num-samples 2 --temperature 0.5 --top-k 5 --top-p 0.9 --seed 3 --json"
-    more = f"{plain} --min-p 0.05 --repetition-penalty 1.2 --stop xyz --stop qq"
-    bits = "--weights int8 --cache-dtype int8 --draft runs/quickstart"
-    found = [jaxgpt("sample", *line.split(), cwd=directory) for line in (plain, plain, more, f"{more} {bits}")]
-    for done in found:
-        assert done.returncode == 0, done.stderr
-        texts = json.loads(done.stdout)
-        assert [len(x["text"]) for x in texts] == [6, 6] and texts[0]["prompt"] == "lance"
-    assert found[0].stdout == found[1].stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        (["--prompt", "keep a lance"], "jaxgpt: prompt 0 has 12 tokens, block_size=8: only its last 8 are read"),
-        ([], "no prompt: starting from a newline"),
-    ],
-)
-def test_what_is_said_of_a_prompt(trained, prompt, said):
-    done = jaxgpt("sample", *prompt, "--max-new-tokens", 3, cwd=trained[0])
-    assert done.returncode == 0 and done.stderr.strip() == said and done.stdout.startswith("".join(prompt[1:]))
 
 
 @pytest.mark.slow
@@ -149,12 +95,6 @@ def test_a_terminal_sees_the_text_as_it_is_written(trained):
     assert len(pieces) >= 3 and pieces[0] == b"lance"
 
 
-def test_evaluate(trained):
-    directory, _ = trained
-    found = json.loads(jaxgpt("evaluate", "--json", cwd=directory).stdout)
-    assert set(found) == {"loss", "perplexity", "tokens", "stride", "bits_per_byte", "bits_per_character"}
-
-
 def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_path):
     """The last one has no network: a proxy that is not there."""
     directory, _ = trained
@@ -169,14 +109,3 @@ def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_pat
         assert (done.returncode, done.stdout) == (2, "") and said in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
     assert files == sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
-
-
-def test_the_sample_begins_as_the_users_own_text(tmp_path, text_file, monkeypatch):
-    """What is trained, recorded and sampled from is the same experiment."""
-    seen = []
-    run = SimpleNamespace(model=SimpleNamespace(config=GPTConfig()), val_loss=None, directory=tmp_path, step=1)
-    monkeypatch.setattr("jaxgpt.fitting.fit", lambda experiment, *_, **__: seen.append(experiment) or run)
-    monkeypatch.setattr("jaxgpt.cli.train._print_sample", lambda _, experiment: seen.append(experiment) or "")
-    bind_command("train", "--data.path", str(text_file), "--run-dir", "runs/mine")()
-    trained, sampled = seen
-    assert trained == sampled and sampled.name == "mine" and sampled.train.sample_prompt in text_file.read_text()

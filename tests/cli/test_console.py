@@ -4,21 +4,14 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
 from jaxgpt.cli import console
-from jaxgpt.config import Experiment
-from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import Preempted, UserError, shell_line
-from jaxgpt.parallel.multihost import Watchdog
-from jaxgpt.runs import autopsy, checkpoint
-from jaxgpt.runs import directory as run_directory
 from tests.conftest import REPOSITORY
 
 # A command that speaks, opens a file and has a result, as all do. Without jax: it starts in a tenth of a second.
@@ -48,24 +41,20 @@ def in_a_shell(redirected: str, program: str = PROGRAM, **env: str) -> subproces
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("redirected", "status", "out", "err"),
     [
         ("", 0, RESULT, ON_THE_WAY),
         ("2>&-", 0, RESULT, ""),
-        ("2>/dev/full", 0, RESULT, ""),
-        ("<&- 2>&-", 0, RESULT, ""),
         (">&-", 0, "", ON_THE_WAY),
         (">/dev/full", 2, "", ON_THE_WAY + FULL),
-        (">/dev/full 2>&-", 2, "", ""),
         ("| true", 0, "", ""),  # the shell's status is that of `true`
     ],
 )
-def test_streams_that_cannot_be_written(redirected, status, out, err, unbuffered):
+def test_streams_that_cannot_be_written(redirected, status, out, err):
     if "/dev/full" in redirected and not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    done = in_a_shell(redirected, PYTHONUNBUFFERED=unbuffered)
+    done = in_a_shell(redirected)
     if "|" in redirected:
         assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
     else:
@@ -93,17 +82,11 @@ def test_what_is_changed_for_a_command_is_put_back():
     [
         (UserError("a\nb"), 2, "jaxgpt: a\\nb\n"),
         (PermissionError(13, "Permission denied", "runs"), 2, "jaxgpt: runs: Permission denied\n"),
-        (OSError(28, "No space left on device"), 2, "jaxgpt: No space left on device\n"),
         (KeyboardInterrupt(), 1, "interrupted\n"),
-        (
-            Preempted("saved step 1. Run the same command to resume."),
-            1,
-            "saved step 1. Run the same command to resume.\n",
-        ),
+        (Preempted("saved step 1. Resume."), 1, "saved step 1. Resume.\n"),
         # A mistake of ours keeps its traceback.
         (OSError(9, "Bad file descriptor"), None, ""),
         (BrokenPipeError(32, "Broken pipe"), None, ""),
-        (KeyError(1), None, ""),
     ],
 )
 def test_what_is_not_a_mistake_of_ours_ends_in_words(error, status, said, capsys):
@@ -137,34 +120,3 @@ AWKWARD = 'my run\'s $HOME `x` "y" & ñ\n!'
 def test_a_shell_reads_what_was_written():
     line = shell_line("printf", "%s|", AWKWARD, 3, "", "-x")
     assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60).stdout.decode() == f"{AWKWARD}|3||-x|"
-
-
-def commands_for(directory, monkeypatch):
-    """What is printed for a user to copy, by the modules that print it."""
-    with pytest.raises(UserError) as none:
-        checkpoint.open_checkpoints(directory)
-    yield str(none.value).split("`")[1:-1], ["jaxgpt", "train", "--run-dir", str(directory)]
-    dog = Watchdog(None)
-    dog.directory = directory
-    yield [dog.words("stuck").partition("on every process: ")[2]], ["jaxgpt", "train", "--run-dir", str(directory)]
-    monkeypatch.setattr("sys.argv", ["x.py", "--run-dir", str(directory)])
-    place = directory / "autopsy" / "step-3"
-    place.mkdir(parents=True)
-    run_directory.write_metadata(directory, Experiment(name="x"), ByteTokenizer(), data={}, vocab_size=256)
-    command = run_directory.read_metadata(directory).command
-    yield [command], ["python", "x.py", "--run-dir", str(directory)]
-    (place / "report.json").write_text("{}")
-    metrics = {"skipped": 1, "loss": float("nan"), "grad_norm": 1.0}
-    said = autopsy.write_autopsy(
-        SimpleNamespace(directory=directory, trainer=None, dropout_key=None),
-        state=None,
-        step=3,
-        metrics=metrics,
-        later=(),
-    )
-    yield [said.partition("replay this step: ")[2]], ["jaxgpt", "replay", str(directory), "--step", "3"]
-
-
-def test_commands_for_the_user_survive_any_directory(tmp_path, monkeypatch):
-    for (line,), words in commands_for(tmp_path / "my run's $x", monkeypatch):
-        assert shlex.split(line) == words

@@ -48,7 +48,8 @@ def test_a_file_is_what_python_makes_of_it(tmp_path):
     file = write(tmp_path / "a", 300)
     done = run_command(str(file), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert repr(load_experiment(str(file))) == done.stdout.strip()
+    (tmp_path / "link.py").symlink_to(file)  # has the neighbours of what it points to
+    assert repr(load_experiment(str(file))) == repr(load_experiment(str(tmp_path / "link.py"))) == done.stdout.strip()
 
 
 def test_files_of_two_folders_have_neighbours_of_their_own(tmp_path):
@@ -61,17 +62,9 @@ def test_files_of_two_folders_have_neighbours_of_their_own(tmp_path):
     assert {name.partition(".")[0] for name in sys.modules.keys() - before[1]} <= {"jaxgpt"}
 
 
-def test_a_link_has_the_neighbours_of_what_it_points_to(tmp_path):
-    (tmp_path / "link.py").symlink_to(write(tmp_path / "a", 300))
-    assert load_experiment(str(tmp_path / "link.py")).train.steps == 300
-
-
 def test_a_mistake_in_a_neighbour_is_told_and_leaves_nothing(tmp_path):
     file, path = write(tmp_path / "a", 300), list(sys.path)
     (tmp_path / "a/late.py").write_text("CONTEXT = 1 / 0\n")
     with pytest.raises(UserError, match=r"mine\.py:15: ZeroDivisionError: division by zero: repair the experiment"):
-        load_experiment(str(file))
-    (tmp_path / "a/neighbour.py").write_text("STEPS = (\n")
-    with pytest.raises(UserError, match=r"neighbour\.py:1: '\(' was never closed"):
         load_experiment(str(file))
     assert sys.path == path and not {"neighbour", "__experiment__"} & sys.modules.keys()

@@ -43,7 +43,7 @@ def options(lines):
     return found
 
 
-@pytest.mark.parametrize("argv", [["train"], ["train", "quickstart"], ["plan"]])
+@pytest.mark.parametrize("argv", [["train", "quickstart"], ["plan"]])
 def test_the_help_of_an_experiment_is_short_and_names_the_rest(shown, argv):
     lines = shown(*argv, "--help")
     assert len(lines) <= LINES and max(map(len, lines)) <= 85
@@ -53,11 +53,6 @@ def test_the_help_of_an_experiment_is_short_and_names_the_rest(shown, argv):
     own = 3 if argv[0] == "train" else 2  # --run-dir, --fresh and --extend, or --topology and --json
     assert len(short) == common + own
     assert short.keys() < complete.keys() and len(complete) > 90
-
-
-def test_an_option_that_help_does_not_show_is_parsed():
-    bound = bind_command("train", "--train.log-every", "7", "--model.no-qk-norm")
-    assert bound.keywords["experiment"].train.log_every == 7 and not bound.keywords["experiment"].model.qk_norm
 
 
 def test_help_shows_the_defaults_of_the_experiment_that_is_named(shown, tmp_path):

@@ -138,62 +138,56 @@ def _write_gguf(path: Path) -> None:
     write_gguf(path, {"general.architecture": "llama"} | tokenizer | fields, made)
 
 
-def _model_files(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
-    """What comes with a model in Hugging Face's format, and what is asked of one."""
-    folders = {name: directory / name for name in ("tensors", "index", "template")}
-    for folder in folders.values():
-        folder.mkdir(exist_ok=True)
-    tensors = {f"h.{i}.w": np.full((3, 4), i, np.float32) for i in range(4)}
-    made = {n: hold(x) for n, x in tensors.items()}
-    write(folders["tensors"], made)
-    write(folders["index"], made, shard=100)
-    _write_gguf(directory / "m.gguf")
-    configs = [json.dumps({"model_type": kind} | options).encode() for kind, options in SHAPES.values()]
-    chat = [{"role": "user", "content": "a 🐎"}, {"role": "assistant", "content": "b"}] * 2
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    return {
-        "a model's config.json": (_read_model, directory / "model.json", configs),
-        "safetensors": (
-            _read_tensors,
-            folders["tensors"] / "model.safetensors",
-            [(folders["tensors"] / "model.safetensors").read_bytes()],
-        ),
-        "safetensors index": (_read_tensors, folders["index"] / INDEX, [(folders["index"] / INDEX).read_bytes()]),
-        "conversations": (_read_messages, directory / "c.jsonl", [json.dumps({"messages": chat}).encode() + b"\n"]),
-        "GGUF": (_read_gguf, directory / "m.gguf", [(directory / "m.gguf").read_bytes()]),
-        "tokenizer_config.json": (
-            _read_template,
-            folders["template"] / "tokenizer_config.json",
-            [json.dumps({"chat_template": template, "bos_token": "<s>"}).encode()],
-        ),
-    }
+Target = tuple[Callable[[Path], None], Path, list[bytes]]
 
 
-def targets(directory: Path) -> dict[str, tuple[Callable[[Path], None], Path, list[bytes]]]:
+def targets(directory: Path) -> dict[str, Target]:
     """By name: what reads, the path it reads, and good files to begin with."""
+    run, tensors, index, template = (directory / name for name in ("run", "tensors", "index", "template"))
+    for folder in (run, tensors, index, template):
+        folder.mkdir(exist_ok=True)
+
+    def target(read: Callable[[Path], None], path: Path, *good: bytes) -> Target:
+        return read, path, [*good] or [path.read_bytes()]
+
+    def encoded(*values: object) -> list[bytes]:
+        return [json.dumps(value).encode() for value in values]
+
+    # What we write.
     begun = _record()
     begun["experiment"]["train"]["init_from"] = "runs/a"
     begun["experiment"]["lora"]["rank"] = 2
     begun["origin"] = {"directory": "runs/a", "step": 3, "sha256": "0", "model": begun["experiment"]["model"]}
-    experiment = json.dumps({**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}).encode()
-    bpe = [train_bpe([TEXT], 280).to_json().encode()]
+    whole = {**_record(), "data": {"files": {"a.bin": {"tokens": 9, "sha256": "0" * 64}}}}
     own = [t.to_json().encode() for t in (CharTokenizer("ab\nñ🐎"), ByteTokenizer())]
-    header = np.zeros(256, np.int32)
+    header, tokens = np.zeros(256, np.int32), np.arange(300, dtype=np.uint16).tobytes()
     header[:3] = 20240520, 1, 300
-    shard = header.tobytes() + np.arange(300, dtype=np.uint16).tobytes()
-    run = directory / "run"
-    run.mkdir(exist_ok=True)
+    # What comes with a model in Hugging Face's format, and what is asked of one.
+    made = {f"h.{i}.w": hold(np.full((3, 4), i, np.float32)) for i in range(4)}
+    write(tensors, made)
+    write(index, made, shard=100)
+    _write_gguf(directory / "m.gguf")
+    chat = [{"role": "user", "content": "a 🐎"}, {"role": "assistant", "content": "b"}] * 2
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    configs = [{"model_type": kind} | options for kind, options in SHAPES.values()]
     return {
-        "experiment.json": (
-            lambda _: _read_record(run),
-            run / "experiment.json",
-            [experiment, json.dumps(begun).encode()],
+        "experiment.json": target(lambda _: _read_record(run), run / "experiment.json", *encoded(whole, begun)),
+        "configuration": target(_read_config, directory / "config.json", *encoded(_record()["experiment"])),
+        "tokenizer.json, ours": target(_read_tokenizer, directory / "own.json", *own),
+        "tokenizer.json, BPE": target(
+            _read_tokenizer, directory / "bpe.json", train_bpe([TEXT], 280).to_json().encode()
         ),
-        "configuration": (_read_config, directory / "config.json", [json.dumps(_record()["experiment"]).encode()]),
-        "tokenizer.json, ours": (_read_tokenizer, directory / "own.json", own),
-        "tokenizer.json, BPE": (_read_tokenizer, directory / "bpe.json", bpe),
-        ".bin": (_read_shard, directory / "x.bin", [shard, np.arange(300, dtype=np.uint16).tobytes()]),
-        **_model_files(directory),
+        ".bin": target(_read_shard, directory / "x.bin", header.tobytes() + tokens, tokens),
+        "a model's config.json": target(_read_model, directory / "model.json", *encoded(*configs)),
+        "safetensors": target(_read_tensors, tensors / "model.safetensors"),
+        "safetensors index": target(_read_tensors, index / INDEX),
+        "conversations": target(_read_messages, directory / "c.jsonl", *encoded({"messages": chat})),
+        "GGUF": target(_read_gguf, directory / "m.gguf"),
+        "tokenizer_config.json": target(
+            _read_template,
+            template / "tokenizer_config.json",
+            *encoded({"chat_template": turns, "bos_token": "<s>"}),
+        ),
     }
 
 

@@ -2,7 +2,6 @@
 
     python -m tests.faults.kills --kills 50                  at random instants
     python -m tests.faults.kills --kills 50 --inside-saves   while a checkpoint is being written
-    python -m tests.faults.kills --kills 10 --every 60       one kill a minute: what does it cost?
 
 Options behind -- go to `jaxgpt train`. Exit status 0 if not a bit differs and nothing was lost.
 """
@@ -45,13 +44,10 @@ class Report:
 
     kills: int = 0
     inside: int = 0  # of which left an unfinished save or removal behind
-    executed: int = 0  # steps, those that had to be done again included
-    needed: int = 0  # steps of the finished runs
     lost: int = 0  # steps that a completed checkpoint had, and that were done again
     unreadable: int = 0  # completed checkpoints with a damaged file
     differing: int = 0  # lines of metrics, and arrays of the last checkpoint
     runs: int = 0
-    seconds: float = 0.0
     faults: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -91,10 +87,6 @@ def differences(one: Path, other: Path) -> int:
     return lines + arrays
 
 
-def last_step(directory: Path) -> int:
-    return max((line["step"] for line in read_metrics(directory / "metrics.jsonl")), default=0)
-
-
 def wait_to_kill(child: subprocess.Popen, directory: Path, rng: random.Random, every: float, inside: bool) -> bool:
     """Sleep until the instant; False if the run was done before."""
     instant = time.monotonic() + (DEADLINE if inside else rng.uniform(0, 2 * every))
@@ -120,7 +112,6 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
     reference = root / "alone"
     if start(reference, options, told := reference.with_suffix(".err")).wait(DEADLINE):
         raise SystemExit(f"the run does not even work alone:\n{told.read_text()}")
-    began = time.monotonic()
     while report.kills < kills:
         directory = root / f"run-{report.runs}"
         told, from_step = directory.with_suffix(".err"), 0
@@ -135,8 +126,6 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
             if len(went_on) > len(sessions):  # killed before that, it did nothing
                 sessions.append(int(went_on[-1]))
                 report.lost += max(0, from_step - sessions[-1])
-            reached = last_step(directory)
-            report.executed += max(0, reached - from_step)
             if not killed:
                 if status:
                     report.faults.append(f"exit status {status}: {told.read_text()[-2000:]}")
@@ -155,9 +144,7 @@ def harass(root: Path, options: list[str], *, kills: int, every: float, inside: 
             from_step = max(steps, default=0)
         report.faults += [line for line in told.read_text().splitlines() if "damaged" in line or "Traceback" in line]
         report.runs += 1
-        report.needed += last_step(directory)
         report.differing += differences(reference, directory)
-    report.seconds = time.monotonic() - began
     return report
 
 

@@ -30,15 +30,15 @@ class Found(NamedTuple):
     compiled: int  # programs after the warm-up
 
 
-def soak(directory: Path, steps: int, *, saves: bool = True) -> Found:
-    """Train in this process and look at it as it goes. saves: with checkpoints and evaluations, not steps alone."""
+def soak(directory: Path, steps: int) -> Found:
+    """Train in this process and look at it as it goes."""
     train = TrainConfig(
         steps=steps,
         batch_size=4,
         log_every=10,
-        eval_every=min(500, steps // 10) if saves else steps,
+        eval_every=min(500, steps // 10),
         eval_tokens=1024,
-        checkpoint_every=min(250, steps // 10) if saves else steps,
+        checkpoint_every=min(250, steps // 10),
         sample_tokens=0,
     )
     model = GPTConfig(block_size=16, n_layer=1, n_head=1, n_embd=16)
@@ -80,10 +80,9 @@ def soak(directory: Path, steps: int, *, saves: bool = True) -> Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--no-saves", action="store_true", help="steps alone, without checkpoints and evaluations")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        found = soak(Path(root) / "run", given.steps, saves=not given.no_saves)
+        found = soak(Path(root) / "run", given.steps)
     print(*(f"{name:10} {value}" for name, value in found._asdict().items()), sep="\n")
 
 

@@ -20,10 +20,3 @@ def test_a_long_run_opens_nothing_and_compiles_nothing(tmp_path):
     found = soak(tmp_path / "run", 1200)  # enough between two saves to see the files of one closed
     assert found.compiled == 0
     assert found.files[1] <= found.files[0] + SLACK and found.threads[1] <= found.threads[0] + SLACK, found
-
-
-@pytest.mark.slow
-def test_steps_take_no_memory_that_they_do_not_give_back(tmp_path):
-    # KB per 1,000 steps. A batch kept is 512 bytes, in every run; the allocator takes 256 KB more in one run of many.
-    slopes = (soak(tmp_path / str(run), 1500, saves=False).slope for run in range(3))
-    assert any(slope < 200 for slope in slopes)

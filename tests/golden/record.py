@@ -9,7 +9,6 @@ with other versions of jax, last bits differ: `--check` then says at which commi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -23,12 +22,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
+
+import jaxgpt
 
 HOUSE = Path(__file__).parent / "house.json"
 REPOSITORY = Path(__file__).parents[2]
@@ -61,20 +66,8 @@ def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str
     return evaluate_run(run, path, **options)
 
 
-def quantized(run: Any, weights: str) -> Any:
-    """The run with its parameters as decoding reads them."""
-    return run.for_decoding(weights)
-
-
-def likelihoods(run: Any, pairs: list[tuple[list[int], list[int]]]) -> list[Any]:
-    """Each with `logprob` and `is_greedy`."""
-    return run.loglikelihood(pairs)
-
-
 def lowered_step(experiment: Any, devices: int) -> str:
     """StableHLO of a training step, for the first so many devices."""
-    import jax
-
     from jaxgpt.parallel.trainer import make_trainer
 
     return make_trainer(experiment, jax.devices()[:devices]).lower().as_text()
@@ -127,6 +120,7 @@ LLAMA = dict(norm="rmsnorm", bias=False, position="rope", activation="swiglu", n
 GEMMA = LLAMA | dict(
     activation="geglu_tanh", tie_embeddings=True, norm_offset=True, scale_embeddings=True, head_dim=16, n_kv_head=1
 )
+SANDWICH = GEMMA | dict(norm_position="sandwich", query_scale=24.0, sliding_window=8, global_every=2)
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA
@@ -135,33 +129,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | dict(n_kv_head=2, qkv_bias=True, out_bias=False),
     "qwen3": LLAMA | dict(n_kv_head=2, head_dim=16, qk_norm=True),
     "gemma": GEMMA,
-    "gemma2": GEMMA
-    | dict(
-        norm_position="sandwich",
-        query_scale=24.0,
-        logit_softcap=30.0,
-        attention_softcap=50.0,
-        sliding_window=8,
-        global_every=2,
-    ),
-    "gemma3_text": GEMMA
-    | dict(
-        norm_position="sandwich",
-        query_scale=24.0,
-        qk_norm=True,
-        sliding_window=8,
-        global_every=2,
-        rope_theta=1e6,
-        rope_scaling="linear",
-        rope_factor=8.0,
-        rope_local_theta=1e4,
-    ),
+    "gemma2": SANDWICH | dict(logit_softcap=30.0, attention_softcap=50.0),
+    "gemma3_text": SANDWICH
+    | dict(qk_norm=True, rope_theta=1e6, rope_scaling="linear", rope_factor=8.0, rope_local_theta=1e4),
     "gpt_neox": dict(
-        position="rope",
-        rope_fraction=0.25,
-        parallel_residual=True,
-        activation="gelu",
-        tie_embeddings=False,
+        position="rope", rope_fraction=0.25, parallel_residual=True, activation="gelu", tie_embeddings=False
     ),
     "olmo2": LLAMA | dict(norm_position="output", qk_norm=True, qk_norm_over="heads"),
 }
@@ -240,8 +212,6 @@ def process_of(name: str) -> str:
 
 def experiment(name: str, *, vocab_size: int | None = None) -> Any:
     """One of RUNS. Files are in the working directory, which every process has its own of."""
-    import jaxgpt
-
     given = RUNS[name]
     model = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=vocab_size) | given.get("model", {})
     optim = dict(learning_rate=1e-2, warmup_steps=2) | given.get("optim", {})
@@ -262,8 +232,6 @@ def experiment(name: str, *, vocab_size: int | None = None) -> Any:
 @functools.cache
 def trained(name: str) -> Any:
     """The run, with its last parameters; trained once in a process."""
-    import jaxgpt
-
     base = RUNS[name].get("train", {}).get("init_from")
     if base is not None:
         trained(base)
@@ -273,8 +241,6 @@ def trained(name: str) -> Any:
 
 def digest(parts: dict[str, Any]) -> str:
     """SHA-256 of arrays by their names: of names, dtypes, shapes and bytes."""
-    import numpy as np
-
     found = hashlib.sha256()
     for name, value in sorted(parts.items()):
         array = np.asarray(value)
@@ -283,8 +249,6 @@ def digest(parts: dict[str, Any]) -> str:
 
 
 def parameters(run: Any) -> str:
-    import jax
-
     paths = ((jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(run.params))
     # The output matrix was no module when house.json was recorded.
     return digest({path.replace("['lm_head']['kernel']", "['lm_head']"): x for path, x in paths})
@@ -314,8 +278,6 @@ for _name in RUNS:
 
 def _resumed(name: str) -> dict[str, Any]:
     """The first half is another run's: what was computed after it is taken away, and computed again."""
-    import jaxgpt
-
     whole, half = trained(name), f"{name}-resumed"
     shutil.copytree(name, half)
     shutil.rmtree(f"{half}/checkpoints/20")
@@ -338,8 +300,6 @@ def tensors_of(model: Path) -> dict[str, Any]:
 
 
 def _export(name: str) -> dict[str, Any]:
-    import jaxgpt
-
     run, out, back = trained(name), Path(f"{name}-hf"), Path(f"{name}-back")
     export_run(run.directory, out)
     import_model(out, back)
@@ -377,10 +337,6 @@ def _generated(
     name: str, prompts: list[str], *, tokens: int = 16, weights: Any = None, cache: Any = None, **how: Any
 ) -> dict[str, Any]:
     """Ids and their log-probabilities, by the function that all sampling goes through."""
-    import jax
-
-    import jaxgpt
-
     run = trained(name)
     found = jaxgpt.generate(
         *jaxgpt.for_decoding(run.model, run.params, weights),
@@ -429,16 +385,12 @@ def _text() -> dict[str, Any]:
         "stop": run.sample("The ", max_new_tokens=40, seed=1, stop=[".", "e "]),
         "empty": run.sample("", max_new_tokens=12),
         "stream": list(run.stream("The ", max_new_tokens=40, seed=3, every=5)),
-        "packed": quantized(run, "int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
+        "packed": run.for_decoding("int8").sample("The ", max_new_tokens=24, cache_dtype="int8"),
     }
 
 
 @case("sample.stream")
 def _stream() -> Any:
-    import jax
-
-    import jaxgpt
-
     run = trained("gpt2")
     decoder = jaxgpt.for_decoding(run.model, run.params)
     decoding = jaxgpt.Decoding(max_new_tokens=40)
@@ -447,10 +399,6 @@ def _stream() -> Any:
 
 @case("sample.speculate")
 def _speculate() -> Any:
-    import jax
-
-    import jaxgpt
-
     found: dict[str, Any] = {}
     for name, how in {"drawn": {}, "greedy": {"greedy": True}, "penalty": {"repetition_penalty": 1.2}}.items():
         run, draft = trained("llama"), trained("draft")
@@ -477,8 +425,6 @@ def _chat() -> Any:
 
 @case("score.texts")
 def _scores() -> dict[str, Any]:
-    import jaxgpt
-
     found = {}
     for name in ("gpt2", "gemma3_text", "bytes"):
         run = trained(name)
@@ -497,7 +443,7 @@ def _scores() -> dict[str, Any]:
 def _likelihoods() -> Any:
     run = trained("llama")
     a, b, c, _ = _ids(run)
-    return [[x.logprob.hex(), x.is_greedy] for x in likelihoods(run, [(a, b), (b, c), (c, a * 5)])]
+    return [[x.logprob.hex(), x.is_greedy] for x in run.loglikelihood([(a, b), (b, c), (c, a * 5)])]
 
 
 @case("score.evaluate", "1b")
@@ -511,7 +457,7 @@ def _evaluate() -> dict[str, Any]:
     return {
         **{name: exact(evaluate_text(trained(name))) for name in ("gpt2", "bytes", "lora", "chat")},
         "stride": exact(evaluate_text(trained("llama"), "held.txt", stride=8)),
-        "int8": exact(evaluate_text(quantized(trained("gpt2"), "int8"), "held.txt", batch_size=3)),
+        "int8": exact(evaluate_text(trained("gpt2").for_decoding("int8"), "held.txt", batch_size=3)),
     }
 
 
@@ -558,14 +504,9 @@ def machine() -> dict[str, str]:
     said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     about = dict(re.findall(r"^(vendor_id|cpu family|model|flags)\s*: (.*)$", said, re.MULTILINE))
     width = next((name for name in ("avx512f", "avx2", "avx") if name in about.get("flags", "").split()), "none")
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    python = {"python": ".".join(platform.python_version_tuple()[:2])}
-    return (
-        {key: about.get(key, "") for key in ("vendor_id", "cpu family", "model")}
-        | {"vectors": width}
-        | python
-        | versions
-    )
+    found = {key: about.get(key, "") for key in ("vendor_id", "cpu family", "model")} | {"vectors": width}
+    found["python"] = ".".join(platform.python_version_tuple()[:2])
+    return found | {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
 
 
 def child(names: list[str], out: Path) -> None:
@@ -574,77 +515,59 @@ def child(names: list[str], out: Path) -> None:
         Path(name).write_text(make(), encoding="utf-8")
     with open(out, "w") as f:
         for name in names:
-            began = time.monotonic()
             try:
                 value = CASES[name][1]()
             except Exception as e:
                 traceback.print_exc()
                 value = {"error": f"{type(e).__name__}: {e}"[:300]}
-            f.write(json.dumps([name, value, time.monotonic() - began]) + "\n")
+            f.write(json.dumps([name, value]) + "\n")
             f.flush()
-
-
-def start(devices: str, names: list[str], place: Path, cache: Path, hlo: Path | None) -> subprocess.Popen:
-    place.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX", "TPU_"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count={devices}",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-        "JAXGPT_CACHE": str(place / "cache"),
-        "PYTHONPATH": str(REPOSITORY),
-        "MPLBACKEND": "agg",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another process that compiles: no TPU is opened
-    }
-    command = [sys.executable, "-m", "tests.golden.record", "--child", str(place / "found")]
-    command += [*(["--hlo", str(hlo.absolute())] if hlo else []), "--only", *names]
-    with open(place / "said", "wb") as said:
-        return subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said)
 
 
 def compute(names: list[str], cache: Path, hlo: Path | None) -> dict[str, Any]:
     """The cases, in their processes, of which two run at a time."""
-    found: dict[str, Any] = {}
-    waiting = [(key, of) for key in ("8", "1b", "1", "2") if (of := [n for n in names if CASES[n][0] == key])]
-    running: list[tuple[Path, float, subprocess.Popen]] = []
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+    groups = {key: of for key in ("8", "1b", "1", "2") if (of := [n for n in names if CASES[n][0] == key])}
+    processes: list[subprocess.Popen] = []
+
+    def run(key: str, place: Path) -> dict[str, Any]:
+        """What a process found, as far as it came; what went wrong is printed."""
+        place.mkdir()
+        environment = {n: value for n, value in os.environ.items() if not n.startswith(("XLA_", "JAX", "TPU_"))}
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count={key[0]}",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+            "JAXGPT_CACHE": str(place / "cache"),
+            "PYTHONPATH": str(REPOSITORY),
+            "MPLBACKEND": "agg",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside another process that compiles: no TPU is opened
+        }
+        command = [sys.executable, "-m", "tests.golden.record", "--child", str(place / "found")]
+        command += [*(["--hlo", str(hlo.absolute())] if hlo else []), "--only", *groups[key]]
+        with open(place / "said", "wb") as said:
+            processes.append(subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said))
+        deadline = threading.Timer(DEADLINE, processes[-1].kill)
+        deadline.start()
+        status = processes[-1].wait()
+        deadline.cancel()
+        lines = (place / "found").read_text().splitlines() if (place / "found").exists() else []
+        found = dict(map(json.loads, lines))
+        for name in filter(lambda name: failed(found[name]), found):
+            print(f"{name}: {found[name]['error']}")
+        if status:
+            print(f"process {key} ended with {status}:\n{(place / 'said').read_text(errors='replace')[-3000:]}")
+        return found
+
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder, ThreadPoolExecutor(2) as pool:
         try:
-            while waiting or running:
-                while waiting and len(running) < 2:
-                    key, of = waiting.pop(0)
-                    place = Path(folder, key)
-                    running.append((place, time.monotonic(), start(key[0], of, place, cache, hlo)))
-                time.sleep(0.1)
-                for one in list(running):
-                    place, began, process = one
-                    if time.monotonic() - began > DEADLINE:
-                        process.kill()
-                        process.wait()
-                    if process.poll() is not None:
-                        running.remove(one)
-                        found |= read_child(place, process.returncode)
+            parts = list(pool.map(lambda key: run(key, Path(folder, key)), groups))
         finally:
-            for _, _, process in running:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
                 process.kill()
-                process.wait()
+    found = {name: value for part in parts for name, value in part.items()}
     return {name: found[name] for name in names if name in found}
-
-
-def read_child(place: Path, status: int) -> dict[str, Any]:
-    """What a process found, as far as it came; what went wrong is printed."""
-    found = {}
-    lines = (place / "found").read_text().splitlines() if (place / "found").exists() else []
-    for line in lines:
-        name, value, seconds = json.loads(line)
-        found[name] = value
-        if failed(value):
-            print(f"{name}: {value['error']}")
-        if os.environ.get("GOLDEN_TIMES"):
-            print(f"{seconds:6.1f} s  {name}", flush=True)
-    if status:
-        print(f"process {place.name} ended with {status}:\n{(place / 'said').read_text(errors='replace')[-3000:]}")
-    return found
 
 
 def failed(value: Any) -> bool:
@@ -657,16 +580,14 @@ def differing(name: str, before: Any, now: Any) -> list[str]:
         keys = list(dict.fromkeys([*before, *now]))
         return [line for key in keys for line in differing(f"{name} {key}", before.get(key), now.get(key))]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return next(
-            (d for i, pair in enumerate(zip(before, now, strict=True)) if (d := differing(f"{name}[{i}]", *pair))), []
-        )
+        pairs = enumerate(zip(before, now, strict=True))
+        return next((d for i, pair in pairs if (d := differing(f"{name}[{i}]", *pair))), [])
     return [] if before == now else [f"{name}: {str(before)[:80]} -> {str(now)[:80]}"]
 
 
 def git(*arguments: str) -> str:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    return ""
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def main() -> None:
@@ -678,7 +599,6 @@ def main() -> None:
     parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the lowered steps there")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="compiled programs; else in ~/.cache/jaxgpt-golden")
     parser.add_argument("--house", type=Path, default=HOUSE, metavar="FILE", help="instead of house.json")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes that were started
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = [name for name in CASES if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
@@ -689,46 +609,43 @@ def main() -> None:
         return print(*names, sep="\n")
     if not names:
         raise SystemExit(f"no case is named {' '.join(options.only)}: see --list")
-    there = json.loads(options.house.read_text()) if options.house.exists() else {"machine": machine(), "cases": {}}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the processes that were started
+    house = options.house
+    there = json.loads(house.read_text()) if house.exists() else {"machine": machine(), "cases": {}}
     if there["machine"] != machine():
-        agreed = git("log", "-1", "--format=%h", "--", str(options.house)).strip()
+        agreed = git("log", "-1", "--format=%h", "--", str(house)) or "the commit that wrote it"
         print(
-            f"{options.house} is of {there['machine']}, with the code of commit {there.get('commit')}; this is {machine()}. "
-            f"Check out {agreed or 'the commit that wrote it'}, which computes the same, and record there with "
-            "--house FILE; then compare with --check --house FILE."
+            f"{house} is of {there['machine']}, with the code of commit {there.get('commit')}; this is {machine()}. "
+            f"Check out {agreed}, which computes the same, and record there with --house FILE; then compare with "
+            "--check --house FILE."
         )
         if options.check:
             raise SystemExit(2)
         there = {"cases": {}}
-    if options.hlo:
-        options.hlo.mkdir(parents=True, exist_ok=True)
     cache = options.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgpt-golden"
-    cache.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (cache, options.hlo)):
+        folder.mkdir(parents=True, exist_ok=True)
     found = json.loads(json.dumps(compute(names, cache.absolute(), options.hlo)))
-    broken = [name for name in names if name not in found or failed(found[name])]
     if not options.check:
-        if broken:
+        if broken := [name for name in names if name not in found or failed(found[name])]:
             raise SystemExit(f"nothing is recorded: {', '.join(broken)} failed")
         cases = {name: value for name, value in (there["cases"] | found).items() if name in CASES}
-        commit = (git("rev-parse", "HEAD").strip() or "unknown") + (
-            " and changes" if git("status", "--porcelain", "jaxgpt") else ""
-        )
+        commit = git("rev-parse", "HEAD") or "unknown"
+        commit += " and changes" if git("status", "--porcelain", "jaxgpt") else ""
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(cases.items()))
         head = f'"commit": {json.dumps(commit)},\n"machine": {json.dumps(machine())}'
-        options.house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
-        return print(f"{len(found)} cases recorded in {options.house}")
+        house.write_text(f'{{\n{head},\n"cases": {{\n{lines}\n}}\n}}\n')
+        return print(f"{len(found)} cases recorded in {house}")
     wrong = 0
     for name in names:
-        if name not in there["cases"]:
-            lines = [f"{name}: is not recorded"]
-        elif name not in found:
-            lines = [f"{name}: was not computed"]
+        if name not in there["cases"] or name not in found:
+            lines = [f"{name}: {'was not computed' if name in there['cases'] else 'is not recorded'}"]
         else:
             lines = differing(name, there["cases"][name], found[name])
         wrong += bool(lines)
-        print(
-            *lines[:8], *([f"{name}: and {len(lines) - 8} more"] if len(lines) > 8 else []), sep="\n"
-        ) if lines else None
+        more = [f"{name}: and {len(lines) - 8} more"] if len(lines) > 8 else []
+        for line in lines[:8] + more:
+            print(line)
     print(f"{len(names) - wrong} of {len(names)} cases are equal to those of commit {there.get('commit')}")
     raise SystemExit(1 if wrong else 0)
 

@@ -16,11 +16,9 @@ from tests.helpers import run_command
 from tests.tools.written_run import STEPS, write_run
 
 MODELS = [
-    {},
     {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False, "n_kv_head": 2, "n_embd": 16},
     {"norm_position": "sandwich", "qk_norm": True, "tie_embeddings": False, "head_dim": 6, "mlp_dim": 7},
-    {"norm_position": "post", "qkv_bias": False, "out_bias": False},
-    {"norm_position": "sandwich", "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1},
+    {"norm_position": "sandwich", "qk_norm": True, "qk_norm_over": "heads", "n_kv_head": 1, "out_bias": False},
     {"norm_position": "output", "scan_layers": True, "position": "none", "bias": False, "qkv_bias": True},
     {"parallel_residual": True, "activation": "geglu", "position": "sinusoidal", "norm": "rmsnorm"},
 ]
@@ -89,7 +87,6 @@ def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_
     assert read_rows(tmp_path)[0].status == "training"
     lock.release()
     assert read_rows(tmp_path)[0].status == "complete"
-    lock_run(tmp_path / "run", fresh=False).release()  # which reading has not left locked
     for step, said in ((STEPS, "learning"), (8, "learning (at step 8)")):
         (tmp_path / "run/summary.json").write_text(json.dumps({"verdict": "learning", "steps": {"logged": step}}))
         assert read_rows(tmp_path)[0].verdict == said
@@ -99,7 +96,6 @@ def test_a_run_is_in_training_while_its_lock_is_held_and_has_the_verdict_of_its_
     ("conditions", "sort", "kept"),
     [
         (["name~*gelu*"], "name", ["study/gelu/seed-0", "study/gelu/seed-1"]),
-        (["loss<=1.25", "tokens>100"], "name", ["complete", "nan", "skipped", "some skipped"]),
         (["tokens>0.1k", "status!=diverged"], "speed", ["complete", "some skipped"]),
         (["step = 6"], "date", ["study/gelu/seed-0"]),
         (["status=damaged"], "loss", ["damaged", "pipe"]),
@@ -111,9 +107,6 @@ def test_rows_are_filtered_and_sorted(place, conditions, sort, kept):
     found = runs(str(place), sort=sort, filter=tuple(conditions), say=said.append)
     assert list(named(found.rows, place)) == kept and said == [f"{len(kept)} of 9 runs below {place}"]
     assert found.to_json() == [dataclasses.asdict(row) for row in found.rows]
-
-
-def test_rows_without_the_field_come_last(place):
     losses = [row.loss for row in select_rows(read_rows(place), [], "loss")]
     known = [loss for loss in losses if loss is not None]
     assert losses == sorted(known) + [None] * (len(losses) - len(known)) and None in losses
@@ -123,9 +116,7 @@ def test_rows_without_the_field_come_last(place):
     ("condition", "said"),
     [
         ("los<1", "no field los (did you mean loss?). There are name, status"),
-        ("loss", "needs FIELD, one of"),
         ("loss<many", "got 'many', needs a number"),
-        ("loss~1*", "~ compares name, status"),
     ],
 )
 def test_a_condition_that_cannot_be_read_is_refused(condition, said):

@@ -45,13 +45,11 @@ def edit_log(run, change):
 
 def test_random_steps_of_an_honest_run_are_right_and_nothing_is_written(honest):
     before = {path: path.stat().st_mtime_ns for path in honest.rglob("*")}
-    drawn = {audit(honest, steps=6, seed=seed).compared_steps for seed in range(4)}
     found = audit(honest, steps=6)
     assert found.accepted and not found.is_whole and 1 <= found.retaken <= 6 and not found.elsewhere
     assert found.compared_validations == 1 and found.verified_checkpoints == STEPS // KEEP
     assert "accepted" in str(found) and "bit for bit" in str(found)
-    assert len(drawn) > 1 or drawn == {6}
-    assert audit(honest, steps=6, seed=3) == audit(honest, steps=6, seed=3)
+    assert audit(honest, steps=6) == found
     assert {path: path.stat().st_mtime_ns for path in honest.rglob("*")} == before
 
 
@@ -77,8 +75,6 @@ def at(step, name, **values):
 FALSE = {
     "step 15: grad_norm is": at(15, "loss", loss=2.5, grad_norm=1.25),
     "step 7: skipped is loss is nan in the run, None here": at(7, "loss", skipped="loss is nan"),
-    f"step {STEPS}: val_loss is": at(STEPS, "val_loss", val_loss=1.25),
-    f"checkpoint {STEPS}: val_loss is": lambda run: Checkpoints(run / "checkpoints").set_val_loss(STEPS, 1.25),
     f"checkpoint {STEPS}: params['": false_weights,
     "8/manifest.json is not what was written": lambda run: flip(run / "checkpoints/8/manifest.json", 2000),
 }
@@ -107,8 +103,6 @@ def test_a_run_of_elsewhere_is_accepted_within_a_tolerance(run):
 def test_what_cannot_be_audited_is_refused_in_one_line(honest, run):
     with pytest.raises(UserError, match="was trained on other data.*name that text with --data"):
         audit(honest, data=__file__)
-    with pytest.raises(UserError, match="no file or folder at nowhere.txt"):
-        audit(honest, data="nowhere.txt")
     edit_record(run, lambda record: record.update(imported={"model_type": "gpt2"}))
     with pytest.raises(UserError, match="is an imported model: there is no training to audit"):
         audit(run)
@@ -131,11 +125,12 @@ def test_an_audit_takes_at_least_one_logged_step_again(honest, tmp_path):
 
 # Honest runs of all kinds: other fields of the experiment.
 KINDS = {
-    "muon, dropout, accumulation and pmap": {
+    "adapters, muon, dropout and accumulation": {
         "model.dropout": 0.2,
         "optim.name": "muon",
         "parallel.micro_batch_size": 2,
-        "parallel.strategy": "pmap",
+        "train.seed": 5,
+        "lora.rank": 2,
     },
     "skipped steps in bfloat16": {
         "optim.skip_spikes": 1.05,
@@ -144,7 +139,6 @@ KINDS = {
         "train.dtype": "bfloat16",
     },
     "few checkpoints, resumed": {"train.keep_every": None, "train.log_every": 3, "train.checkpoint_every": 1000},
-    "adapters": {"train.seed": 5, "lora.rank": 2},
 }
 
 
@@ -157,7 +151,7 @@ def test_honest_runs_of_all_kinds_are_accepted(experiment, honest, tmp_path, kin
             stop = contextlib.nullcontext(lambda step: "SIGTERM" if step == STEPS // 2 else None)
             patch.setattr("jaxgpt.fitting.catch_signals", lambda: stop)
             fit(experiment, run, progress=False)
-    if kind == "adapters":
+    if kind.startswith("adapters"):
         experiment = with_values(experiment, {"train.init_from": str(honest)})
     fit(with_values(experiment, KINDS[kind]), run, progress=False)
     found, lines = audit(run, steps=STEPS), read_metrics(run / "metrics.jsonl")

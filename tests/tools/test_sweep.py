@@ -19,14 +19,12 @@ from jaxgpt.tools.sweep import (
     Axis,
     Round,
     draw_points,
-    mean_and_margin,
     parse_axes,
     parse_axis,
     plan_rounds,
     shorten,
     sweep,
 )
-from tests.helpers import run_command
 
 RATE = "optim.learning-rate=1e-4..1e-1"
 EXPERIMENT = Experiment(name="fake", optim=OptimConfig(warmup_steps=50), train=TrainConfig(steps=600, seed=7))
@@ -36,15 +34,11 @@ EXPERIMENT = Experiment(name="fake", optim=OptimConfig(warmup_steps=50), train=T
     ("text", "axis"),
     [
         (RATE, Axis(field="optim.learning_rate", low=1e-4, high=1e-1)),
-        ("optim.learning_rate=.5..1", Axis(field="optim.learning_rate", low=0.5, high=1.0)),
         ("model.dropout=0..0.3", Axis(field="model.dropout", high=0.3)),
         ("model.n-layer=1..8", Axis(field="model.n_layer", low=1, high=8)),
-        ("optim.warmup-steps=1e1..1e3", Axis(field="optim.warmup_steps", low=10, high=1000)),
         ("optim.warmup-steps=None,10,100", Axis(field="optim.warmup_steps", choices=(None, 10, 100))),
-        ("optim.grad-clip=0.5,1", Axis(field="optim.grad_clip", choices=(0.5, 1.0))),
         ("model.activation=relu, gelu,swiglu", Axis(field="model.activation", choices=("relu", "gelu", "swiglu"))),
         ("model.qk-norm=true,False", Axis(field="model.qk_norm", choices=(True, False))),
-        ("model.position=none,rope", Axis(field="model.position", choices=("none", "rope"))),
     ],
 )
 def test_what_is_given_for_over(text, axis):
@@ -58,29 +52,14 @@ def test_what_is_given_for_over(text, axis):
         ("optim.learning-rate", "needs FIELD=LOW..HIGH or FIELD=A,B,C"),
         ("learning-rate=1..2", "there is no field 'learning_rate' (did you mean optim.learning_rate?)"),
         ("train.batch-size=1..8", "train.batch_size cannot vary: it changes the data, the tokens or the steps"),
-        ("parallel.fsdp=1,2", "Fields of model, optim, lora can vary, except model.block_size and model.vocab_size"),
-        ("lora.targets=q,v", "lora.targets cannot vary: it changes"),
         ("optim.learning-rate=1e-1..1e-4", "needs LOW below HIGH"),
-        ("optim.warmup-steps=None..3", "needs LOW below HIGH"),
-        ("optim.learning-rate=0..1", "optim.learning_rate=0.0: needs more than 0"),
-        ("optim.learning-rate=1..inf", "optim.learning_rate=inf: needs a finite number"),
         ("model.n-layer=1.5..2", "model.n_layer='1.5': needs a whole number"),
-        ("model.activation=relu..gelu", "model.activation='relu..gelu': needs one of relu, gelu"),
-        ("model.n-layer=2", "needs two or more different choices"),
-        ("model.bias=1,0", "model.bias='1': needs true or false"),
     ],
 )
 def test_what_cannot_be_swept(text, said):
     with pytest.raises(UserError) as caught:
         parse_axes([text])
     assert str(caught.value).startswith(f"--over {text}: ") and said in str(caught.value)
-
-
-def test_a_sweep_has_fields_and_each_once():
-    with pytest.raises(UserError, match=r"--over has optim\.learning_rate twice"):
-        parse_axes([RATE, "model.n-layer=1..2", "optim.learning_rate=1,2"])
-    with pytest.raises(UserError, match="a sweep needs a field: --over"):
-        parse_axes([])
 
 
 def test_one_field_is_spread_evenly():
@@ -93,11 +72,9 @@ def test_one_field_is_spread_evenly():
     assert values("model.n-layer=1..3", 20) == [1, 2, 3]  # repetitions are one trial
     assert values("model.activation=relu,gelu,swiglu", 3) == ["relu", "gelu", "swiglu"]
     assert values(RATE, 1) == [0.003162], "a value is readable"
-    narrow = parse_axis("optim.beta2=0.99..0.99996")
-    assert narrow.at(0.9999) == 0.99996 and narrow.at(0.0) == 0.99, "and within the range"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_several_fields_are_each_covered(seed):
     """The first 16 points have one in each sixteenth of the first field, and 27 have three in each ninth of the second."""
     axes = parse_axes([RATE, "model.dropout=0..0.9", "model.activation=relu,gelu"])
@@ -107,11 +84,6 @@ def test_several_fields_are_each_covered(seed):
     second = [p["model.dropout"] * 10 for p in points]
     assert sorted(map(int, first)) == list(range(16))
     assert sorted(map(int, second)) == sorted([*range(9)] * 3)
-
-
-def test_fields_that_depend_on_each_other_change_together():
-    e = with_values(Experiment(name="x"), {"model.n_head": 5, "model.n_embd": 20, "optim.beta1": 0.5})
-    assert (e.model.n_head, e.model.n_embd, e.optim.beta1, e.name) == (5, 20, 0.5, "x")
 
 
 def run_sweep(directory, *over, **given):
@@ -229,7 +201,6 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"trials": 2}, "trials 1 -> 2"),
         ({"over": ("optim.learning-rate=1e-4..1",)}, r"over optim\.learning_rate=0\.0001\.\.0\.1 -> optim.*1"),
         (
             {"experiment": with_values(EXPERIMENT, {"train.seed": 0})},
@@ -240,42 +211,8 @@ def one(tmp_path_factory):
 def test_another_sweep_is_not_mixed_with_it(one, change, said):
     with pytest.raises(UserError, match=said):
         run_sweep(one, **ONE | change)
-
-
-def test_a_sweep_may_be_resumed_with_other_logging(one):
-    logged = with_values(EXPERIMENT, {"train.log_every": 1})
+    logged = with_values(EXPERIMENT, {"train.log_every": 1})  # which is no other sweep
     run_sweep(one, **ONE, experiment=logged, fit_one=lambda *a, **b: pytest.fail("a run"))
-
-
-def test_a_mistake_in_the_first_run_can_be_corrected(tmp_path):
-    """Nothing was trained, so the directory is free."""
-
-    def refuse(*args, **kwargs):
-        raise UserError("there is no file at nowhere.txt")
-
-    with pytest.raises(UserError, match=r"nowhere\.txt"):
-        run_sweep(tmp_path, **ONE, fit_one=refuse)
-    run_sweep(tmp_path, trials=2, seeds=1)
-    (tmp_path / "sweep.json").unlink()
-    with pytest.raises(UserError, match=r"exists and is not a sweep \(no sweep\.json\): name another with --run-dir"):
-        run_sweep(tmp_path, trials=2, seeds=1)
-
-
-def test_a_point_that_is_no_experiment_is_found_before_the_first_run(tmp_path):
-    with pytest.raises(UserError, match=r"trial 1, model\.n_embd=\d+: n_embd=\d+ is not divisible"):
-        run_sweep(tmp_path / "s", "model.n-embd=13..23")
-    with pytest.raises(UserError, match="seed=4294967296: needs"):
-        run_sweep(tmp_path / "s", experiment=with_values(EXPERIMENT, {"train.seed": 2**32 - 2}))
-    assert not (tmp_path / "s").exists()
-
-
-def test_equal_finalists_seldom_differ():
-    """The two best of three that are equal, of 2,000 sweeps: more than noise in at most 5%."""
-    rng = np.random.default_rng(0)
-    pairs = [sorted(x, key=np.mean)[:2] for x in rng.normal(2, 0.01, (2000, 3, 3)).tolist()]
-    gaps = [mean_and_margin(np.subtract(second, first)) for first, second in pairs]
-    assert np.mean([mean > margin for mean, margin in gaps]) <= 0.05
-    assert mean_and_margin([0.5, 0.5]) == (0.5, 0.0) and mean_and_margin([0.5]) == (0.5, None)
 
 
 def test_the_report(tmp_path):
@@ -291,15 +228,3 @@ def test_the_report(tmp_path):
     assert head == "| trial | optim.learning_rate | model.activation | 200 steps | 600 steps, new seeds (95%) |"
     assert line.startswith(f"| {first.trial} | {first.point['optim.learning_rate']} | ") and " ± " in line
     assert "| diverged |  |" in str(found) and "is the lowest value tried: better ones may lie outside" in str(found)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, text_file):
-    words = f"""sweep --over optim.learning-rate=1e-3..1e-1 --trials 4 --seeds 1 --data.path {text_file}
-        --model.n-layer 1 --model.n-head 2 --model.n-embd 8 --model.block-size 8 --train.steps 6 --train.batch-size 2
-        --optim.warmup-steps 1 --run-dir s""".split()
-    done, again = (run_command("-m", "jaxgpt", *words, *more, cwd=tmp_path) for more in ((), ("--json",)))
-    assert "6 runs of 4 x 2 + 2 x 6 = 20 steps" in done.stderr and "jaxgpt train s/winner.py" in done.stdout
-    found = json.loads(again.stdout)
-    assert found == json.loads((tmp_path / "s/sweep.json").read_text())["result"]
-    assert [len(trial["losses"]) for trial in found["trials"]] == [2, 2, 1, 1]

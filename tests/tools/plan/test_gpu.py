@@ -8,18 +8,13 @@ import pytest
 
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import PEAKS
-from jaxgpt.tools.plan.topology import TARGETS, gpu_devices, topology_devices
+from jaxgpt.tools.plan.topology import TARGETS, gpu_devices
 
 
-@pytest.mark.parametrize("name", ["h200", "h200:", "h200:0", "h200:08", "h200:9", "h200:0x8", "h200:2x2x2", "a100:8"])
+@pytest.mark.parametrize("name", ["h200", "h200:08", "h200:9", "h200:0x8", "h200:2x2x2"])
 def test_what_is_no_topology(name):
     with pytest.raises(UserError, match="such as h200:8, or hosts and the GPUs of each, such as h200:4x8"):
         gpu_devices(name)
-
-
-def test_an_unknown_device_names_both_kinds():
-    with pytest.raises(UserError, match=r"such as v5e:4x4, .*, or h100, h200, a100-80, b200, rtx6000pro and a number"):
-        topology_devices("h300:8")
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

@@ -1,18 +1,16 @@
 """What `jaxgpt plan` says of this machine, and how it searches; TPU slices are in tools/plan/test_slices.py."""
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from jaxgpt.config import Experiment, GPTConfig, ParallelConfig, TrainConfig
-from jaxgpt.errors import UserError
 from jaxgpt.parallel.device import PEAKS, train_flops_per_token
 from jaxgpt.tools.plan import plan as plans
 from jaxgpt.tools.plan.hlo import Collective
 from jaxgpt.tools.plan.plan import DoesNotFit, format_plan, make_plan
-from tests.helpers import TINY, run_command
+from tests.helpers import TINY
 
 EXPERIMENT = Experiment(
     name="planned", model=dataclasses.replace(TINY, n_layer=1), train=TrainConfig(batch_size=8, steps=200)
@@ -39,12 +37,9 @@ def test_this_machine(here):
 def test_what_is_unknown_is_unknown(here):
     """There is no table of CPUs: neither a time nor a rate is guessed."""
     assert "cpu" not in PEAKS
-    names = ("compute", "memory", "interconnect", "step")
-    unknown = [f"{name}_seconds" for name in names] + ["bottleneck", "mfu", "hours"]
-    assert all(getattr(here, name) is None for name in unknown)
+    assert here.step_seconds is here.bottleneck is here.mfu is here.hours is None
     unknown = "unknown          compute, memory traffic, interconnect, speed: no rates of cpu are on record\n"
     assert format_plan(here).count("unknown") == 1 and unknown in format_plan(here)
-    assert format_plan(here).startswith("verdict          fits: 0.00 GiB of ")
 
 
 def test_the_roofline(monkeypatch):
@@ -60,16 +55,8 @@ def test_the_roofline(monkeypatch):
     assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
     assert found.mfu == pytest.approx(found.tokens_per_second * found.flops_per_token / 1e12)
     assert found.hours == pytest.approx(200 * found.step_seconds / 3600)
-    without = format_plan(dataclasses.replace(found, serial_seconds=None))
-    assert f"step               at least {found.step_seconds * 1e3:,.1f} ms: memory-bound\n" in without
     # Each kernel takes the longer of its two times, so that all of them take at least the longer sum, at most both.
     assert found.memory_seconds <= found.serial_seconds <= found.memory_seconds + found.compute_seconds
-    # The sharper of the two bounds is the one that counts.
-    text = format_plan(dataclasses.replace(found, serial_seconds=1.6 * found.step_seconds))
-    assert f"; at least {1.6 * found.step_seconds * 1e3:,.1f} ms per step, {1.6 * found.hours:,.1f} hours for" in text
-    assert f"step               at least {1.6 * found.step_seconds * 1e3:,.1f} ms: its kernels in turn\n" in text
-    assert f"tokens per second  at most {found.tokens_per_second / 1.6:,.0f}\n" in text
-    assert f"MFU                at most {found.mfu / 1.6:.1%}\n" in text
 
 
 def splash_flops(calls: int, attention: str = "splash", **model) -> float:
@@ -91,13 +78,6 @@ def test_what_splash_attention_computes():
     assert splash_flops(12, block_size=4096, **windows) == 7 * 4096 * 17 / 32
     assert splash_flops(12, "cudnn", block_size=1024) == 0  # the program states its own
     assert splash_flops(12, block_size=1024, dropout=0.1) == 0
-
-
-def test_an_mfu_above_one_says_why(here):
-    known = dataclasses.replace(here, step_seconds=1.0, mfu=0.98)
-    assert "MFU                at most 98.0%\n" in format_plan(known)
-    above = dataclasses.replace(known, mfu=1.02)
-    assert "at most 102.0% (it counts masked scores, which the kernel skips)" in format_plan(above)
 
 
 def test_collectives_add_up(monkeypatch, here):
@@ -137,14 +117,7 @@ def test_what_does_not_fit_is_tried_otherwise(monkeypatch, here):
         *[("dots", n) for n in (8, 4, 2, 1)],
         *[("full", n) for n in (8, 4, 2)],
     ]
-    assert said[0].startswith("remat none, auto, micro-batch 8: needs 3.00 GiB of")
     assert said[-1] == "remat full, auto, micro-batch 2: fits"
-
-
-def test_nothing_fits(monkeypatch):
-    monkeypatch.setattr(plans, "memory_of", lambda device: 1000)
-    with pytest.raises(UserError, match="planned does not fit on 1 x cpu, whatever the micro-batch, remat and fsdp"):
-        make_plan(dataclasses.replace(EXPERIMENT, train=TrainConfig(batch_size=1, steps=200)), 11)
 
 
 def test_the_search_splits_the_state_over_more_and_more_devices():
@@ -158,15 +131,3 @@ def test_the_search_splits_the_state_over_more_and_more_devices():
     assert [(p.strategy, p.fsdp, p.slices) for p in slices[2::2]] == [("mesh", 2, 2), ("mesh", 4, 2)]
     tensor = dataclasses.replace(experiment, parallel=ParallelConfig(strategy="mesh", tensor=2))
     assert len(list(plans.iter_variants(tensor, 8))) == 2  # how it is split is the user's choice already
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, text_file):
-    shape = "--model.n-layer 1 --model.n-head 1 --model.n-embd 8 --model.block-size 8 --train.batch-size 2".split()
-    command = ("-m", "jaxgpt", "plan", *shape, "--data.path", str(text_file))
-    done = run_command(*command, "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["experiment"] == "quickstart"
-    done = run_command(*command, "--topology", "v5e:3x3", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "v5e has no slice 3x3. It has 1x1, 2x2, 2x4" in done.stderr

@@ -27,12 +27,8 @@ print(json.dumps([jax.devices()[0].platform, float(jax.numpy.ones(3).sum())]))
 """
 
 SLICES = [
-    ["v5e:1x1", 1, "TPU v5 lite", [1, 1, 1], True],
     ["v5e:2x4", 8, "TPU v5 lite", [2, 4, 1], True],
-    ["v6e:16x16", 256, "TPU v6 lite", [16, 16, 1], True],
     ["v4:2x2x1", 4, "TPU v4", [2, 2, 1], True],  # a device per chip, not per core
-    ["v5p:8x8x8", 512, "TPU v5", [8, 8, 8], True],
-    ["v5p:4x4x12", 192, "TPU v5", [4, 4, 12], True],
     ["3xv5p:2x2x4", 48, "TPU v5", [2, 2, 4], True],
 ]
 
@@ -55,7 +51,7 @@ IN_3D = "It has 2x2x1, 2x2x2, 2x2x4, 2x4x4, or AxBxC of multiples of 4"
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("|v5e|v5e:|v5e:4,4|v3:2x2|4x4|v5e:4x4 |v5litepod4|v5e-|0xv5e:4x4|100xv5e:4x4|x", NO_TOPOLOGY),
+        ("v5e:4,4|v3:2x2|v5e:4x4 |v5litepod4|0xv5e:4x4|100xv5e:4x4", NO_TOPOLOGY),
         ("v5e-12|v5p-4|v4-9|v4-12288", NO_COUNT),
         ("v5e:3x3|v5e:4x2|v6e:32x32|v5e:4x4x1", IN_2D),
         ("v4:4x4|v5p:1x1x1|v5p:8x4x4|v4:4x4x6|v4:16x16x20|v5p:16x20x28", IN_3D),
@@ -72,23 +68,14 @@ def test_what_is_no_slice(names, message):
     ("name", "found"),
     [
         ("v5e-8", (1, "v5e", "2x4")),
-        ("v5litepod-256", (1, "v5e", "16x16")),
         ("2xv6e-1", (2, "v6e", "1x1")),
         ("v4-8", (1, "v4", "2x2x1")),  # two TensorCores in each chip
-        ("v5p-16", (1, "v5p", "2x2x2")),
         ("v5p-512", (1, "v5p", "4x8x8")),  # not 4x4x16, which exists
-        ("v5p-12288", (1, "v5p", "16x16x24")),
         ("v5p:4x4x16", (1, "v5p", "4x4x16")),
     ],
 )
 def test_the_names_of_google_cloud(name, found):
     assert parse_slice(name) == found
-
-
-def test_without_libtpu(monkeypatch):
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'pip install "jaxgpt\[tpu\]"'):
-        tpu_devices("v5e:4x4")
 
 
 @pytest.mark.parametrize(("message", "raised"), [("ABORTED: ... lockfile ...", UserError), ("other", RuntimeError)])

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import layer_norm, rms_norm
@@ -17,10 +16,15 @@ TOKENS = [1, 2, 3, 10, 0, 1, 7]
 EVERY = {
     "pre": {},
     "post": {"norm_position": "post", "activation": "relu", "position": "sinusoidal"},
-    "output": {"norm_position": "output", "norm": "rmsnorm"},
     "sandwich": {"norm_position": "sandwich", "norm": "rmsnorm", "norm_offset": True, "activation": "swiglu"},
-    "parallel": {"parallel_residual": True},
-    "grouped": {"n_kv_head": 1, "position": "rope", "qk_norm": True, "sliding_window": 3, "tie_embeddings": False},
+    "grouped": {
+        "parallel_residual": True,
+        "n_kv_head": 1,
+        "position": "rope",
+        "qk_norm": True,
+        "sliding_window": 3,
+        "tie_embeddings": False,
+    },
 }
 
 
@@ -86,25 +90,17 @@ def test_the_stream_adds_up(seen):
         np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[2], **FLOAT32_REORDERED)
 
 
-def test_padding_of_the_vocabulary_is_left_out():
-    model, params = make_model(TINY)
-    found = capture_activations(model, params, [1, 2, 3], vocab_size=4)
-    assert found.logits_V.shape == (4,) and found.guess.tokens_TK.max() < 4
-    np.testing.assert_allclose(found.guess.probabilities_TK.sum(axis=1), 1, **FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize("how", [{"scan_layers": True}, {"remat": "full"}, {"dropout": 0.5}])
-def test_how_it_was_trained_hides_nothing(how):
+def test_how_it_was_trained_hides_nothing():
     model, params = make_model(TINY)
     plain = capture_activations(model, params, TOKENS)
-    if "scan_layers" in how:
-        params = stack_layers(params, TINY.n_layer)
-    other = capture_activations(model.clone(config=dataclasses.replace(TINY, **how)), params, TOKENS)
-    jax.tree.map(
-        lambda a, b: a == b if isinstance(a, str) else np.testing.assert_allclose(a, b, **FLOAT32_REORDERED),
-        plain,
-        other,
-    )
+    how = {"scan_layers": True, "remat": "full", "dropout": 0.5}
+    other = model.clone(config=dataclasses.replace(TINY, **how))
+    for a, b in zip(
+        jax.tree.leaves(plain),
+        jax.tree.leaves(capture_activations(other, stack_layers(params, TINY.n_layer), TOKENS)),
+        strict=True,
+    ):
+        assert a == b if isinstance(a, str) else np.testing.assert_allclose(a, b, **FLOAT32_REORDERED) is None
 
 
 def test_attention_weights_are_computed_for_who_asks_and_change_nothing():
@@ -123,12 +119,10 @@ def test_attention_weights_are_computed_for_who_asks_and_change_nothing():
         params
     )
     assert (seen_BTV == apply(model, params, tokens_BT)).all()
-    # What layers sow, and nothing else.
-    sown = {name: set(nn.FrozenDict(kept)[name]["h_0"]) for name in kept}
-    assert sown == {"intermediates": {"mlp"}, WEIGHTS: {"attn"}}
+    assert {name: set(kept[name]["h_0"]) for name in kept} == {"intermediates": {"mlp"}, WEIGHTS: {"attn"}}
 
 
-@pytest.mark.parametrize("count", [1, 3, 11])
+@pytest.mark.parametrize("count", [3, 11])
 def test_places_are_those_of_the_largest_activations(count):
     model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
     windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
