@@ -4,7 +4,6 @@ import importlib.util
 import os
 
 import chex
-import jax
 import numpy as np
 import pytest
 
@@ -45,15 +44,13 @@ def test_patches_equal_transformer_lens(name, places, tmp_path, monkeypatch):
     from transformer_lens import TransformerBridge, patching
 
     make_peer(name).save_pretrained(tmp_path)
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="a", eos_token="a", pad_token="a"
-    ).save_pretrained(tmp_path)
-    source = open_source(str(tmp_path), "ids")
-    model, params = (
-        GPT(source.config),
-        jax.tree.map(np.asarray, read_params(source.tensors, source.family, source.config)),
+    words, ends = (
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        dict(bos_token="a", eos_token="a", pad_token="a"),
     )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **ends).save_pretrained(tmp_path)
+    source = open_source(str(tmp_path), "ids")
+    model, params = GPT(source.config), read_params(source.tensors, source.family, source.config)
     into_T, source_T = np.random.default_rng(0).integers(0, 61, (2, 9))
     with torch.no_grad():
         peer = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
