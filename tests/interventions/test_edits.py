@@ -115,8 +115,8 @@ def test_text_is_generated_under_an_intervention(name):
 
 def test_each_of_many_sets_is_as_if_alone(model_params):
     model, params = model_params
-    sets = [[zero("heads", layer, index=head)] for layer, head in ((0, 1), (1, 1), (1, 3))]
-    sets += [[zero("mlp", 1, positions=[2])], [add("embedding", vector=np.ones(16)), zero("heads", 0)]]
+    sets = [[zero("heads", 1, index=3)], [zero("mlp", 1, positions=[2])]]
+    sets += [[add("embedding", vector=np.ones(16)), zero("heads", 0)]]
 
     def mean_loss(logits_BTV):
         return token_losses(logits_BTV, TOKENS).mean()

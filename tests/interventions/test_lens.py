@@ -18,21 +18,14 @@ def test_the_jacobian_lens_is_the_mean_jacobian():
     B, T, D = *TOKENS.shape, model.config.n_embd
     found = fit_jacobian_lens(model, params, TOKENS, skip_first=2)
     chex.assert_shape(found, (2, D, D))
-    streams = run(model, params, TOKENS, read=["embedding", "h_0/stream"]).activations
-    valid = slice(2, T - 1)
-    for layer, name in ((-1, "embedding"), (0, "h_0/stream")):
+    stream_BTD, valid = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"], slice(2, T - 1)
 
-        def rest(module, x_BTD, first=layer + 1):  # by the model's own blocks
-            for block in module.h[first:]:
-                x_BTD = block(x_BTD)
-            return x_BTD
+    def after(x_TD):  # by the model's own last block
+        return model.apply({"params": params}, x_TD[None], method=lambda module, x_BTD: module.h[1](x_BTD))[0]
 
-        def after(x_TD, rest=rest):
-            return model.apply({"params": params}, x_TD[None], method=rest)[0]
-
-        jacobian = jax.jit(jax.jacrev(after))
-        mean_DD = sum(jacobian(x_TD)[valid, :, valid].sum(axis=(0, 2)) for x_TD in streams[name]) / (B * (T - 3))
-        chex.assert_trees_all_close(found[layer + 1], mean_DD, rtol=1e-3, atol=1e-4)
+    jacobian = jax.jit(jax.jacrev(after))
+    mean_DD = sum(jacobian(x_TD)[valid, :, valid].sum(axis=(0, 2)) for x_TD in stream_BTD) / (B * (T - 3))
+    chex.assert_trees_all_close(found[1], mean_DD, rtol=1e-3, atol=1e-4)
     with pytest.raises(UserError, match="skip_first=10 of 11 tokens: needs 0 to 9"):
         fit_jacobian_lens(model, params, TOKENS, skip_first=10)
 

@@ -13,7 +13,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
-from jaxgpt.fitting import fit
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
@@ -21,12 +20,9 @@ from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device, count_parameters
 from jaxgpt.parallel.multihost import ReplicasDiffer, check_replicas
 from jaxgpt.parallel.trainer import make_trainer
-from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.train import NOT_FINITE, TAKEN
-from tests.helpers import tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -347,48 +343,5 @@ def check_drift() -> None:
     assert all(Run(name, "adamw").trainer.checksums is None for name in ("fsdp", "single"))
 
 
-class Left(BaseException):
-    """Leaves the loop as a kill would: with no farewell save."""
-
-
-def check_resumed(text: str) -> None:
-    """A run left after step 3 of 6, its checkpoint being of step 2, goes on bit for bit; with dropout, on 4 devices."""
-    keys = ("step", "loss", "grad_norm", "learning_rate", "val_loss")
-    write_line = MetricsFile.write
-
-    def leave(self: MetricsFile, **values: object) -> None:
-        if values["step"] == 4:
-            raise Left
-        write_line(self, **values)
-
-    def lines(directory: Path) -> list[tuple]:
-        return [tuple(line.get(k) for k in keys) for line in read_metrics(directory / "metrics.jsonl")]
-
-    for parallel in (
-        ParallelConfig(strategy="single", micro_batch_size=2),
-        ParallelConfig(strategy="pmap", micro_batch_size=1),
-        ParallelConfig(strategy="mesh", data=2, fsdp=2, micro_batch_size=1),
-    ):
-        plain = tiny_experiment(Path(text), batch_size=8)
-        model = dataclasses.replace(plain.model, n_layer=1, n_head=2, dropout=0.2, vocab_size=32)
-        experiment = dataclasses.replace(plain, model=model, parallel=parallel)
-        with tempfile.TemporaryDirectory() as directory:
-            whole, again = Path(directory) / "whole", Path(directory) / "again"
-            fit(experiment, whole, progress=False)
-            MetricsFile.write = leave  # type: ignore[method-assign]
-            try:
-                fit(experiment, again, progress=False)
-                raise AssertionError("it was not left")
-            except Left:
-                MetricsFile.write = write_line  # type: ignore[method-assign]
-            assert lines(again)[-1][0] == 3
-            fit(experiment, again, progress=False)
-            assert len(lines(whole)) == 8 and lines(whole) == lines(again), parallel
-            one, other = (load(d, which="last") for d in (whole, again))
-            assert one.step == other.step == 6
-            jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-
-
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
-    {name: check for name, check in globals().items() if name.startswith("check_")}[what](*arguments)
+    globals()[sys.argv[1]]()

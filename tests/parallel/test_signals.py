@@ -12,7 +12,7 @@ import chex
 import pytest
 
 from jaxgpt import fitting
-from jaxgpt.errors import Diverged, Preempted
+from jaxgpt.errors import Preempted
 from jaxgpt.fitting import fit
 from jaxgpt.run import load
 from jaxgpt.runs.metrics import read_metrics
@@ -69,20 +69,12 @@ def test_a_signal_during_validation_saves_first_and_validates_on_return(experime
 
 
 def test_a_loss_on_return_that_is_no_number_leaves_the_checkpoint_good(experiment, tmp_path, monkeypatch):
-    """The last one is reported, as it would have been without the signal."""
     script(monkeypatch, STOP, math.nan)
     with pytest.raises(Preempted, match="SIGTERM: saved step 2 of 4"):
         fit(experiment, tmp_path / "r", progress=False)
     fit(experiment, tmp_path / "r", progress=False)
     assert [x["val_loss"] for x in lines(tmp_path / "r") if x["step"] == 2] == [None, None]
     assert load(tmp_path / "r", which=2).val_loss is None
-
-    e = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, eval_every=9))
-    script(monkeypatch, STOP, math.nan)
-    for error, said in ((Preempted, "saved step 4 of 4"), (Diverged, "the last validation loss is nan")):
-        with pytest.raises(error, match=said):
-            fit(e, tmp_path / "last", progress=False)
-    assert load(tmp_path / "last").step == 4
 
 
 def test_the_best_loss_so_far_is_that_of_the_checkpoints(experiment, tmp_path, monkeypatch):
@@ -110,45 +102,27 @@ __main__.main(sys.argv[1:])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "sent", "status", "last"),
-    [
-        ("usual", [signal.SIGTERM], 1, "SIGTERM: saved step "),
-        ("slow", [signal.SIGTERM, signal.SIGINT], 130, "SIGINT: stopped at once"),
-    ],
-)
-def test_status_and_last_line_say_which(tmp_path, text_file, how, sent, status, last):
+def test_a_second_signal_leaves_at_once(tmp_path, text_file):
     options = f"""train --run-dir r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
         --model.block-size 8 --train.batch-size 2 --train.steps 1000000 --train.checkpoint-every 1000000
         --train.eval-every 1000000 --optim.warmup-steps 1 --train.log-every 1""".split()
-    program = ["-m", "jaxgpt"] if how == "usual" else ["-c", SLOW]
-    told = tmp_path / "stderr"
+    told, env = tmp_path / "stderr", {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    how = dict(cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
     with told.open("w") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, *program, *options],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            stdin=subprocess.DEVNULL,
-            stderr=stderr,
-        )
+        child = subprocess.Popen([sys.executable, "-c", SLOW, *options], stderr=stderr, **how)
     try:
         deadline = time.monotonic() + DEADLINE
         while len(lines(tmp_path / "r")) < 3:
             assert child.poll() is None and time.monotonic() < deadline, told.read_text()
             time.sleep(0.05)
-        began = time.monotonic()
-        for count, number in enumerate(sent, start=1):
-            child.send_signal(number)
-            while told.read_text().count(": stop") < count and count < len(sent):  # acknowledged
-                assert time.monotonic() < began + GRACE, told.read_text()
-                time.sleep(0.02)
-        assert child.wait(GRACE) == status, told.read_text()
+        child.send_signal(signal.SIGTERM)
+        while ": stop" not in told.read_text():  # acknowledged
+            assert time.monotonic() < deadline, told.read_text()
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(GRACE) == 130, told.read_text()
     finally:
         child.kill()
         child.wait()
     *_, before, said = told.read_text().strip().splitlines()
-    assert said.startswith(last), told.read_text()
-    assert "a second signal stops at once" in before
-    if how == "usual":
-        assert "To continue: jaxgpt train --run-dir r" in said
-        assert load(tmp_path / "r").step == lines(tmp_path / "r")[-1]["step"]
+    assert said.startswith("SIGINT: stopped at once") and "a second signal stops at once" in before, told.read_text()

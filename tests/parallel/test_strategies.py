@@ -9,19 +9,19 @@ from jaxgpt.parallel.mesh import GPU_OPTIONS
 from jaxgpt.parallel.multihost import checksum
 from tests.helpers import run_command
 
-SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift resumed".split()
+SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift".split()
 
 
 @pytest.mark.parametrize("name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_on_several_devices(name, tmp_path_factory, text_file):
+def test_on_several_devices(name, tmp_path_factory):
     """See `eight_devices.py`, in which each check says what is the same."""
     environment = {
-        "JAX_NUM_CPU_DEVICES": "4" if name == "resumed" else "8",
+        "JAX_NUM_CPU_DEVICES": "8",
         # Several of these compile the same steps: what one has compiled the next ones read.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.getbasetemp() / "compiled-for-eight"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
-    command = ("-m", "tests.parallel.eight_devices", f"check_{name}", *([str(text_file)] if name == "resumed" else []))
+    command = ("-m", "tests.parallel.eight_devices", f"check_{name}")
     done = run_command(*command, cwd=tmp_path_factory.mktemp("eight"), deadline=500, **environment)
     assert done.returncode == 0, done.stderr
     assert "Involuntary full rematerialization" not in done.stderr  # the compiler found no way but to copy everything
