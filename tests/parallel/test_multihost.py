@@ -277,9 +277,8 @@ def test_the_leader_tells_a_whole_number_or_what_is_wrong():
         multihost.initialize(ParallelConfig(coordinator="nowhere", processes=2, process_id=1))
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
+def test_what_started_us(monkeypatch):
+    for env, expected in (
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, None),  # a job's shell, before srun
         ({"SLURM_STEP_NODELIST": "a[0-7]", "SLURM_NTASKS": "8"}, "SLURM"),
@@ -287,11 +286,9 @@ def test_the_leader_tells_a_whole_number_or_what_is_wrong():
         ({"OMPI_MCA_orte_hnp_uri": "1;tcp://", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "GKE"),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-    ],
-)
-def test_what_started_us(monkeypatch, env, expected):
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
-        monkeypatch.delenv(name)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert multihost.cluster() == expected
+    ):
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        assert multihost.cluster() == expected, env
