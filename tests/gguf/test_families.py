@@ -5,13 +5,17 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxgpt.data.tokenizer import ByteTokenizer
+import jaxgpt
+from jaxgpt.data.template import CHATML, Jinja
+from jaxgpt.data.tokenizer import ByteTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.file import FAMILIES, open_gguf, to_gguf, write_fields, write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.weights import read_params, shapes_of
+from jaxgpt.tools.convert import export_gguf, import_gguf
+from tests.conftest import TEXT
 from tests.hf.peers import BODY, GPT2, LLAMA3, NEOX, SHAPES
 
 gguf = pytest.importorskip("gguf", reason="without the gguf package")
@@ -102,7 +106,7 @@ def test_what_llama_cpp_wants_otherwise(tmp_path):
     np.testing.assert_allclose(tensors["rope_freqs.weight"], 1 / (kept + (1 - kept) / 8.0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "q8_0"])
 def test_matrices_are_rounded_and_vectors_are_not(dtype, tmp_path):
     _, params, _ = export("gpt2", tmp_path / "m.gguf", dtype)  # rows of 24 and 96 elements
     _, loaded = load(tmp_path / "m.gguf")
@@ -120,33 +124,48 @@ WINDOWED = BODY | dict(use_sliding_window=True, sliding_window=9, max_window_lay
 LOCAL = dict(rope_parameters=dict(full_attention=LLAMA3, sliding_attention=dict(rope_theta=1e4)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "hf", "said"),
-    [
-        ("gpt2", GPT2 | dict(activation_function="relu"), "gpt2 of llama.cpp does not support activation=relu"),
-        ("gpt2", GPT2 | dict(n_layer=513), "gpt2 of llama.cpp .*block_count=513: needs at most 512"),
-        ("llama", BODY | dict(hidden_act="gelu"), "llama of llama.cpp does not support activation=geglu"),
-        ("mistral", BODY | dict(sliding_window=7), "llama of llama.cpp does not support sliding_window=7"),
-        ("qwen2", WINDOWED, "qwen2 of llama.cpp does not support sliding_window=9"),
-        ("qwen2", BODY | dict(rope_parameters=LLAMA3), "qwen2 of llama.cpp .*rope_scaling=llama3"),
-        ("qwen3", BODY | dict(attention_bias=True), "out_bias=True"),
-        ("gemma", BODY | dict(tie_word_embeddings=False), "tie_embeddings=False"),
-        ("gemma2", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "gemma2 of llama.cpp .* support query_scale=9"),
-        ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
-        ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
-        ("gemma2", BODY | WINDOWS | dict(layer_types=["full_attention"] * 2), "sliding_window=None"),  # it would abort
-        ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
-        ("gpt_neox", NEOX | dict(attention_bias=False, num_attention_heads=3), "out_bias=False, qkv_bias=False"),
-        ("olmo2", BODY | dict(attention_bias=True), "out_bias=True"),
-    ],
-)
-def test_what_llama_cpp_would_not_compute_is_refused(kind, hf, said):
-    with pytest.raises(UserError, match=said):
-        write_fields(FAMILIES[kind], HF_FAMILIES[kind].read(hf))
+REFUSED = [
+    ("gpt2", GPT2 | dict(activation_function="relu"), "gpt2 of llama.cpp does not support activation=relu"),
+    ("gpt2", GPT2 | dict(n_layer=513), "gpt2 of llama.cpp .*block_count=513: needs at most 512"),
+    ("llama", BODY | dict(hidden_act="gelu"), "llama of llama.cpp does not support activation=geglu"),
+    ("mistral", BODY | dict(sliding_window=7), "llama of llama.cpp does not support sliding_window=7"),
+    ("qwen2", WINDOWED, "qwen2 of llama.cpp does not support sliding_window=9"),
+    ("qwen2", BODY | dict(rope_parameters=LLAMA3), "qwen2 of llama.cpp .*rope_scaling=llama3"),
+    ("gemma", BODY | dict(tie_word_embeddings=False), "tie_embeddings=False"),
+    ("gemma2", BODY | WINDOWS | dict(query_pre_attn_scalar=9), "gemma2 of llama.cpp .* support query_scale=9"),
+    ("gemma2", BODY | WINDOWS | dict(attn_logit_softcapping=None), "attention_softcap=None"),
+    ("gemma2", BODY | WINDOWS | dict(num_hidden_layers=46, head_dim=16), "query_scale=12"),  # taken for the 27B
+    ("gemma2", BODY | WINDOWS | dict(layer_types=["full_attention"] * 2), "sliding_window=None"),  # it would abort
+    ("gemma3_text", BODY | WINDOWS | LOCAL | dict(sliding_window_pattern=2), "rope_scaling=llama3"),
+    ("gpt_neox", NEOX | dict(attention_bias=False, num_attention_heads=3), "out_bias=False, qkv_bias=False"),
+    ("olmo2", BODY | dict(attention_bias=True), "out_bias=True"),
+]
 
 
-def test_a_window_as_long_as_the_context_is_none():
+def test_what_llama_cpp_would_not_compute_is_refused():
+    for kind, hf, said in REFUSED:
+        with pytest.raises(UserError, match=said):
+            write_fields(FAMILIES[kind], HF_FAMILIES[kind].read(hf))
+    # A window as long as the context is none.
     fields = write_fields(FAMILIES["mistral"], HF_FAMILIES["mistral"].read(BODY | dict(sliding_window=96)))
     assert "attention.sliding_window" not in fields
     fields = write_fields(FAMILIES["gemma2"], HF_FAMILIES["gemma2"].read(BODY | WINDOWS | dict(sliding_window=96)))
     assert fields["attention.sliding_window"] == 96
+
+
+def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_file(tmp_path):
+    fields, tensors = model_parts("gemma")
+    tokenizer, file, again = train_bpe([TEXT], 258), tmp_path / "m.gguf", tmp_path / "again.gguf"
+    fields |= {"general.name": "m-gguf"}
+    fields |= tokenizer_fields(tokenizer, 260, chat_template=CHATML.jinja(), ends=[tokenizer.end_of_text, 7])
+    write_gguf(file, fields, tensors, "float16")
+    import_gguf(file, tmp_path / "run")
+    export_gguf(tmp_path / "run", again)
+    assert again.read_bytes() == file.read_bytes()
+    with pytest.raises(UserError, match="exists: name another file with --out"):
+        export_gguf(tmp_path / "run", again)
+    run = jaxgpt.load(tmp_path / "run")
+    template = run.prompt_format.template
+    assert isinstance(template, Jinja) and template.source == CHATML.jinja()
+    assert run.prompt_format.stop_tokens(False) == [run.tokenizer.end_of_text, 7]
+    assert (run.params["wte"]["embedding"].dtype, run.params["ln_f"]["scale"].dtype) == (np.float16, np.float32)

@@ -25,11 +25,8 @@ def parts():
 def write(parts, tmp_path):
     """Write the file with other fields and tensors, without those that are None; return its path."""
 
-    def write(fields=(), tensors=(), dtype=None):
-        changed = [
-            {k: v for k, v in (a | dict(b)).items() if v is not None}
-            for a, b in zip(parts, (fields, tensors), strict=True)
-        ]
+    def write(*changes, dtype=None):
+        changed = [{k: v for k, v in (a | b).items() if v is not None} for a, b in zip(parts, changes, strict=True)]
         write_gguf(tmp_path / "m.gguf", *changed, dtype)
         return tmp_path / "m.gguf"
 
@@ -81,7 +78,7 @@ def test_damaged_headers_are_refused_in_a_line_and_little_memory(tmp_path):
 
 
 def test_every_cut_is_noticed(write):
-    path = write()
+    path = write({}, {})
     raw = path.read_bytes()
     assert len(read_gguf(path)[1]) == 26
     for size in [*range(0, 700, 7), len(raw) // 2, len(raw) - 1]:
@@ -93,9 +90,8 @@ def test_every_cut_is_noticed(write):
 SQUARE = np.ones((32, 32), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("fields", "tensors", "said"),
-    [
+def test_files_that_lie_are_refused(write):
+    for fields, tensors, said in (
         ({"general.architecture": "bert"}, {}, "general.architecture='bert' is unknown: needs one of gpt2, llama"),
         ({"tokenizer.ggml.model": "gpt2"}, {}, "it was not written by jaxgpt export"),
         ({"qwen2.block_count": 512}, {}, "block_count=512, but there are 26 tensors"),
@@ -104,15 +100,13 @@ SQUARE = np.ones((32, 32), np.float32)
         ({"qwen2.feed_forward_length": [32]}, {}, "mlp_dim=[32]: needs a whole number"),
         ({}, {"token_embd.weight": SQUARE[0]}, "it has no token_embd.weight with two axes"),
         ({}, {"blk.0.ffn_up.weight": None}, "missing blk.0.ffn_up.weight"),
-        ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "blk.0.ffn_up.weight is [8, 32], the configuration implies [40, 24]"),
+        ({}, {"blk.0.ffn_up.weight": SQUARE[:8]}, "ffn_up.weight is [8, 32], the configuration implies [40, 24]"),
         ({}, {"blk.0.ffn_gate_inp.weight": SQUARE}, "unknown blk.0.ffn_gate_inp.weight"),
-    ],
-)
-def test_files_that_lie_are_refused(write, fields, tensors, said):
-    path = write(fields, {name: None if x is None else hold(x) for name, x in tensors.items()})
-    with pytest.raises(UserError) as e:
-        open_gguf(path)
-    assert said in str(e.value) and str(path) in str(e.value) and "\n" not in str(e.value)
+    ):
+        path = write(fields, {name: None if x is None else hold(x) for name, x in tensors.items()})
+        with pytest.raises(UserError) as e:
+            open_gguf(path)
+        assert said in str(e.value) and str(path) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_a_file_is_written_whole_or_not_at_all(parts, write, tmp_path):
@@ -125,5 +119,5 @@ def test_a_file_is_written_whole_or_not_at_all(parts, write, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_gguf(tmp_path / "m.gguf", fields, broken)
     with pytest.raises(UserError, match=r"ffn_up.weight has values beyond those of float16: take dtype bfloat16"):
-        write((), {"blk.0.ffn_up.weight": hold(SQUARE * 70_000)}, "float16")
+        write({}, {"blk.0.ffn_up.weight": hold(SQUARE * 70_000)}, dtype="float16")
     assert list(tmp_path.iterdir()) == []

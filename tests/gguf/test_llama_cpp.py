@@ -5,7 +5,6 @@ To run it: `python -m pip install llama-cpp-python` (compiled from its source di
 """
 
 import contextlib
-import dataclasses
 import functools
 import random
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-import jaxgpt
 from jaxgpt.config import GPTConfig
 from jaxgpt.data.tokenizer import ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.gguf.file import to_gguf, write_gguf
@@ -24,10 +22,9 @@ from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.weights import shapes_of
 from jaxgpt.layers.mlp import ACTIVATIONS
 from jaxgpt.model import GPT
-from jaxgpt.tools.convert import export_gguf
 from tests.conftest import TEXT
 from tests.gguf.test_families import MODELS
-from tests.helpers import make_model, tiny_experiment
+from tests.helpers import make_model
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: nothing here judges GGUF files")
 pytestmark = pytest.mark.slow
@@ -153,27 +150,3 @@ def test_texts_become_the_same_tokens(kind, tmp_path):
             ids = tokenizer.encode(text).tolist()
             assert model.tokenize(text.encode(), add_bos=False, special=False) == ids, repr(text)
             assert model.detokenize(ids).decode() == text, repr(text)
-
-
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_a_run_trained_here_keeps_its_perplexity(kind, text_file, tmp_path):
-    experiment = tiny_experiment(text_file, steps=100, batch_size=8)
-    model = GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)
-    data = dataclasses.replace(experiment.data, tokenizer=kind, bpe_vocab_size=300)
-    run = jaxgpt.fit(dataclasses.replace(experiment, model=model, data=data), tmp_path / "run", progress=False)
-    ids = run.tokenizer.encode(TEXT)[:64]
-    expected = jax.nn.log_softmax(run.model.apply({"params": run.params}, ids[None])[0])
-    perplexity = {}
-    for dtype in ("float32", "float16", "q8_0"):
-        path = export_gguf(run.directory, tmp_path / f"{dtype}.gguf", dtype=dtype)
-        with llama(path) as model:
-            assert model.tokenize(TEXT.encode(), add_bos=False)[:64] == ids.tolist()
-            found = jax.nn.log_softmax(evaluate(model, ids))
-        perplexity[dtype] = float(np.exp(-np.mean(np.take_along_axis(found[:-1], ids[1:, None], 1))))
-    ours = float(np.exp(-np.mean(np.take_along_axis(expected[:-1], ids[1:, None], 1))))
-    print(
-        f"{kind}: perplexity {ours:.4f} here, in llama.cpp "
-        + ", ".join(f"{p:.4f} ({d})" for d, p in perplexity.items())
-    )
-    for dtype, most in {"float32": 1e-4, "float16": 1e-3, "q8_0": 1e-2}.items():
-        assert abs(perplexity[dtype] / ours - 1) < most

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import jaxgpt
 from jaxgpt.hf.families import FAMILIES, find_family, get_family
 from jaxgpt.hf.family import IGNORED, canonical_form
-from jaxgpt.hf.weights import hold, list_tensors, read_params, to_tensors, write
+from jaxgpt.hf.weights import ONE, hold, list_tensors, read_params, to_tensors, write
 from jaxgpt.model import GPT
 from tests.conftest import REPOSITORY
 from tests.hf.peers import NEW_TOKENS, PROMPT, SHAPES, make_peer, named_parameters, weights
@@ -72,8 +73,7 @@ def test_logits_and_greedy_text_are_transformers(golden, imported, name):
     np.testing.assert_array_equal(found[len(PROMPT) - 1 : -1].argmax(-1), tokens[len(PROMPT) :])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "qwen3"])
-def test_generate_writes_the_same(golden, imported, name):
+def test_generate_writes_the_same(golden, imported, name="gemma3"):
     _, config, _, params = imported(name)
     how = dict(key=jax.random.key(0), max_new_tokens=NEW_TOKENS, sampling=jaxgpt.Sampling(greedy=True))
     out = jaxgpt.generate(GPT(config), params, [PROMPT], **how)
@@ -81,7 +81,7 @@ def test_generate_writes_the_same(golden, imported, name):
 
 
 @every_shape
-def test_there_and_back_nothing_changes(imported, name, tmp_path):
+def test_there_and_back_nothing_changes(golden, imported, name, tmp_path):
     """export(import(dir)) has the same tensors, import(export(params)) the same parameters, bit for bit."""
     family, config, tensors, params = imported(name)
     out = to_tensors(params, family, config)
@@ -91,21 +91,14 @@ def test_there_and_back_nothing_changes(imported, name, tmp_path):
     write(tmp_path, out)
     again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
-
-
-@every_shape
-def test_the_configuration_comes_back(golden, imported, name):
-    family, config, _, _ = imported(name)
     assert canonical_form(family.read(family.write(config))) == canonical_form(config)
     assert find_family(config, family.model_type) is family
     assert find_family(config).model_type in (family.model_type, "llama")  # a Mistral without windows is a Llama
     # In the spelling before version 5: rope_theta and rope_scaling, a pattern and no list of layers.
     hf = json.loads(str(golden[f"{name}/config"]))
-    five = hf.pop("rope_parameters", None)
-    if five is not None:
+    if (five := hf.pop("rope_parameters", None)) is not None:
         whole = dict(five.get("full_attention", five))
-        base = {"gpt_neox": "rotary_emb_base"}.get(family.model_type, "rope_theta")
-        hf[base] = whole.pop("rope_theta")
+        hf[{"gpt_neox": "rotary_emb_base"}.get(family.model_type, "rope_theta")] = whole.pop("rope_theta")
         if "partial_rotary_factor" in whole:
             hf["rotary_pct"] = whole.pop("partial_rotary_factor")
         if "full_attention" in five:
@@ -123,21 +116,19 @@ def test_half_precision_is_kept_and_parameters_go_where_they_are_told(imported, 
     write(tmp_path, to_tensors(params, family, config, jnp.bfloat16))
     tensors = list_tensors(tmp_path)
     kept = read_params(tensors, family, config)
-    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), kept, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype("bfloat16"), strict=True), kept, params
+    )
     widened = read_params(tensors, family, config, dtype=jnp.float32)
     assert {x.dtype for x in jax.tree.leaves(widened)} == {jnp.dtype("float32")}
-    out = to_tensors(kept, family, config)
-    for key, tensor in tensors.items():
-        np.testing.assert_array_equal(out[key].read(), tensor.read(), strict=True)
 
 
 def test_checkpoints_of_the_body_alone_and_with_masks_are_read(imported, tmp_path):
-    """GPT-2 on the Hub: names without "transformer.", and the causal masks of every layer among the weights."""
+    """GPT-2 on the Hub: names without "transformer.", and the causal masks of every layer, of any type, beside them."""
     family, config, tensors, params = imported("gpt2")
     bare = {key.removeprefix("transformer."): x for key, x in tensors.items()}
-    bare |= {f"h.{i}.attn.bias": np.ones((1, 1, 4, 4), np.float32) for i in range(2)}
-    write(tmp_path, {key: hold(x) for key, x in bare.items()})
+    bare |= {f"h.{i}.attn.bias": np.ones((1, 1, 4, 4), bool) for i in range(2)}
+    save_file(bare, tmp_path / ONE)
     again = read_params(list_tensors(tmp_path), family, config)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), again, params)
 

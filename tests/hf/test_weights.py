@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from jaxgpt.errors import UserError
 from jaxgpt.hf.families import GPT2
-from jaxgpt.hf.weights import INDEX, ONE, check, list_tensors, read_params
+from jaxgpt.hf.weights import INDEX, ONE, list_tensors, read_params
 from tests.bad_models import CONFIG, tensors_of
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -22,12 +22,10 @@ def save(directory, files, index=None):
         (directory / INDEX).write_text(json.dumps({"weight_map": index}))
 
 
-@pytest.mark.parametrize("right", [FIRST, SECOND])
-def test_of_a_tensor_that_is_there_twice_the_index_chooses(tmp_path, right):
-    files = {name: {"a": np.float32([name == right]), name[6:11]: np.ones(1, np.float32)} for name in (FIRST, SECOND)}
-    save(tmp_path, files, {"a": right, "00001": FIRST, "00002": SECOND})
-    stale = SECOND if right == FIRST else FIRST
-    with pytest.warns(UserWarning, match=f"{stale} has a as well.*is not read"):
+def test_of_a_tensor_that_is_there_twice_the_index_chooses(tmp_path):
+    files = {name: {"a": np.float32([name == SECOND]), name[6:11]: np.ones(1, np.float32)} for name in (FIRST, SECOND)}
+    save(tmp_path, files, {"a": SECOND, "00001": FIRST, "00002": SECOND})
+    with pytest.warns(UserWarning, match=f"{FIRST} has a as well.*is not read"):
         found = list_tensors(tmp_path)
     assert found.keys() == {"a", "00001", "00002"}
     assert found["a"].read() == [1.0]
@@ -51,18 +49,9 @@ def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp
         read_params(*model(tmp_path, **both))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_numbers_that_are_none_are_told_with_their_tensors(tmp_path, dtype):
     broken = [np.array([-6e4, 6e4, *5 * [0.0], x], np.float32).astype(dtype) for x in (np.nan, -np.inf, 1.0)]
     broken = {f"transformer.{name}.bias": x for name, x in zip(["h.0.ln_1", "h.1.ln_1", "ln_f"], broken, strict=True)}
     with pytest.warns(UserWarning, match=r"^transformer.h.0-1.ln_1.bias have NaN or infinite"):
         read_params(*model(tmp_path, **broken))
-
-
-def test_masks_may_be_of_any_type_and_weights_may_not(tmp_path):
-    """Pythia's files have them as bytes."""
-    masks = {f"transformer.h.{n}.attn.bias": np.ones((1, 1, 16, 16), bool) for n in range(2)}
-    check(*model(tmp_path, **masks))
-    wrong = {"transformer.wpe.weight": np.zeros((16, 8), np.int32)}
-    with pytest.raises(UserError, match="transformer.wpe.weight holds I32, needs one of F32, F16, BF16"):
-        check(*model(tmp_path, **wrong))

@@ -16,7 +16,6 @@ from jaxgpt.interventions import (
     logit_attribution,
     patch,
     plot_heatmap,
-    previous_token_scores,
     repeat_random_tokens,
     replace,
     run,
@@ -24,8 +23,9 @@ from jaxgpt.interventions import (
     token_losses,
     zero,
 )
+from jaxgpt.interventions import previous_token_scores as previous_scores
 from jaxgpt.interventions.model import _run_each
-from tests.interventions.test_edits import CONFIGS, SIZE, TOKENS, make
+from tests.interventions.test_edits import CONFIGS, SIZE, TOKENS, make, quick
 
 # Ablation -------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ PATCHES = {  # each place, and each kind of block
     "units": CONFIGS["gpt2"],
     "keys": CONFIGS["gqa"],
     "pattern": CONFIGS["gpt2"],
-    "heads": GPTConfig(**SIZE, norm_position="post"),
+    "heads": CONFIGS["post"],
 }
 
 
@@ -85,34 +85,29 @@ def last_difference(logits_BTV):
     return difference(logits_BTV[0, -1])
 
 
-@pytest.mark.parametrize("place", PATCHES)
-def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(place, monkeypatch):
-    model, params = make(PATCHES[place])
+@quick(PATCHES, default=["stream", "pattern"])
+def test_a_patch_equals_a_whole_forward_pass_with_one_activation_replaced(name, monkeypatch):
+    """And by itself it changes nothing; programs are compiled once."""
+    model, params = make(PATCHES[name])
     monkeypatch.setattr(analyses, "AT_ONCE", 100)  # several batches, of which the last is not full
-    found = patch(model, params, INTO, SOURCE, place, difference)
+    found = patch(model, params, INTO, SOURCE, name, difference)
     for layer in range(model.config.n_layer):
-        name = f"h_{layer}/{place}"
-        source = np.array(run(model, params, SOURCE[None], read=[name]).activations[name][0])
-        heads = range(source.shape[1]) if place in analyses.BY_HEAD else [None]
+        read = f"h_{layer}/{name}"
+        source = np.array(run(model, params, SOURCE[None], read=[read]).activations[read][0])
+        heads = range(source.shape[1]) if name in analyses.BY_HEAD else [None]
         edits = [
-            [replace(place, layer, index=n, positions=p, by=source[p] if n is None else source[p, n][None, None])]
+            [replace(name, layer, index=n, positions=p, by=source[p] if n is None else source[p, n][None, None])]
             for p in range(len(source))
             for n in heads
         ]
         expected = run_each(model, params, INTO[None], edits, last_difference)
         chex.assert_trees_all_close(found[layer].ravel(), expected, rtol=1e-4, atol=1e-4)
     assert np.ptp(found, axis=1).max() > 0.1
-
-
-def test_a_patch_by_itself_changes_nothing_and_programs_are_compiled_once():
-    model, params = make(CONFIGS["gpt2"])
-    found = patch(model, params, INTO, INTO, "heads", difference)
+    sizes = [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
     plain = last_difference(run(model, params, INTO[None]).logits_BTV)
-    chex.assert_trees_all_close(found, np.full((2, 11, 4), plain), atol=1e-4)
-    programs = analyses._run_patched_block, analyses._run_block, analyses._measure
-    sizes = [f._cache_size() for f in programs]
-    patch(model, params, INTO, SOURCE, "heads", difference)
-    assert sizes == [f._cache_size() for f in programs]
+    same = patch(model, params, INTO, INTO, name, difference)
+    chex.assert_trees_all_close(same, np.full(found.shape, plain), atol=1e-4)
+    assert sizes == [f._cache_size() for f in (analyses._run_patched_block, analyses._run_block, analyses._measure)]
 
 
 # Attribution ----------------------------------------------------------------------------------------------------------
@@ -123,15 +118,12 @@ PRE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "parallel" else ()) for name in PRE]
-)
+@quick(PRE, default=["gpt2", "offset"])
 def test_contributions_sum_to_the_difference_of_the_logits(name):
     model, params = make(PRE[name])
     found = logit_attribution(model, params, TOKENS[0], 3, 5)
-    chex.assert_trees_all_close(
-        found.total(), last_difference(run(model, params, TOKENS[:1]).logits_BTV), atol=1e-4, rtol=1e-4
-    )
+    expected = last_difference(run(model, params, TOKENS[:1]).logits_BTV)
+    chex.assert_trees_all_close(found.total(), expected, atol=1e-4, rtol=1e-4)
     assert found.heads_LN.shape == (2, 4) and found.mlps_L.shape == found.biases_L.shape == (2,)
     assert all(np.abs(x).max() > 1e-3 for x in (found.embedding, found.heads_LN, found.mlps_L))
     if name == "gpt2":
@@ -155,7 +147,7 @@ def test_scores_are_means_of_patterns():
     induction = np.mean([patterns_LBTNS[:, :, t, :, t - 4] for t in range(5, 13)], axis=(0, 2))
     previous = np.mean([patterns_LBTNS[:, :, t, :, t - 1] for t in range(1, 13)], axis=(0, 2))
     chex.assert_trees_all_close(induction_scores(model, params, tokens_BT, period=5), induction, atol=1e-6)
-    chex.assert_trees_all_close(previous_token_scores(model, params, tokens_BT), previous, atol=1e-6)
+    chex.assert_trees_all_close(previous_scores(model, params, tokens_BT), previous, atol=1e-6)
     assert induction.shape == (2, 4) and np.abs(induction - previous).max() > 0.01
 
 
@@ -175,15 +167,13 @@ def test_a_heatmap_names_its_rows_and_columns(tmp_path):
 DECOMPOSE = "the logits are not a sum of what each part writes; needs 'pre' and None"
 
 
-@pytest.mark.parametrize(
-    "call, args, how, words",
-    [
+def test_what_an_analysis_refuses_is_one_clear_line():
+    for call, args, how, words in (
         (ablate_all, [ROWS], {"by": "median"}, "by='median': needs zero or mean"),
         (ablate_all, [ROWS[:1]], {}, "1 row: needs at least 2 for an interval"),
         (ablate_all, [ROWS], {"mask_BT": MASK[:, 1:]}, r"mask of shape \[3, 7\]: needs \[3, 8\], with a target in"),
         (ablate_all, [ROWS], {"mask_BT": MASK & (MASK.sum(1, keepdims=True) > 3)}, "with a target in each row"),
         (patch, [INTO, SOURCE, "head", difference], {}, "place='head': needs one of queries, keys"),
-        (patch, [INTO, SOURCE, "embedding", difference], {}, "place='embedding': needs one of queries, keys"),
         (patch, [INTO, SOURCE[:4], "heads", difference], {}, r"tokens of shapes \[11\] and \[4\]: needs \[T\] twice"),
         (patch, [INTO, SOURCE + 23, "heads", difference], {}, "tokens from .*: needs 0 to 22"),
         (logit_attribution, [INTO, 3, 23], {}, "tokens 3 and 23: needs 0 to 22"),
@@ -191,11 +181,8 @@ DECOMPOSE = "the logits are not a sum of what each part writes; needs 'pre' and 
         (logit_attribution, [INTO, 3, 5], {"config": GPTConfig(**SIZE, logit_softcap=9.0)}, DECOMPOSE),
         (induction_scores, [TOKENS], {"period": 5}, "period=5: the tokens do not repeat after 5"),
         (induction_scores, [TOKENS], {"period": 11}, "period=11: needs 2 to 10, so that the segment begins again"),
-        (previous_token_scores, [TOKENS[:, :1]], {}, "tokens of 1 per row: needs at least 2"),
-    ],
-)
-def test_what_an_analysis_refuses_is_one_clear_line(call, args, how, words):
-    how = dict(how)
-    model, params = make(how.pop("config", CONFIGS["gpt2"]))
-    with pytest.raises(UserError, match=words):
-        call(model, params, *args, **how)
+        (previous_scores, [TOKENS[:, :1]], {}, "tokens of 1 per row: needs at least 2"),
+    ):
+        model, params = make(how.get("config", CONFIGS["gpt2"]))
+        with pytest.raises(UserError, match=words):
+            call(model, params, *args, **{name: value for name, value in how.items() if name != "config"})

@@ -1,8 +1,9 @@
 """Interventions: each place, equal to the same arithmetic by hand; text generated under them; what is refused."""
 
+import functools
+
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,32 +11,28 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import add, edit, replace, run, run_each, scale, zero
 from jaxgpt.interventions.model import place_shapes, token_losses
-from jaxgpt.model import GPT
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.engine import generate
 from jaxgpt.sample.quantize import for_decoding
+from tests.helpers import apply, make_model
 
 SIZE = {"vocab_size": 23, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 16}
+LLAMA = dict(n_kv_head=2, norm="rmsnorm", position="rope", activation="swiglu", qk_norm=True, bias=False)
 CONFIGS = {
     "gpt2": GPTConfig(**SIZE),
-    "gqa": GPTConfig(
-        **SIZE, n_kv_head=2, norm="rmsnorm", position="rope", activation="swiglu", qk_norm=True, bias=False
-    ),
+    "gqa": GPTConfig(**SIZE, **LLAMA),
     "sandwich": GPTConfig(**SIZE, norm_position="sandwich", sliding_window=4, attention_softcap=9.0, scan_layers=True),
     "parallel": GPTConfig(**SIZE, parallel_residual=True, tie_embeddings=False, remat="full"),
+    "post": GPTConfig(**SIZE, norm_position="post"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 23, (2, 11))
 
 
+@functools.cache
 def make(config):
     """Return a model with random parameters that are large enough for all its parts to matter."""
-    model = GPT(config)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return model, jax.tree.unflatten(
-        tree, [x + 0.3 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
-    )
+    model, params = make_model(config)
+    return model, jax.tree.map_with_path(lambda path, x: x if path[-1].key == "scale" else 3.0 * x, params)
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +40,18 @@ def model_params():
     return make(CONFIGS["gpt2"])
 
 
-def all_logits(logits_BTV):
-    return logits_BTV
+def quick(names, *, default):
+    """Parametrise by the names of configurations, of which all but the default ones are slow."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in default)) for n in names]
+    )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("gpt2", "parallel") else ()) for name in CONFIGS]
-)
+@quick(CONFIGS, default=["gqa"])
 def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     """Replacing any activation by itself gives the logits of the model."""
     model, params = make(CONFIGS[name])
-    logits_BTV = model.apply({"params": params}, TOKENS)
+    logits_BTV = apply(model, params, TOKENS)
     names = [*place_shapes(model.config)]
     plain = run(model, params, TOKENS, read=names)
     chex.assert_trees_all_close(plain.logits_BTV, logits_BTV, rtol=1e-4, atol=1e-4)
@@ -61,59 +59,43 @@ def test_nothing_changes_without_an_edit_or_with_what_was_there(name):
     places = [(place, int(layer[2:]) if layer else None) for layer, _, place in (n.rpartition("/") for n in names)]
     same = [[replace(*place, by=plain.activations[n][0])] for n, place in zip(names, places, strict=True)]
     gone = [[zero(*place)] for place in places]
-    found = run_each(model, params, TOKENS[:1], same + gone, all_logits)
+    found = run_each(model, params, TOKENS[:1], same + gone, lambda logits_BTV: logits_BTV)
     for name, kept, lost in zip(names, found[: len(names)], found[len(names) :], strict=True):
         chex.assert_trees_all_close(kept, logits_BTV[:1], rtol=1e-3, atol=1e-3, custom_message=name)
         assert np.abs(lost - logits_BTV[:1]).max() > 1e-2, name
 
 
-def test_a_head_off_is_its_rows_of_the_projection_off(model_params):
+def test_a_part_off_is_its_rows_of_the_projection_off(model_params):
     model, params = model_params
-    by_hand = jax.tree.map(lambda x: x, params)
-    kernel_FD = np.array(by_hand["h_1"]["attn"]["c_proj"]["kernel"])
-    kernel_FD[8:12] = 0  # head 2 of size 4
-    by_hand["h_1"]["attn"]["c_proj"]["kernel"] = kernel_FD
-    expected = model.apply({"params": by_hand}, TOKENS)
-    chex.assert_trees_all_close(run(model, params, TOKENS, [zero("heads", 1, index=2)]).logits_BTV, expected, atol=1e-5)
-    no_pattern = run(model, params, TOKENS, [zero("pattern", 1, index=2)])
-    chex.assert_trees_all_close(no_pattern.logits_BTV, expected, atol=1e-5)
-    units = jax.tree.map(lambda x: x, params)
-    units["h_0"]["mlp"]["c_proj"]["kernel"] = units["h_0"]["mlp"]["c_proj"]["kernel"].at[jnp.array([3, 5])].set(0)
-    expected = model.apply({"params": units}, TOKENS)
-    chex.assert_trees_all_close(
-        run(model, params, TOKENS, [zero("units", 0, index=[3, 5])]).logits_BTV, expected, atol=1e-5
-    )
+    by_hand = jax.tree.map(np.array, params)
+    by_hand["h_1"]["attn"]["c_proj"]["kernel"][8:12] = 0  # head 2 of size 4
+    by_hand["h_0"]["mlp"]["c_proj"]["kernel"][[3, 5]] = 0
+    expected = apply(model, by_hand, TOKENS)
+    for head in (zero("heads", 1, index=2), zero("pattern", 1, index=2)):
+        found = run(model, params, TOKENS, [head, zero("units", 0, index=[3, 5])]).logits_BTV
+        chex.assert_trees_all_close(found, expected, atol=1e-5)
 
 
 def test_edits_apply_in_their_order_at_their_positions(model_params):
     model, params = model_params
     vector = np.arange(16, dtype=np.float32)
     edits = [scale("stream", 0, by=2.0), add("stream", 0, vector=vector, positions=[3, 5]), scale("stream", 0, by=0.5)]
-    before = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"]
+    plain = run(model, params, TOKENS, read=["h_0/stream"])
     after = run(model, params, TOKENS, edits, read=["h_0/stream"]).activations["h_0/stream"]
-    expected = np.array(before)
+    expected = np.array(plain.activations["h_0/stream"])
     expected[:, [3, 5]] += vector / 2
     chex.assert_trees_all_close(after, expected, atol=1e-5)
     early = run(model, params, TOKENS, [zero("embedding", positions=7)]).logits_BTV
-    chex.assert_trees_all_equal(early[:, :7], run(model, params, TOKENS).logits_BTV[:, :7])
-
-
-def test_an_activation_of_another_text_is_put_at_its_positions(model_params):
-    model, params = model_params
-    clean_TNH, other_TNH = run(model, params, TOKENS, read=["h_1/heads"]).activations["h_1/heads"]
-    one = replace("heads", 1, by=other_TNH[4:6, 2], index=2, positions=[4, 5])
-    patched_TNH = run(model, params, TOKENS[:1], [one], read=["h_1/heads"]).activations["h_1/heads"][0]
-    chex.assert_trees_all_close(patched_TNH, clean_TNH.at[4:6, 2].set(other_TNH[4:6, 2]))
+    chex.assert_trees_all_equal(early[:, :7], plain.logits_BTV[:, :7])
 
 
 def generate_greedily(model, params, prompt):
-    made = generate(
-        model, params, [prompt], key=jax.random.key(0), max_new_tokens=5, sampling=Sampling(greedy=True), logprobs=True
-    )
+    how = dict(max_new_tokens=5, sampling=Sampling(greedy=True), logprobs=True)
+    made = generate(model, params, [prompt], key=jax.random.key(0), **how)
     return made.tokens[0], np.array(made.logprobs[0])
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("sandwich", marks=pytest.mark.slow)])
+@quick(["gqa", "sandwich"], default=["gqa"])
 def test_text_is_generated_under_an_intervention(name):
     """Cached decoding gives the tokens of whole forward passes under the same edits."""
     model, params = make(CONFIGS[name])
@@ -125,32 +107,31 @@ def test_text_is_generated_under_an_intervention(name):
     prompt = TOKENS[0, :5].tolist()
     new, logprobs = generate_greedily(*for_decoding(*edit(model, params, edits)), prompt)
     tokens = [[*prompt, *new]]
-    logits_BTV = run(model, params, tokens, edits).logits_BTV
+    logits_BTV, plain_BTV = (run(model, params, tokens, made).logits_BTV for made in (edits, []))
     assert new == logits_BTV[0, 4:-1].argmax(axis=-1).tolist()
     chex.assert_trees_all_close(logprobs, np.asarray(-token_losses(logits_BTV, tokens)[0, 4:]), atol=1e-4)
-    assert np.abs(logprobs - generate_greedily(model, params, prompt)[1]).max() > 0.01
+    assert np.abs(logprobs + token_losses(plain_BTV, tokens)[0, 4:]).max() > 0.01
 
 
 def test_each_of_many_sets_is_as_if_alone(model_params):
     model, params = model_params
-    sets = [[zero("heads", layer, index=head)] for layer in range(2) for head in range(4)]
-    sets += [[zero("mlp", 1, positions=[2])], [add("embedding", vector=np.ones(16)), zero("heads", 0)]]
+    sets = [[zero("heads", 1, index=3)], [zero("mlp", 1, positions=[2])]]
+    sets += [[add("embedding", vector=np.ones(16)), zero("heads", 0)]]
 
     def mean_loss(logits_BTV):
         return token_losses(logits_BTV, TOKENS).mean()
 
-    found = run_each(model, params, TOKENS, sets, mean_loss, at_once=4)
+    found = run_each(model, params, TOKENS, sets, mean_loss, at_once=2)
     alone = [mean_loss(run(model, params, TOKENS, edits).logits_BTV) for edits in sets]
     chex.assert_trees_all_close(found, np.array(alone), rtol=1e-5)
     assert len(set(np.round(np.asarray(found), 6))) == len(sets)
 
 
-@pytest.mark.parametrize(
-    "edits, words",
-    [
+def test_a_wrong_edit_is_one_clear_line(model_params):
+    model, params = model_params
+    for edits, words in (
         ([zero("head", 0)], "place='head': needs one of embedding, queries"),
         ([zero("heads", 2)], r"heads, layer=2: needs a layer from 0 to 1"),
-        ([zero("heads")], r"heads, layer=None: needs a layer from 0 to 1"),
         ([zero("embedding", 0)], "embedding, layer=0: needs no layer"),
         ([zero("heads", 0, index=4)], "h_0/heads, index=4: needs integers from 0 to 3"),
         ([zero("units", 0, index=[1.5])], r"h_0/units, index=\[1.5\]: needs integers from 0 to 63"),
@@ -158,20 +139,13 @@ def test_each_of_many_sets_is_as_if_alone(model_params):
         ([add("mlp", 0, vector=np.ones(15))], r"h_0/mlp: got an array of shape \[15\], needs \[1, 16\]"),
         ([scale("mlp", 0, by=float("nan"))], "h_0/mlp: needs finite numbers"),
         ([], "needs at least one set of edits that is not empty"),
-    ],
-)
-def test_a_wrong_edit_is_one_clear_line(model_params, edits, words):
-    with pytest.raises(UserError, match=words) as e:
-        run_each(*model_params, TOKENS, [edits], all_logits)
-    assert "\n" not in str(e.value)
-
-
-def test_what_cannot_be_edited_is_one_clear_line(model_params):
-    model, params = model_params
+    ):
+        with pytest.raises(UserError, match=words) as e:
+            run_each(model, params, TOKENS, [edits], lambda logits_BTV: logits_BTV)
+        assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="read='h_x/mlp': needs the form h_0/heads"):
         run(model, params, TOKENS, read=["h_x/mlp"])
     with pytest.raises(UserError, match=r"tokens from 0 to 23: needs 0 to 22"):
         run(model, params, [[0, 23]])
-    edited, edited_params = edit(model, params, [zero("pattern", 1)])
     with pytest.raises(UserError, match="h_1/pattern: a pattern cannot be edited while text is generated"):
-        generate_greedily(edited, edited_params, [1, 2])
+        generate_greedily(*edit(model, params, [zero("pattern", 1)]), [1, 2])

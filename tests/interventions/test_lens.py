@@ -6,22 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
 from jaxgpt.interventions import fit_jacobian_lens, fit_probe, logit_lens, run
 from jaxgpt.sample.quantize import unstack_layers
-from tests.interventions.test_edits import CONFIGS, TOKENS, make
-
-
-def after(model, params, x_TD, layer):
-    """Return the last stream of one text, from the stream after a block (-1: the embedding), by the model's own blocks."""
-
-    def rest(module, x_BTD):
-        for block in module.h[layer + 1 :]:
-            x_BTD = block(x_BTD)
-        return x_BTD
-
-    return model.apply({"params": params}, x_TD[None], method=rest)[0]
+from tests.helpers import apply
+from tests.interventions.test_edits import CONFIGS, TOKENS, make, quick
 
 
 def test_the_jacobian_lens_is_the_mean_jacobian():
@@ -29,25 +18,22 @@ def test_the_jacobian_lens_is_the_mean_jacobian():
     B, T, D = *TOKENS.shape, model.config.n_embd
     found = fit_jacobian_lens(model, params, TOKENS, skip_first=2)
     chex.assert_shape(found, (2, D, D))
-    streams = run(model, params, TOKENS, read=["embedding", "h_0/stream"]).activations
-    valid = slice(2, T - 1)
-    for layer, name in ((-1, "embedding"), (0, "h_0/stream")):
-        mean_DD = np.zeros((D, D))
-        for x_TD in streams[name]:
-            jacobian_TDTD = jax.jacrev(lambda x_TD, layer=layer: after(model, params, x_TD, layer))(x_TD)
-            mean_DD += np.asarray(jacobian_TDTD[valid, :, valid].sum(axis=(0, 2))) / (B * (T - 3))
-        chex.assert_trees_all_close(found[layer + 1], mean_DD.astype(np.float32), rtol=1e-3, atol=1e-4)
+    stream_BTD, valid = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"], slice(2, T - 1)
+
+    def after(x_TD):  # by the model's own last block
+        return model.apply({"params": params}, x_TD[None], method=lambda module, x_BTD: module.h[1](x_BTD))[0]
+
+    jacobian = jax.jit(jax.jacrev(after))
+    mean_DD = sum(jacobian(x_TD)[valid, :, valid].sum(axis=(0, 2)) for x_TD in stream_BTD) / (B * (T - 3))
+    chex.assert_trees_all_close(found[1], mean_DD, rtol=1e-3, atol=1e-4)
     with pytest.raises(UserError, match="skip_first=10 of 11 tokens: needs 0 to 9"):
         fit_jacobian_lens(model, params, TOKENS, skip_first=10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "sandwich", "post"])
+@quick(["gpt2", "sandwich", "post"], default=["sandwich"])
 def test_the_lenses_end_in_the_models_logits(name):
-    model, params = make(
-        CONFIGS.get(name)
-        or GPTConfig(vocab_size=23, block_size=16, n_layer=2, n_head=2, n_embd=8, norm_position="post")
-    )
-    logits_BTV = model.apply({"params": params}, TOKENS)
+    model, params = make(CONFIGS[name])
+    logits_BTV = apply(model, params, TOKENS)
     lens = logit_lens(model, params, TOKENS)
     assert lens.shape == (3, *logits_BTV.shape)
     chex.assert_trees_all_close(lens[-1], logits_BTV, rtol=1e-4, atol=1e-4)
@@ -58,9 +44,7 @@ def test_the_lenses_end_in_the_models_logits(name):
     chex.assert_trees_all_close(carried[-1], logits_BTV, rtol=1e-4, atol=1e-4)
     x_BTD = run(model, params, TOKENS, read=["h_0/stream"]).activations["h_0/stream"] @ transport_LDD[1].T
     model, params = unstack_layers(model, params)
-    by_hand = model.apply(
-        {"params": params}, x_BTD, method=lambda module, x_BTD: module.unembed(module.norm_output(x_BTD))
-    )
+    by_hand = model.apply({"params": params}, x_BTD, method=lambda m, x_BTD: m.unembed(m.norm_output(x_BTD)))
     chex.assert_trees_all_close(carried[1], by_hand, rtol=1e-3, atol=1e-3)
 
 

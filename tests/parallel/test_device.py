@@ -28,29 +28,13 @@ WIDE = {"n_embd": 256, "n_head": 1}
     ("device", "model", "train", "packed", "expected"),
     [
         (CPU, {}, {}, False, "float32, plain attention"),
-        (CPU, {}, {"dtype": "bfloat16", "attention": "xla"}, False, "bfloat16, xla attention"),
-        (TPU, {}, {}, False, "bfloat16, splash attention"),
         (TPU, {}, {}, True, "bfloat16, splash attention"),
         (TPU, {"dropout": 0.1}, {}, False, "splash attention (plain in training: it cannot drop weights)"),
-        (
-            TPU,
-            {"block_size": 64},
-            {},
-            False,
-            "plain attention (splash: 64 tokens are fewer than its smallest block, 128)",
-        ),
-        (NVIDIA, {}, {}, False, "bfloat16, cudnn attention"),
-        (NVIDIA, {}, {}, True, "(cudnn: it cannot separate the conversations that are packed into a row)"),
-        (
-            NVIDIA,
-            {},
-            {"dtype": "float32"},
-            False,
-            "float32, plain attention (cudnn: it needs a 16-bit dtype, not float32)",
-        ),
+        (TPU, {"block_size": 64}, {}, False, "(splash: 64 tokens are fewer than its smallest block, 128)"),
         (NVIDIA, WIDE, {}, False, "bfloat16, cudnn attention"),
+        (NVIDIA, {}, {}, True, "(cudnn: it cannot separate the conversations that are packed into a row)"),
+        (NVIDIA, {}, {"dtype": "float32"}, False, "plain attention (cudnn: it needs a 16-bit dtype, not float32)"),
         (AMPERE, WIDE, {}, False, "plain attention (cudnn: head size 256 is not a multiple of 8 up to 128)"),
-        (NVIDIA, {"n_embd": 12, "n_head": 1}, {}, False, "(cudnn: head size 12 is not a multiple of 8 up to 256)"),
         (TURING, {}, {}, False, "plain attention (cudnn: compute capability 7.5 is below 8.0)"),
         (AMD, {}, {}, False, "bfloat16, plain attention (cudnn: the device is AMD Instinct MI300X)"),
     ],
@@ -61,13 +45,10 @@ def test_what_is_chosen_and_why(device, model, train, packed, expected):
     assert options.reason.startswith(f"{jnp.dtype(options.dtype)}, {options.attention} attention")
 
 
-def test_what_is_named_is_taken_or_refused():
+def test_a_kernel_that_is_named_is_taken_or_refused_or_gives_way():
+    """Every record can be used on every device; what this one cannot do is replaced, and that is said."""
     with pytest.raises(UserError, match="train.attention=cudnn is not available here: it cannot separate"):
         compute_options(GPTConfig(), TrainConfig(attention="cudnn"), NVIDIA, is_packed=True)
-
-
-def test_a_kernel_that_was_named_for_another_device_gives_way():
-    """Every record can be used on every device; what this one cannot do is replaced, and that is said."""
     kernels, dtypes = ("auto", "plain", "xla", "cudnn", "splash"), ("auto", "float32", "bfloat16")
     for device, attention, dtype in itertools.product((CPU, TPU, NVIDIA, AMD), kernels, dtypes):
         train = TrainConfig(attention=attention, dtype=dtype)
@@ -84,17 +65,16 @@ def test_a_kernel_that_was_named_for_another_device_gives_way():
             assert found == compute_options(GPTConfig(), train, device) and attention in ("auto", found.attention)
 
 
-@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no driver\nat all")], ids=["assertion", "runtime"])
-def test_a_platform_that_is_not_there_is_told(monkeypatch, error):
+def test_a_platform_that_is_not_there_is_told(monkeypatch):
     """JAX_PLATFORMS=cuda without CUDA ends in a bare AssertionError of JAX's."""
 
     def devices():
-        raise error
+        raise AssertionError
 
     monkeypatch.setattr(jax, "devices", devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(
-        UserError, match=r"no device \(JAX_PLATFORMS='cuda'\): no .*\. Set JAX_PLATFORMS=cpu to compute on the CPU"
+        UserError, match=r"no device \(JAX_PLATFORMS='cuda'\): no .*\. Set JAX_PLATFORMS=cpu to compute"
     ):
         first_device()
 
@@ -134,23 +114,15 @@ def test_xla_allocates_three_quarters_of_an_absent_gpu(monkeypatch):
     def memory_stats():
         raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
 
-    def memory(kind, platform="gpu"):
+    def memory(kind, platform="gpu", **env):
+        for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+            monkeypatch.setenv(name, env[name]) if name in env else monkeypatch.delenv(name, raising=False)
         return memory_of(types.SimpleNamespace(platform=platform, device_kind=kind, memory_stats=memory_stats))
 
-    name, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv(old, raising=False)
-    whole = PEAKS["NVIDIA H200"].memory
-    assert memory("NVIDIA H200") == int(0.75 * whole) and memory("TPU v5 lite", "tpu") == 16 * 2**30
-    assert memory("NVIDIA H20") is None
-    monkeypatch.setenv(old, "0.9")
-    assert memory("NVIDIA H200") == int(0.9 * whole) and memory("TPU v5 lite", "tpu") == 16 * 2**30
-    monkeypatch.setenv(name, "most")
+    whole, old = PEAKS["NVIDIA H200"].memory, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    assert memory("NVIDIA H200") == int(0.75 * whole) and memory("NVIDIA H20") is None
+    assert memory("NVIDIA H200", **old) == int(0.9 * whole) and memory("TPU v5 lite", "tpu", **old) == 16 * 2**30
     with pytest.raises(UserError, match="XLA_CLIENT_MEM_FRACTION='most': needs a number above 0, at most 1"):
-        memory("NVIDIA H200")
-
-
-def test_a_system_that_does_not_tell_its_memory(monkeypatch):
-    """As Windows, where training is not checked against it."""
-    monkeypatch.delattr("os.sysconf")
+        memory("NVIDIA H200", XLA_CLIENT_MEM_FRACTION="most")
+    monkeypatch.delattr("os.sysconf")  # as Windows, where training is not checked against it
     assert memory_of(jax.devices()[0]) is None

@@ -12,10 +12,10 @@ from jaxgpt.parallel import jax_setup
 from tests.helpers import run_command
 
 REPORT = """
-import gc, json, os, resource, sys
+import gc, json, resource
 import jaxgpt
 jaxgpt.configure_jax()
-found = {"jax": "jax" in sys.modules, "flags": os.environ.get("XLA_FLAGS"), "collector": gc.get_threshold()[0]}
+found = {"collector": gc.get_threshold()[0]}
 import jax, jax.numpy as jnp
 found["cache"], found["devices"] = jax.config.jax_compilation_cache_dir, jax.config.jax_num_cpu_devices
 step = jax.jit(lambda x: jnp.tanh(x @ x.T) @ x)  # a temporary of 100 MB
@@ -27,28 +27,19 @@ found["faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(json.dumps(found))
 """
 
-
-def report(tmp_path, **env):
-    env = {"JAX_NUM_CPU_DEVICES": "1", "JAXGPT_CACHE": str(tmp_path / "cache"), **env}
-    done = run_command("-c", REPORT, cwd=tmp_path, **env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+OURS = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 
 
 def test_a_process_is_set_up(tmp_path):
-    found = report(tmp_path, XLA_FLAGS="")
-    assert found["flags"] == "--xla_cpu_experimental_ynn_fusion_type=-reduce"
+    env = {"JAX_NUM_CPU_DEVICES": "1", "JAXGPT_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": ""}
+    done = run_command("-c", REPORT, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["collector"] == jax_setup.GC_THRESHOLD
     assert found["cache"] == str(tmp_path / "cache" / "xla") and found["devices"] == 1
     if platform.libc_ver()[0] == "glibc":
         # Only the first thread's heap holds a block above 64 MB; mapped again, it has 24,000 pages.
         assert found["faults"] < 1_000
-
-
-def test_a_switch_leaves_the_process_alone(tmp_path):
-    found = report(tmp_path, XLA_FLAGS="", JAXGPT_SETUP="0")
-    assert not found["jax"] and found["flags"] == "" and found["cache"] is None
-    assert found["collector"] != jax_setup.GC_THRESHOLD
 
 
 @pytest.fixture
@@ -61,20 +52,21 @@ def unset(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("setup", "given", "expected"),
     [
-        (None, "--xla_cpu_experimental_ynn_fusion_type=-reduce"),
-        ("--xla_dump_to=x", "--xla_dump_to=x --xla_cpu_experimental_ynn_fusion_type=-reduce"),
-        ("--xla_cpu_experimental_ynn_fusion_type=dot", "--xla_cpu_experimental_ynn_fusion_type=dot"),
+        (None, "", OURS),
+        (None, "--xla_dump_to=x", f"--xla_dump_to=x {OURS}"),
+        (None, "--xla_cpu_experimental_ynn_fusion_type=dot", "--xla_cpu_experimental_ynn_fusion_type=dot"),
+        ("0", "", ""),
     ],
 )
-def test_the_users_flags_win(unset, given, expected):
+def test_the_users_flags_and_switch_win(unset, setup, given, expected):
     unset.setattr(jax_setup, "_has_started", lambda jax: False)
-    unset.setenv("XLA_FLAGS", "") if given is None else unset.setenv("XLA_FLAGS", given)
-    jax_setup.configure_jax()
-    assert os.environ["XLA_FLAGS"] == expected
-    jax_setup.configure_jax()  # the second call does nothing
-    assert os.environ["XLA_FLAGS"] == expected
+    unset.setenv("XLA_FLAGS", given)
+    unset.setenv("JAXGPT_SETUP", setup) if setup else unset.delenv("JAXGPT_SETUP", raising=False)
+    for _ in range(2):  # the second call does nothing
+        jax_setup.configure_jax()
+        assert os.environ["XLA_FLAGS"] == expected
 
 
 def test_a_backend_that_has_started_without_the_flag_is_named(unset):

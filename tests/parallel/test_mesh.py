@@ -1,6 +1,7 @@
 """The table of shardings, slices, and what a trainer chooses: sizes, strategies, losses."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -26,53 +27,48 @@ from tests.hf.test_families import MODELS
 from tests.test_model import ARCHITECTURES
 
 CONFIGS = {name: dataclasses.replace(TINY, **kind) for name, kind in ARCHITECTURES.items()}
-CONFIGS |= {f"{kind} of hf": FAMILIES[kind].read(MODELS[kind]) for kind in FAMILIES}
+CONFIGS |= {f"{kind} of hf": FAMILIES[kind].read(MODELS[kind]) for kind in ("qwen3", "gemma3_text")}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_parameter_has_exactly_one_rule(config):
-    configs = [dataclasses.replace(config, tie_embeddings=tied) for tied in (True, False)]
     if config.global_every is None:
-        configs.append(dataclasses.replace(config, scan_layers=True))
-    for config in configs:
-        params = config.make_model().shapes()
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            matches = [axes for rule, axes in PARAMETER_AXES.items() if re.fullmatch(f"(.*/)?{rule}", name)]
-            assert len(matches) == 1 and x.ndim - len(matches[0]) == name.startswith("h/"), name
-        lora = LoraConfig(rank=1, targets=("q", "k", "v", "c_proj"))
-        adapters = jax.eval_shape(
-            lambda key, params, lora=lora: init_adapters(lora, key, params), jax.random.key(0), params
-        )
-        for tree in (params, adapters):
-            axes = parameter_axes(tree, config)
-            assert jax.tree.all(jax.tree.map(lambda x, spec: len(spec) == x.ndim, tree, axes))
+        config = dataclasses.replace(config, scan_layers=config.bias, tie_embeddings=not config.tie_embeddings)
+    params, lora = config.make_model().shapes(), LoraConfig(rank=1, targets=("q", "k", "v", "c_proj"))
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        matches = [axes for rule, axes in PARAMETER_AXES.items() if re.fullmatch(f"(.*/)?{rule}", name)]
+        assert len(matches) == 1 and x.ndim - len(matches[0]) == name.startswith("h/"), name
+    adapters = jax.eval_shape(functools.partial(init_adapters, lora), jax.random.key(0), params)
+    for tree in (params, adapters):
+        axes = parameter_axes(tree, config)
+        assert jax.tree.all(jax.tree.map(lambda x, spec: len(spec) == x.ndim, tree, axes))
 
 
 def test_the_axes_of_a_model():
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=2, n_embd=8, qk_norm=True, norm="rmsnorm", activation="swiglu")
     config = dataclasses.replace(config, bias=False, qkv_bias=True, tie_embeddings=False, scan_layers=True)
-
-    def axes(config, *names):
-        found = flatten_dict(parameter_axes(config.make_model().shapes(), config), sep="/")
-        return [found[name] for name in names]
-
-    assert axes(config, "wte/embedding", "wpe/embedding", "lm_head/kernel", "ln_f/scale") == [
-        *(P("vocab", "embed"), P(None, "embed"), P("embed", "vocab"), P("embed"))
-    ]
+    found = flatten_dict(parameter_axes(config.make_model().shapes(), config), sep="/")
     attn, mlp = "h/block/attn", "h/block/mlp"
-    assert axes(config, f"{attn}/q/kernel", f"{attn}/v/bias", f"{attn}/c_proj/kernel", f"{attn}/q_norm/scale") == [
-        *(P("layers", "embed", "heads"), P("layers", "heads_bias"), P("layers", "heads", "embed"), P("layers", None))
-    ]
-    assert axes(config, f"{mlp}/c_fc/kernel", f"{mlp}/c_gate/kernel", f"{mlp}/c_proj/kernel") == [
-        *(P("layers", "embed", "mlp"), P("layers", "embed", "mlp"), P("layers", "mlp", "embed"))
-    ]
+    for name, axes in {
+        "wte/embedding": P("vocab", "embed"),
+        "wpe/embedding": P(None, "embed"),
+        "lm_head/kernel": P("embed", "vocab"),
+        "ln_f/scale": P("embed"),
+        f"{attn}/q/kernel": P("layers", "embed", "heads"),
+        f"{attn}/v/bias": P("layers", "heads_bias"),
+        f"{attn}/c_proj/kernel": P("layers", "heads", "embed"),
+        f"{attn}/q_norm/scale": P("layers", None),
+        f"{mlp}/c_gate/kernel": P("layers", "embed", "mlp"),
+        f"{mlp}/c_proj/kernel": P("layers", "mlp", "embed"),
+    }.items():
+        assert found[name] == axes, name
     over_heads = dataclasses.replace(config, qk_norm_over="heads")
-    assert axes(over_heads, f"{attn}/q_norm/scale") == [P("layers", "heads_bias")]
+    norm = parameter_axes(over_heads.make_model().shapes(), over_heads)["h"]["block"]["attn"]["q_norm"]
+    assert norm == {"scale": P("layers", "heads_bias")}
     adapters = {"h_0": {"mlp": {"c_fc": {"lora_a": jnp.zeros((8, 1)), "lora_b": jnp.zeros((1, 8))}}}}
-    assert parameter_axes(adapters, config) == {
-        "h_0": {"mlp": {"c_fc": {"lora_a": P("embed", None), "lora_b": P(None, "mlp")}}}
-    }
+    axes = {"lora_a": P("embed", None), "lora_b": P(None, "mlp")}
+    assert parameter_axes(adapters, config) == {"h_0": {"mlp": {"c_fc": axes}}}
 
 
 # Slices
@@ -86,17 +82,14 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.tools.plan.topology import tpu_devices
 
 found = []
-for name, slices, data in (("2xv5e:4x4", 2, 4), ("4xv5p:2x2x2", 4, 4), ("v6e:4x4", 1, 2)):
+for name, slices, data in (("2xv5e:4x4", 2, 4), ("4xv5p:2x2x2", 4, 4)):
     devices = tpu_devices(name)
     inside = (data // slices, len(devices) // data // 2, 2)
     mesh = make_mesh(devices, ParallelConfig(data=data, fsdp=-1, tensor=2, slices=slices), GPTConfig(n_embd=512, n_head=8))
     grid = np.array(mesh.devices).reshape(data, -1, 2)
-    indices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(grid)
+    indices = np.vectorize(lambda d: d.slice_index)(grid)
     ours = [d.id for d in grid.flat]
-    if slices == 1:
-        jaxs = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
-    else:
-        jaxs = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices, allow_split_physical_axes=True)
+    jaxs = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices, allow_split_physical_axes=True)
     found.append([indices.reshape(data, -1).tolist(), ours == [d.id for d in jaxs.flat]])
 print(json.dumps(found))
 """
@@ -132,22 +125,22 @@ def test_inner_axes_stay_within_a_slice(tmp_path):
     env = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = run_command("-c", MESHES, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
-    two, four, one = json.loads(done.stdout.splitlines()[-1])
+    two, four = json.loads(done.stdout.splitlines()[-1])
     assert two == [[[0] * 8, [0] * 8, [1] * 8, [1] * 8], True]
     assert four == [[[index] * 8 for index in range(4)], True]
-    assert one == [[[0] * 8] * 2, True]
 
 
 # Sizes and strategies, on the one device of this process
 
+GPT2 = GPTConfig()
 
-def divide(config, **sizes):
+
+def divide(*, config=GPT2, **sizes):
     return check_divisible(config, {"data": 1, "fsdp": 1, "tensor": 1} | sizes)
 
 
-def arrange(devices, *sizes):
-    data, fsdp, tensor, slices = (*sizes, 1)[:4]
-    return make_mesh([None] * devices, ParallelConfig(data=data, fsdp=fsdp, tensor=tensor, slices=slices), GPTConfig())
+def arrange(**sizes):
+    return make_mesh([None] * 8, ParallelConfig(**sizes), GPT2)
 
 
 def choose(batch_size=64, **parallel):
@@ -156,45 +149,42 @@ def choose(batch_size=64, **parallel):
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: arrange(8, 3, 1, 1), "data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
-        (lambda: arrange(8, -1, 3, 1), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
-        (lambda: arrange(8, -1, 4, 1, 4), "slices=4 does not divide parallel.data=2"),
-        (lambda: choose(slices=2), "slices=2 need --parallel.strategy mesh, not auto"),
-        (lambda: ParallelConfig(slices=0), "slices=0: needs at least 1"),
-        (
-            lambda: divide(GPTConfig(), tensor=8),
-            "n_head=12 does not divide over parallel.tensor=8: take model.n_head=8 or 16",
-        ),
-        (lambda: divide(GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
-        (lambda: divide(GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take model.vocab_size=102 or 104"),
-        (
-            lambda: divide(GPTConfig(n_head=8), fsdp=256, tensor=8),
-            "n_head x head_dim=768 .* tensor=2048",
-        ),
-        (lambda: divide(GPTConfig(n_head=8, bias=False, qkv_bias=True), fsdp=256, tensor=8), "n_head x head_dim=768"),
-        (lambda: divide(GPTConfig(), fsdp=512), r"n_embd=768 does not divide over parallel.fsdp=512"),
-        (lambda: split_batch(12, 8, ParallelConfig()), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
-        (lambda: split_batch(4, 8, ParallelConfig()), "batch_size=4 does not divide over 8 devices: .* 8,"),
-        (lambda: ParallelConfig(strategy="ddp"), "strategy='ddp': needs one of auto, single, pmap, mesh"),
-        (lambda: in_chunks(48), "loss_chunk=48 does not divide model.block_size=1024: take 32 or 64"),
-        (lambda: in_chunks(600), "loss_chunk=600 .* take 512 or 1024"),
-        (lambda: ParallelConfig(tensor=0), "tensor=0: needs counts of devices"),
-        (lambda: ParallelConfig(coordinator="a:1"), "give all three"),
-        (lambda: ParallelConfig(coordinator="a:1", processes=2, process_id=2), "process_id=2: needs less than"),
-        (lambda: choose(fsdp=2), "need --parallel.strategy mesh"),
-        (lambda: choose(strategy="mesh", fsdp=2), "does not make the 1 devices"),
-    ],
-)
-def test_bad_sizes_are_told(call, message):
-    with pytest.raises(UserError, match=message):
-        call()
+def split(batch_size):
+    return split_batch(batch_size, 8, ParallelConfig())
 
 
 def in_chunks(n):
     return Experiment(name="chunks", parallel=ParallelConfig(loss_chunk=n))
+
+
+@pytest.mark.parametrize(
+    ("call", "how", "message"),
+    [
+        (arrange, dict(data=3), r"data=3 x fsdp=1 x tensor=1 does not make the 8 devices"),
+        (arrange, dict(fsdp=3), "data=-1 x fsdp=3 x tensor=1 does not make the 8 devices"),
+        (arrange, dict(fsdp=4, slices=4), "slices=4 does not divide parallel.data=2"),
+        (choose, dict(slices=2), "slices=2 need --parallel.strategy mesh, not auto"),
+        (choose, dict(fsdp=2), "need --parallel.strategy mesh"),
+        (choose, dict(strategy="mesh", fsdp=2), "does not make the 1 devices"),
+        (divide, dict(tensor=8), r"n_head=12 does not divide over parallel.tensor=8: take model.n_head=8 or 16"),
+        (divide, dict(config=GPTConfig(n_kv_head=2), tensor=4), "n_kv_head=2 does not divide over parallel.tensor=4"),
+        (divide, dict(config=GPTConfig(vocab_size=103), tensor=2), "vocab_size=103 .* take model.vocab_size=102 or"),
+        (divide, dict(config=GPTConfig(n_head=8), fsdp=256, tensor=8), "n_head x head_dim=768 .* tensor=2048"),
+        (divide, dict(fsdp=512), r"n_embd=768 does not divide over parallel.fsdp=512"),
+        (split, dict(batch_size=12), "batch_size=12 does not divide over 8 devices: .* 8 or 16"),
+        (split, dict(batch_size=4), "batch_size=4 does not divide over 8 devices: .* 8,"),
+        (in_chunks, dict(n=48), "loss_chunk=48 does not divide model.block_size=1024: take 32 or 64"),
+        (in_chunks, dict(n=600), "loss_chunk=600 .* take 512 or 1024"),
+        (ParallelConfig, dict(slices=0), "slices=0: needs at least 1"),
+        (ParallelConfig, dict(strategy="ddp"), "strategy='ddp': needs one of auto, single, pmap, mesh"),
+        (ParallelConfig, dict(tensor=0), "tensor=0: needs counts of devices"),
+        (ParallelConfig, dict(coordinator="a:1"), "give all three"),
+        (ParallelConfig, dict(coordinator="a:1", processes=2, process_id=2), "process_id=2: needs less than"),
+    ],
+)
+def test_bad_sizes_are_told(call, how, message):
+    with pytest.raises(UserError, match=message):
+        call(**how)
 
 
 def test_auto_takes_one_device_plainly():
@@ -216,8 +206,7 @@ def test_a_mesh_is_resumed_on_other_devices_as_sharded_as_it_was():
     """Without a pass by pmap, where each device would hold the whole state; on one device nothing is sharded."""
     kept = ParallelConfig(strategy="mesh", data=2, fsdp=4, tensor=2, micro_batch_size=3)
     sizes = [(c.strategy, c.data, c.fsdp, c.tensor, c.micro_batch_size) for c in alternatives(kept, 4)]
-    last = [("auto", -1, 1, 1, 3), ("single", -1, 1, 1, 3)]
-    assert sizes == [("mesh", 1, -1, 2, 3), ("mesh", 1, -1, 1, 3), *last]
+    assert sizes == [("mesh", 1, -1, 2, 3), ("mesh", 1, -1, 1, 3), ("auto", -1, 1, 1, 3), ("single", -1, 1, 1, 3)]
     copies = alternatives(ParallelConfig(strategy="mesh", data=8), 4)
     assert (copies[0].data, copies[0].fsdp) == (-1, 1)
     assert [c.strategy for c in alternatives(kept, 1)] == [c.strategy for c in alternatives(ParallelConfig(), 8)]
@@ -240,39 +229,34 @@ def experiment(width=768, **parallel):
     return Experiment(name="loss", model=model, parallel=ParallelConfig(**{"loss_chunk": 4} | parallel))
 
 
-def on(device_kind, platform="tpu", hooks=NO_SHARDING):
-    device = types.SimpleNamespace(platform=platform, device_kind=device_kind)
+def on(device_kind, hooks=NO_SHARDING):
+    device = types.SimpleNamespace(platform="tpu", device_kind=device_kind)
     return types.SimpleNamespace(devices=(device,), sharding_hooks=hooks)
 
 
-def test_without_chunks_all_logits_are_in_memory():
-    assert choose_head_loss(experiment(loss_chunk=None), on("TPU v6 lite")) is None
-    assert choose_head_loss(experiment(loss_chunk=8), on("TPU v6 lite")) is None  # all of the context
-
-
 @pytest.mark.parametrize(
-    ("device", "width", "kernel", "expected"),
+    ("device", "width", "how", "expected"),
     [
-        ("TPU v6 lite", 768, "auto", fused_next_token_loss),
-        ("TPU v6 lite", 768, "xla", chunked_next_token_loss),
-        ("TPU v6 lite", 1600, "auto", chunked_next_token_loss),  # a wide model has more products to repeat
-        ("TPU v5 lite", 768, "auto", chunked_next_token_loss),  # its memory is faster for its arithmetic
-        ("TPU v5 lite", 768, "fused", fused_next_token_loss),
-        ("TPU v99", 768, "auto", chunked_next_token_loss),
+        ("TPU v6 lite", 768, {"loss_chunk": None}, None),  # all logits are in memory
+        ("TPU v6 lite", 768, {"loss_chunk": 8}, None),  # all of the context
+        ("TPU v6 lite", 768, {}, fused_next_token_loss),
+        ("TPU v6 lite", 768, {"loss_kernel": "xla"}, chunked_next_token_loss),
+        ("TPU v6 lite", 1600, {}, chunked_next_token_loss),  # a wide model has more products to repeat
+        ("TPU v5 lite", 768, {}, chunked_next_token_loss),  # its memory is faster for its arithmetic
+        ("TPU v5 lite", 768, {"loss_kernel": "fused"}, fused_next_token_loss),
+        ("TPU v99", 768, {}, chunked_next_token_loss),
     ],
 )
-def test_the_kernel_is_taken_where_it_pays(device, width, kernel, expected):
-    found = choose_head_loss(experiment(width, loss_kernel=kernel), on(device))
+def test_the_kernel_is_taken_where_it_pays(device, width, how, expected):
+    found = choose_head_loss(experiment(width, **how), on(device))
     assert getattr(found, "func", found) is expected
-    assert getattr(found, "keywords", {}) == ({} if expected is fused_next_token_loss else {"chunk": 4})
+    assert getattr(found, "keywords", {}) == ({"chunk": 4} if expected is chunked_next_token_loss else {})
 
 
 def test_the_kernel_is_refused_where_it_cannot_run():
     fused = experiment(loss_kernel="fused")
     with pytest.raises(UserError, match="loss_kernel=fused is not available here: the device is cpu. Use auto or xla"):
         choose_head_loss(fused, make_single(jax.devices()[:1]))
-    mesh = dataclasses.replace(fused, parallel=dataclasses.replace(fused.parallel, strategy="mesh"))
+    mesh = make_mesh(jax.devices()[:1], ParallelConfig(strategy="mesh"), fused.model)
     with pytest.raises(UserError, match="it runs on one device or by pmap, not on a mesh"):
-        choose_head_loss(
-            mesh, on("TPU v6 lite", hooks=make_mesh(jax.devices()[:1], mesh.parallel, mesh.model).sharding_hooks)
-        )
+        choose_head_loss(fused, on("TPU v6 lite", mesh.sharding_hooks))

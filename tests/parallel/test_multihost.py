@@ -116,7 +116,7 @@ def until_step(number, processes, tmp_path):
         time.sleep(0.2)
 
 
-def named(process, processes):
+def name_of(process, processes):
     return rf"process {process} of {len(processes)} \(host {socket.gethostname()}, pid {processes[process].pid}\) "
 
 
@@ -160,10 +160,8 @@ def test_one_whose_main_thread_sleeps_is_named(start, tmp_path, lost):
     began = time.monotonic()
     codes, said = wait(processes, tmp_path)
     assert codes == [1, 1] and time.monotonic() - began < 60
-    for words in said:
-        assert re.search(
-            "jaxgpt: " + named(lost, processes) + r"is stuck: no progress for \d+ s, .* " + CONTINUE, words
-        )
+    named = f"jaxgpt: {name_of(lost, processes)}" + r"is stuck: no progress for \d+ s, .* " + CONTINUE
+    assert all(re.search(named, words) for words in said)
     assert "hanging_beat" in said[lost]  # its stack
 
 
@@ -186,12 +184,11 @@ def test_one_that_is_stopped_ends_the_others_and_does_not_go_on_later(start, tmp
 @pytest.mark.slow
 def test_a_mistake_of_ours_is_not_blamed_on_another_process(start, tmp_path):
     """The one that has it shows where; the other says who it was, and does not wait for it."""
-    planted = HANGS.format(process=1, what='raise ValueError("planted")')
-    processes = start(2, 1, *FOREVER, planted=planted)
+    processes = start(2, 1, *FOREVER, planted=HANGS.format(process=1, what='raise ValueError("planted")'))
     codes, said = wait(processes, tmp_path)
     assert codes == [1, 1]
     assert "Traceback" in said[1] and "ValueError: planted" in said[1] and "process 0 of 2 is" not in said[1]
-    assert re.search(named(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
+    assert re.search(name_of(1, processes) + r"has ended: ValueError: planted\. " + CONTINUE, said[0])
 
 
 REFUSES = """
@@ -214,7 +211,8 @@ jaxgpt.fitting.is_resumable = refuses
 """
 
 
-@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("agreed", [True, False])
 def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
     codes, said = wait(start(2, 1, *FOREVER, planted=REFUSES.format(agreed=agreed)), tmp_path)
     assert codes == [2, 2]
@@ -223,24 +221,10 @@ def test_what_the_leader_refuses_ends_all(start, tmp_path, agreed):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_is_asked_to_end_takes_the_others_with_it(start, tmp_path, number):
-    processes = start(2, 1, *FOREVER)
-    until_step(5, processes, tmp_path)
-    processes[1].send_signal(number)
-    codes, said = wait(processes, tmp_path)
-    assert codes == [1, 1]
-    assert f"SIGTERM: saved step {steps_done(tmp_path / 'run')} of 100000. To continue:" in said[0]
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_nobody_there(tmp_path, who):
-    address = f"127.0.0.1:{free_port()}"
-    told = f"--parallel.coordinator {address} --parallel.processes 2 --parallel.process-id {who}".split()
-    done = run_command("-m", "jaxgpt", "train", *told, "--parallel.connect-timeout", "2", cwd=tmp_path, deadline=60)
-    assert done.returncode == 2
-    assert f"did not all meet at {address} within 2 s" in done.stderr
+def test_nobody_there(tmp_path):
+    told = f"--parallel.coordinator 127.0.0.1:{free_port()} --parallel.processes 2 --parallel.process-id 0".split()
+    done = run_command("-m", "jaxgpt", "train", *told, "--parallel.connect-timeout", "1", cwd=tmp_path, deadline=60)
+    assert done.returncode == 2 and f"did not all meet at {told[1]} within 1 s" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
 
 
@@ -252,24 +236,22 @@ def test_the_store_of_jax_is_where_it_was():
         assert callable(getattr(_jax.DistributedRuntimeClient, name)), f"not in JAX {jax.__version__}"
 
 
-@pytest.mark.parametrize(
-    ("turns", "processes", "expected"),
-    [
+def test_who_is_silent_or_furthest_behind_is_to_blame(monkeypatch):
+    dog = multihost.Watchdog(60.0)
+    monkeypatch.setattr(multihost, "INTERVAL", 0.0)
+    for turns, processes, expected in (
         ({0: 9, 1: 9}, 2, (None, "all 2 processes are stuck in the same collective")),
-        ({0: 9, 1: 7}, 2, (None, "process 1 is stuck")),
         ({0: 7, 1: 9, 2: 7}, 3, (None, "process 0, process 2 are stuck")),
         ({0: 9}, 2, ("process 1 of 2 is gone", None)),
         ({0: 9, 3: 9}, 4, ("process 1, 2 of 4 are gone", None)),
-    ],
-)
-def test_who_is_silent_or_furthest_behind_is_to_blame(turns, processes, expected, monkeypatch):
-    said = [("", json.dumps([process, f"process {process}", turn])) for process, turn in turns.items()]
-    store = SimpleNamespace(key_value_set=lambda *_, **__: None, key_value_dir_get=lambda folder: said)
-    monkeypatch.setattr(multihost, "INTERVAL", 0.0)
-    monkeypatch.setattr(multihost, "_store", lambda: store)
-    dog = multihost.Watchdog(60.0)
-    dog.processes = processes
-    assert dog.find_culprit() == expected
+    ):
+        said = [("", json.dumps([process, f"process {process}", turn])) for process, turn in turns.items()]
+        store = SimpleNamespace(key_value_set=lambda *_, **__: None, key_value_dir_get=lambda folder, said=said: said)
+        monkeypatch.setattr(multihost, "_store", lambda store=store: store)
+        dog.processes = processes
+        assert dog.find_culprit() == expected
+    monkeypatch.setattr(os, "write", lambda *_: os.close(-1))  # a closed stderr
+    dog.say("stuck")
 
 
 def test_a_process_that_is_alone_is_never_ended(monkeypatch):
@@ -278,40 +260,25 @@ def test_a_process_that_is_alone_is_never_ended(monkeypatch):
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(multihost, "INTERVAL", 0.02)
     with multihost.watch(0.05) as dog:
-        for step in range(1, 5):
-            dog.beat(step)
-        time.sleep(0.3)
+        dog.beat(1)
+        time.sleep(0.2)
     assert exits == []
 
 
-def test_the_last_words_do_not_need_a_stderr(monkeypatch):
-    def closed(*_):
-        raise OSError(9, "Bad file descriptor")
-
-    monkeypatch.setattr(os, "write", closed)
-    multihost.Watchdog(60.0).say("stuck")
-
-
 def test_the_leader_tells_a_whole_number_or_what_is_wrong():
-    assert multihost.on_process_0(lambda: 7) == 7
-    with pytest.raises(AssertionError):
-        multihost.on_process_0(lambda: "7")
-
     def refuses():
         raise UserError("no: taken")
 
-    with pytest.raises(UserError, match="^no: taken$"):
-        multihost.on_process_0(refuses)
-
-
-def test_an_address_without_a_port():
+    assert multihost.on_process_0(lambda: 7) == 7
+    for told, error in ((lambda: "7", AssertionError), (refuses, UserError)):
+        with pytest.raises(error):
+            multihost.on_process_0(told)
     with pytest.raises(UserError, match="needs HOST:PORT"):
         multihost.initialize(ParallelConfig(coordinator="nowhere", processes=2, process_id=1))
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
+def test_what_started_us(monkeypatch):
+    for env, expected in (
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, None),  # a job's shell, before srun
         ({"SLURM_STEP_NODELIST": "a[0-7]", "SLURM_NTASKS": "8"}, "SLURM"),
@@ -319,11 +286,9 @@ def test_an_address_without_a_port():
         ({"OMPI_MCA_orte_hnp_uri": "1;tcp://", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "GKE"),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-    ],
-)
-def test_what_started_us(monkeypatch, env, expected):
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
-        monkeypatch.delenv(name)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert multihost.cluster() == expected
+    ):
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TPU_"))]:
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        assert multihost.cluster() == expected, env

@@ -33,20 +33,6 @@ def changed(experiment, **parts):
     )
 
 
-def plant(monkeypatch, index, value, *path):
-    """In one parameter of the initial state."""
-
-    def planted(*args, **kwargs):
-        state = init_state(*args, **kwargs)
-        place = state.params
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = place[path[-1]].at[index].set(value)
-        return state
-
-    monkeypatch.setattr(jaxgpt.parallel.trainer, "init_state", planted)
-
-
 def report_of(directory, step):
     return json.loads((directory / "autopsy" / f"step-{step}" / "report.json").read_text())
 
@@ -56,38 +42,37 @@ def experiment(text_file):
     return changed(tiny_experiment(text_file), model={"n_layer": 1, "dropout": 0.2}, optim={"max_skipped": 2})
 
 
+# Scanned layers are unstacked, and micro-batches taken one after the other, as in the step itself.
 SCANNED = {"model": {"scan_layers": True, "n_layer": 2, "remat": "full"}, "parallel": {"micro_batch_size": 2}}
-PMAP = {"parallel": {"strategy": "pmap"}}
 
 
-# Scanned layers are unstacked, micro-batches and pmap's parts taken one after the other, as in the step itself.
-@pytest.mark.parametrize(
-    ("path", "index", "value", "first", "how"),
-    [
-        ("h/block/mlp/c_fc/kernel", (1, 0, 0), np.nan, "h_1/mlp/c_fc (Dense)", SCANNED),
-        pytest.param("wte/embedding", 1, np.inf, "wte (Embedding.table)", PMAP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys, path, index, value, first, how):
-    plant(monkeypatch, index, value, *path.split("/"))
-    with pytest.raises(Diverged, match="2 steps in a row were skipped, up to step 2: loss is (nan|inf)"):
-        fit(changed(experiment, **how), tmp_path / "r")
-    monkeypatch.undo()
+@pytest.mark.parametrize("layer", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_corrupt_parameter_is_found(experiment, bumpy, tmp_path, monkeypatch, capsys, layer):
+    def planted(*args, **kwargs):
+        state = init_state(*args, **kwargs)
+        c_fc = (state.params["h"]["block"] if layer else state.params["h_0"])["mlp"]["c_fc"]
+        c_fc["kernel"] = c_fc["kernel"].at[(1, 0, 0) if layer else (0, 0)].set(np.nan)
+        return state
+
+    monkeypatch.setattr(jaxgpt.parallel.trainer, "init_state", planted)
+    with pytest.raises(Diverged, match="steps in a row were skipped, up to step .*: loss is nan"):
+        fit(changed(experiment, **SCANNED) if layer else bumpy, tmp_path / "r")
     told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
+    first = f"h_{layer}/mlp/c_fc (Dense)"
     assert len(told) == 1 and first in told[0] and f"jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]
-    assert [next(iter(x.items())) for x in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [("step", 1), ("step", 2)]
+    assert all("skipped" in line for line in read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert not (tmp_path / "r" / "checkpoints").exists()
 
     report = report_of(tmp_path / "r", 1)
-    findings, parameter = report["findings"], path.replace("h/block", "h_1")
-    assert findings["first"] == first and findings["bad_parameters"] == [parameter]
-    for name, norm in findings["parameter_norms"].items():
-        assert (norm in ("nan", "inf")) == (name == parameter.split("/")[0])
+    findings = report["findings"]
+    assert findings["first"] == first and findings["bad_parameters"] == [f"h_{layer}/mlp/c_fc/kernel"]
+    assert [name for name, norm in findings["parameter_norms"].items() if norm == "nan"] == [f"h_{layer}"]
     assert (report["parameters_of_step"], report["why_no_findings"]) == (0, None)
     row = report["batch"][0]
-    assert len(row["ids"]) == 9 and len(row["text"]) == 9 and len(report["batch"]) == 4
+    assert len(row["ids"]) == 9 and len(row["text"]) == 9 and len(report["batch"]) in (2, 4)
 
 
+@pytest.mark.slow
 def test_what_is_examined_is_the_step_that_was_taken(experiment):
     """Each micro-batch with its rows and its dropout: of a sound step, the gradient's norm is the same."""
     model = {"vocab_size": 11, "dropout": 0.5}
@@ -101,25 +86,6 @@ def test_what_is_examined_is_the_step_that_was_taken(experiment):
     _, metrics = trainer.train_step(state, trainer.strategy.shard_batch(batch), key)
     assert math.hypot(*found.gradient_norms.values()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
     assert found.first is None and found.bad_parameters == found.bad_gradients == ()
-
-
-@pytest.mark.slow
-def test_a_wild_learning_rate_leaves_finite_parameters(experiment, tmp_path):
-    """And its first bad step is seen again, from the seed, since no checkpoint was due before it."""
-    optim = {"learning_rate": 1e18, "warmup_steps": 0, "grad_clip": None, "weight_decay": 0.0}
-    with pytest.raises(Diverged, match=r"lower --optim.learning-rate.*Autopsy in .*autopsy"):
-        fit(changed(experiment, optim=optim), tmp_path / "r", progress=False)
-    (place,) = (tmp_path / "r" / "autopsy").iterdir()
-    step = int(place.name.removeprefix("step-"))
-    report = report_of(tmp_path / "r", step)
-    assert report["findings"]["bad_parameters"] == [] and report["findings"]["first"]
-    assert report["parameters_of_step"] == step - 1
-
-    found = replay(tmp_path / "r", step)
-    assert (found.origin, found.skipped, found.equal) == ("the seed", report["why"], True)
-    assert str(found.loss) == str(report["loss"])  # JSON has no NaN
-    assert found.findings is not None and found.findings.first == report["findings"]["first"]
-    assert found.findings.first in str(found)
 
 
 BAD_STEPS = (5, 8)  # the second is one of those that are saved

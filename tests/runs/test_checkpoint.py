@@ -23,9 +23,9 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import lock_run, read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.train import TrainState, init_skip_state
-from tests.helpers import flip, run_command, tiny_experiment
+from tests.helpers import flip, tiny_experiment
 
-FLIPS = 100  # single bits, over all files of a checkpoint
+FLIPS = 60  # single bits, over all files of a checkpoint
 
 
 def small_state(step, size=16):
@@ -42,10 +42,9 @@ def save(directory, steps, losses=(), **policy):
     return checkpoints
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_an_output_matrix_that_was_no_module_is_read_as_one(name, tmp_path):
+def test_an_output_matrix_that_was_no_module_is_read_as_one(tmp_path):
     """As earlier versions saved it, in the parameters and in the optimiser's state."""
-    optimizer = make_optimizer(OptimConfig(name=name), 10)
+    optimizer = make_optimizer(OptimConfig(name="muon"), 10)
 
     def state(head):
         params = {"h_0": {"mlp": {"kernel": np.ones((2, 3), np.float32)}}, "lm_head": head}
@@ -57,9 +56,9 @@ def test_an_output_matrix_that_was_no_module_is_read_as_one(name, tmp_path):
     checkpoints.save(saved, 3, None)
     checkpoints.close()
     params = {"h_0": saved.params["h_0"], "lm_head": {"kernel": head}}
-    chex.assert_trees_all_equal(checkpoints.restore_params(3, like.params), params)
     found = checkpoints.restore(3, like)
-    chex.assert_trees_all_equal(found.params, params)
+    for read in (checkpoints.restore_params(3, like.params), found.params):
+        chex.assert_trees_all_equal(read, params)
     chex.assert_trees_all_equal(jax.tree.leaves(found.opt_state), jax.tree.leaves(saved.opt_state))
 
 
@@ -73,9 +72,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture
 def damaged(two, tmp_path):
-    directory = tmp_path / "checkpoints"
-    shutil.copytree(two, directory)
-    return directory
+    return shutil.copytree(two, tmp_path / "checkpoints")
 
 
 def files(directory):
@@ -99,47 +96,31 @@ def test_what_is_saved_is_what_is_read(tmp_path, monkeypatch):
 
 
 def test_every_flipped_bit_is_found_and_its_file_named(damaged):
+    """And every byte and file that is missing."""
     rng = random.Random(0)
     paths = files(damaged / "2")
     bits = [(p, at) for p in paths for at in range(8 * p.stat().st_size)]
     chosen = [rng.choice(bits) for _ in range(FLIPS)] + [(p, rng.randrange(8 * p.stat().st_size)) for p in paths]
-    for path, at in chosen:
+    for path, how in [*chosen, *((p, how) for p in paths for how in ("cut", "gone"))]:
         whole = path.read_bytes()
-        flip(path, at)
+        path.unlink() if how == "gone" else path.write_bytes(whole[:-1]) if how == "cut" else flip(path, how)
         step, said = found(damaged)
-        assert step == 1 and len(said) == 1, (path, at)
+        assert step == 1 and len(said) == 1, (path, how)
         assert "checkpoint 2 is damaged, so 1 is used" in said[0] and str(path) in said[0] and "\n" not in said[0]
         path.write_bytes(whole)
     assert found(damaged) == (2, [])
 
 
-@pytest.mark.parametrize("how", ["truncated", "deleted"])
-def test_every_damaged_file_is_found_and_named(damaged, how):
-    for path in files(damaged / "2"):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1]) if how == "truncated" else path.unlink()
-        step, said = found(damaged)
-        assert step == 1 and str(path) in said[0], (path, said)
-        path.write_bytes(whole)
-    assert found(damaged) == (2, [])
-
-
-@pytest.mark.parametrize("step, used", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("losses", [(1.0, 2.0), (2.0, 1.0), ()])
+@pytest.mark.parametrize(("step", "used", "losses"), [(1, 2, (1.0, 2.0)), (2, 1, ())])
 def test_a_damaged_manifest_is_named_when_the_best_is_looked_for(damaged, losses, step, used):
-    """It may have been the best: which loss it had is not known any more."""
+    """It may have been the best: which loss it had is not known any more. So it is not removed, either."""
     for number, loss in enumerate(losses, start=1):
         Checkpoints(damaged).set_val_loss(number, loss)
     flip(damaged / str(step) / "manifest.json", 2000)
     step_used, (said,) = found(damaged, "best")
     assert step_used == used and f"checkpoint {step} is damaged, so {used} is used: {damaged}/{step}" in said
-
-
-def test_a_checkpoint_that_cannot_be_judged_is_not_removed(tmp_path):
-    """Its numbers may be whole, and the best."""
-    save(tmp_path, [1, 2], [1.0, 2.0])
-    flip(tmp_path / "1" / "manifest.json", 2000)
-    assert save(tmp_path, [3, 4], [3.0, 4.0]).steps() == [1, 2, 4]
+    if step == 1:
+        assert save(damaged, [3, 4], [3.0, 4.0]).steps() == [1, 2, 4]
 
 
 def test_names_that_are_no_checkpoints_are_left_alone(two, damaged):
@@ -168,7 +149,7 @@ def test_what_is_kept(tmp_path):
     assert Checkpoints(tmp_path / "a").latest_valid("best") == 2 and Checkpoints(tmp_path / "a").last() == 6
 
 
-@pytest.mark.parametrize("loss", [0.7, float("nan"), float("inf")])
+@pytest.mark.parametrize("loss", [0.7, float("nan")])
 def test_a_validation_loss_can_be_told_later(damaged, loss):
     """One that is no number is as good as none."""
     for step, measured in ((2, loss), (1, 0.5)):
@@ -188,7 +169,12 @@ def experiment(text_file):
 
 @pytest.fixture(scope="module")
 def trained(experiment, tmp_path_factory):
-    return fit(experiment, tmp_path_factory.mktemp("runs") / "r", progress=False).directory
+    """A run that was killed in its first moment before, and could begin all the same."""
+    directory = tmp_path_factory.mktemp("runs") / "r"
+    directory.mkdir()
+    for name in (".lock", "tokenizer.json", "tokenizer.json.x8a_b2", "experiment.json.q"):
+        (directory / name).write_text("")
+    return fit(experiment, directory, progress=False).directory
 
 
 @pytest.fixture
@@ -215,8 +201,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint(experiment, trained, run)
     assert load(run, which="last").step == 4
 
 
-@pytest.mark.parametrize("average", [None, 1])
-def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch, average):
+def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch):
     """Training removes an old checkpoint at any moment, also between its check and its reading."""
     good, removed = Checkpoints.latest_valid, []
 
@@ -228,7 +213,7 @@ def test_a_run_is_loaded_while_it_is_trained(run, monkeypatch, average):
         return step
 
     monkeypatch.setattr(Checkpoints, "latest_valid", then_removed)
-    assert load(run, which="last", average=average).step == 2 and removed == [4]
+    assert load(run, which="last", average=1).step == 2 and removed == [4]
     removed.clear()
     with pytest.raises(UserError, match="has no checkpoint"):
         load(run)
@@ -244,26 +229,17 @@ def test_a_run_without_a_good_checkpoint_does_not_start_over(experiment, run):
     assert files(run) == before
 
 
-def test_a_run_killed_in_its_first_moment_can_begin(experiment, tmp_path):
-    directory = tmp_path / "r"
-    directory.mkdir()
-    for name in (".lock", "tokenizer.json", "tokenizer.json.x8a_b2", "experiment.json.q"):
-        (directory / name).write_text("")
-    assert fit(experiment, directory, progress=False).step == 4
-
-
 def test_two_at_once_are_refused_and_a_crash_releases(experiment, run, tmp_path):
     """Another process holds the lock, then is killed."""
     code = f"""
+import sys, time
 from pathlib import Path
 from jaxgpt.runs.directory import lock_run
 lock = lock_run(Path({str(run)!r}), False)
 print("locked", flush=True)
-input()
+time.sleep(1000)
 """
-    child = subprocess.Popen(
-        [os.sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
+    child = subprocess.Popen([os.sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
         assert child.stdout.readline() == "locked\n"
         for fresh in (False, True):
@@ -274,9 +250,7 @@ input()
         child.kill()
         child.communicate()
     lock_run(run, False).release()
-
-
-def test_the_lock_goes_with_the_run_that_is_moved_aside(run):
+    # It goes with the run that is moved aside.
     with lock_run(run, True), pytest.raises(UserError, match="being trained"):
         lock_run(run, True)
     assert {p.name for p in run.parent.iterdir()} == {"r", "r.old-1"}
@@ -313,33 +287,3 @@ def test_a_full_disk_fails_the_save_that_it_fails(small_disk):
     assert found(small_disk / "checkpoints") == (1, [])
     assert Checkpoints(small_disk / "checkpoints").rewind() == 1
     assert {p.name for p in (small_disk / "checkpoints").iterdir()} == {"1"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["full", "read-only"])
-def test_a_disk_that_fails_ends_the_run_in_words_and_the_run_stays_good(small_disk, text_file, how):
-    """The real command: exit status 1, a line or two, and the run can be read and goes on."""
-    options = f"""train --run-dir {small_disk}/r --data.path {text_file} --model.n-layer 1 --model.n-head 1 --model.n-embd 8
-        --model.block-size 8 --train.batch-size 2 --train.steps 100000 --train.checkpoint-every 20 --train.keep-every 20
-        --train.eval-every 100000 --optim.warmup-steps 1 --train.log-every 5""".split()
-    code = f"""
-import subprocess, sys
-from jaxgpt import __main__
-from jaxgpt.runs import checkpoint
-seal = checkpoint.Checkpoints._seal
-def then_read_only(self, partial, about):
-    seal(self, partial, about)
-    here = {str(small_disk / "r" / "checkpoints")!r}
-    subprocess.run(["mount", "--bind", here, here], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", here], check=True)
-if {how!r} != "full":
-    checkpoint.Checkpoints._seal = then_read_only
-__main__.main({options!r})
-"""
-    done = run_command("-c", code, cwd=small_disk.parent)
-    assert done.returncode == 1, done.stderr
-    after, last = done.stderr.partition("first step after")[2], done.stderr.strip().splitlines()[-1]
-    said = "No space left on device" if how == "full" else "Read-only file system"
-    assert said in last and "Traceback" not in done.stderr, done.stderr
-    assert len(after.splitlines()) == 2, done.stderr
-    assert load(small_disk / "r", which="last").step >= 20

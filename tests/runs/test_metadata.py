@@ -10,7 +10,7 @@ import pytest
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
 from jaxgpt.data.template import find_template
 from jaxgpt.data.template import fingerprint as template_fingerprint
-from jaxgpt.data.tokenizer import CharTokenizer, load_tokenizer
+from jaxgpt.data.tokenizer import CharTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.parallel.device import KERNELS
@@ -32,15 +32,9 @@ def trained(tmp_path_factory):
     (place / "t.txt").write_text(TEXT)
     (place / "tokenizer.json").write_text(CharTokenizer(TEXT).to_json())
     e = tiny_experiment(place / "t.txt", keep_last=9)
-    return fit(
-        dataclasses.replace(
-            e,
-            model=dataclasses.replace(e.model, n_layer=1, dropout=0.2),
-            data=dataclasses.replace(e.data, tokenizer=str(place / "tokenizer.json")),
-        ),
-        place / "run",
-        progress=False,
-    )
+    model = dataclasses.replace(e.model, n_layer=1, dropout=0.2)
+    data = dataclasses.replace(e.data, tokenizer=str(place / "tokenizer.json"))
+    return fit(dataclasses.replace(e, model=model, data=data), place / "run", progress=False)
 
 
 @pytest.fixture
@@ -104,14 +98,14 @@ def test_what_is_asked_for_now_is_taken_or_refused(moved):
         changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in groups.items()}
         return fit(dataclasses.replace(given, **changed), run, progress=False)
 
-    with pytest.raises(UserError, match="train.attention=cudnn is not available here: the device is cpu"):
-        again(train={"attention": "cudnn"})
-    with pytest.raises(UserError, match="does not make the 1 devices"):
-        again(parallel={"strategy": "mesh", "fsdp": 2})
-    with pytest.raises(UserError, match="another configuration: train.eval_tokens None -> 8"):
-        again(train={"eval_tokens": 8})
-    with pytest.raises(UserError, match="another configuration: optim.warmup_steps 2 -> 3"):
-        again(optim={"warmup_steps": 3})
+    for message, groups in (
+        ("train.attention=cudnn is not available here: the device is cpu", dict(train={"attention": "cudnn"})),
+        ("does not make the 1 devices", dict(parallel={"strategy": "mesh", "fsdp": 2})),
+        ("another configuration: train.eval_tokens None -> 8", dict(train={"eval_tokens": 8})),
+        ("another configuration: optim.warmup_steps 2 -> 3", dict(optim={"warmup_steps": 3})),
+    ):
+        with pytest.raises(UserError, match=message):
+            again(**groups)
     again(optim={"warmup_steps": None})  # not named: as it was begun
     again(train={"attention": "xla", "dtype": "bfloat16"}, optim={"max_skipped": 3}, parallel={"micro_batch_size": 2})
 
@@ -131,36 +125,31 @@ def test_every_field_decides_or_is_said_not_to():
 
 def test_its_own_tokenizer_stands_in_for_the_file(trained, moved, tmp_path):
     """Where that is gone, and where the copy is named; another one is refused."""
-    path = tmp_path / "lost.json"
+    path, other, start = tmp_path / "lost.json", CharTokenizer(TEXT + "ñ").to_json(), {}
     run = moved(data={"tokenizer": str(path)})
     given, own = read_metadata(run).given, run / "tokenizer.json"
 
-    def named(tokenizer):
-        return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)))
+    def named(tokenizer, **groups):
+        return dataclasses.replace(given, data=dataclasses.replace(given.data, tokenizer=str(tokenizer)), **groups)
+
+    def refused(message, tokenizer):
+        with pytest.raises(UserError, match=message):
+            resolve_init_from(named(tokenizer, **start)) if start else fit(named(tokenizer), run, progress=False)
 
     for tokenizer in (path, own, trained.experiment.data.tokenizer):  # gone, the copy, the file in another place
         assert fit(named(tokenizer), run, progress=False).step == trained.step
     assert evaluate_run(load(run))["loss"] == pytest.approx(trained.val_loss, rel=1e-6)
-    start = TrainConfig(init_from=str(run))
+    refused("no tokenizer at .*typo.json", tmp_path / "typo.json")
+    refused("another configuration: data.tokenizer .* -> byte", "byte")
+    start = {"train": TrainConfig(init_from=str(run))}
     for tokenizer in ("char", own):
-        new = dataclasses.replace(named(tokenizer), train=start)
-        assert resolve_init_from(new)[0].data.tokenizer == str(own)
-    other = tmp_path / "other.json"
-    other.write_text(CharTokenizer(TEXT + "ñ").to_json())
-    for tokenizer in (other, "ids"):
-        with pytest.raises(UserError, match=f"{tokenizer} is not the tokenizer that .* was trained with"):
-            resolve_init_from(dataclasses.replace(named(tokenizer), train=start))
-    with pytest.raises(UserError, match="no tokenizer at .*typo.json"):
-        fit(named(tmp_path / "typo.json"), run, progress=False)
-    with pytest.raises(UserError, match="another configuration: data.tokenizer .* -> byte"):
-        fit(named("byte"), run, progress=False)
-    path.write_text(CharTokenizer(TEXT + "ñ").to_json())
-    with pytest.raises(UserError, match=f"lost.json is not the tokenizer .* trained with.*--data.tokenizer {own}"):
-        fit(named(path), run, progress=False)
-    own.write_text(path.read_text())
-    with pytest.raises(UserError, match="tokenizer.json is not the tokenizer that the run was trained with"):
-        fit(named(own), run, progress=False)
-    assert load_tokenizer(own).vocab_size == trained.tokenizer.vocab_size + 1
+        assert resolve_init_from(named(tokenizer, **start))[0].data.tokenizer == str(own)
+    refused("ids is not the tokenizer that .* was trained with", "ids")
+    start = {}
+    path.write_text(other)
+    refused(f"lost.json is not the tokenizer .* trained with.*--data.tokenizer {own}", path)
+    own.write_text(other)
+    refused("tokenizer.json is not the tokenizer that the run was trained with", own)
 
 
 @pytest.mark.parametrize("own", [None, "{{ messages[0]['content'] }}"], ids=["ours", "its tokenizer's"])
@@ -189,11 +178,12 @@ def test_without_its_text_the_tokens_in_the_cache_are_enough(trained, moved, tmp
     missing = (
         "moved was trained on .*gone.txt, which is not there, and its tokens are not in the cache .*empty/tokens: "
     )
-    with pytest.raises(UserError, match=missing + "to evaluate its validation split, put that text back"):
-        evaluate_run(load(run))
-    with pytest.raises(UserError, match=missing + "to train it on, name that text with --data.path"):
-        fit(given, run, progress=False)
-    with pytest.raises(UserError, match=missing + "to replay a step, put that text back"):
-        replay(run, 1)
+    for use, words in (
+        (lambda: evaluate_run(load(run)), "to evaluate its validation split, put that text back"),
+        (lambda: fit(given, run, progress=False), "to train it on, name that text with --data.path"),
+        (lambda: replay(run, 1), "to replay a step, put that text back"),
+    ):
+        with pytest.raises(UserError, match=missing + words):
+            use()
     text = dataclasses.replace(given.data, path=trained.experiment.data.path)
     assert fit(dataclasses.replace(given, data=text), run, progress=False).step == trained.step
