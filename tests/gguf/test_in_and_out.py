@@ -9,7 +9,7 @@ from jaxgpt.data.tokenizer import train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.gguf.file import write_gguf
 from jaxgpt.gguf.tokenizers import tokenizer_fields
-from jaxgpt.tools.convert import export_gguf, import_gguf
+from jaxgpt.tools.convert import export_gguf, import_model
 from tests.conftest import TEXT
 from tests.gguf.test_families import model_parts
 
@@ -25,7 +25,7 @@ def imported(tmp_path_factory):
     fields |= {"general.name": "m-gguf"}
     fields |= tokenizer_fields(tokenizer, 260, chat_template=CHATML.jinja(), ends=[tokenizer.end_of_text, 7])
     write_gguf(place / "m.gguf", fields, tensors, "float16")
-    import_gguf(place / "m.gguf", place / "run")
+    import_model(str(place / "m.gguf"), place / "run")
     return place / "m.gguf", place / "run"
 
 

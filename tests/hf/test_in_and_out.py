@@ -24,7 +24,7 @@ from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.source import open_source, tokenizer_json
 from jaxgpt.hf.weights import INDEX, list_tensors
-from jaxgpt.tools.convert import export_hf, import_hf
+from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import edit_record, run_command, tiny_experiment
@@ -61,7 +61,7 @@ def exported(trained):
 @pytest.mark.parametrize("tokenizer", [pytest.param("byte", marks=pytest.mark.slow), "bpe"])
 def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     run, out = trained(tokenizer)
-    import_hf(str(out), tmp_path / "back")
+    import_model(str(out), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
     model, params = jaxgpt.sample.quantize.unstack_layers(run.model, run.params)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), back.params, params)
@@ -110,7 +110,7 @@ def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
     """The tensors bit for bit, and what came beside them: settings of generation, the chat's template."""
     _, out = exported
     (out / "chat_template.jinja").write_text("{{ messages }}")
-    import_hf(str(out), tmp_path / "run", dtype="bfloat16")
+    import_model(str(out), tmp_path / "run", dtype="bfloat16")
     again = export_hf(tmp_path / "run", tmp_path / "out")
     assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
     first, second = list_tensors(out), list_tensors(again)
@@ -124,7 +124,7 @@ def test_what_is_imported_goes_out_as_it_came(exported, tmp_path):
 
 def test_an_imported_model_is_used_and_not_trained_in_place(exported, tmp_path, text_file):
     _, out = exported
-    import_hf(str(out), tmp_path / "run")
+    import_model(str(out), tmp_path / "run")
     run = jaxgpt.load(tmp_path / "run")
     assert evaluate_run(run, str(text_file))["loss"] > 0
     with pytest.raises(UserError, match="imported model, with no text of its own: name one with --data FILE"):
@@ -138,9 +138,9 @@ def test_an_import_that_fails_leaves_nothing_and_can_be_tried_again(exported, tm
     with monkeypatch.context() as m:
         m.setattr("jaxgpt.tools.convert.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            import_hf(str(out), tmp_path / "run")
+            import_model(str(out), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    import_hf(str(out), tmp_path / "run")
+    import_model(str(out), tmp_path / "run")
 
 
 @pytest.mark.slow

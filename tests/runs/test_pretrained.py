@@ -22,7 +22,7 @@ from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.runs.pretrained import resolve_init_from
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.convert import export_hf, import_hf
+from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from tests.helpers import (
@@ -189,7 +189,7 @@ def test_adapters_alone_are_trained_and_saved(source, tuned):
 
 def test_what_is_exported_and_loaded_is_merged(tuned, tmp_path):
     out = export_hf(tuned.directory, tmp_path / "out")
-    import_hf(str(out), tmp_path / "back")
+    import_model(str(out), tmp_path / "back")
     assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
     assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
     card = (out / "README.md").read_text()
@@ -282,7 +282,7 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
         )
     with pytest.raises(UserError, match=r"lora.rank 2 -> 3"):
         fit(tuning(text_file, source.directory, lora=dataclasses.replace(LORA, rank=3)), tuned.directory)
-    import_hf(str(exported), tmp_path / "imported")
+    import_model(str(exported), tmp_path / "imported")
     with pytest.raises(UserError, match="start from this one with --train.init-from"):
         fit(tuning(text_file, source.directory), tmp_path / "imported")
 
