@@ -30,7 +30,7 @@ from jaxgpt.layers.hooks import Compute
 from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.sample.score import _logprobs
-from jaxgpt.tools.xray.activations import capture_activations
+from jaxgpt.tools.xray.xray import capture_activations
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.

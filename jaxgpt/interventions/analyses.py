@@ -25,6 +25,7 @@ from jaxgpt.interventions.model import (
     replace,
     run,
     run_each,
+    stream_names,
     token_losses,
     unroll,
     zero,
@@ -133,7 +134,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
         raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
         raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: needs [T] twice")
-    model, params = unroll(model, params)
+    model, params = unroll(model, params | {EDITS: {}})
     L, streams = model.config.n_layer, stream_names(model)
     names = [f"h_{layer}/{place}" for layer in range(L)]
     read = run(model, params, np.stack([into_T, source_T]), read=[*streams, *names]).activations
@@ -181,11 +182,8 @@ def _run_block(model: EditedGPT, layer: int, params: Params, x_RTD: jax.Array) -
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _measure(model: EditedGPT, params: Params, x_R1D: jax.Array, metric: Metric) -> Any:
-    def predict(model: EditedGPT) -> jax.Array:
-        return model.unembed(model.norm_output(x_R1D))[:, 0]
-
-    logits_RV: Any = model.apply({"params": params}, method=predict)
-    return jax.vmap(metric)(logits_RV)
+    logits_R1V: Any = model.apply({"params": params}, x_R1D, method="predict")
+    return jax.vmap(metric)(logits_R1V[:, 0])
 
 
 class Attribution(NamedTuple):
@@ -347,21 +345,12 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     return _fit_lens(model.clone(read=tuple(stream_names(model)[-1:])), params, tokens, skip_first)
 
 
-def stream_names(model: GPT) -> list[str]:
-    """Return the names of the residual streams, from the embedding to the last block's."""
-    return [EMBEDDING, *(f"h_{layer}/stream" for layer in range(model.config.n_layer))]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _unembed_each(model: EditedGPT, params: Params, streams_LBTD: jax.Array, transport_LDD: jax.Array | None) -> Any:
     if transport_LDD is not None:
         transported_LBTD = jnp.einsum("lbtd,led->lbte", streams_LBTD[:-1], transport_LDD)
         streams_LBTD = jnp.concatenate([transported_LBTD, streams_LBTD[-1:]])
-
-    def unembed(module: EditedGPT, x_BTD: jax.Array) -> jax.Array:
-        return module.unembed(module.norm_output(x_BTD))
-
-    return jax.lax.map(lambda x_BTD: model.apply({"params": params}, x_BTD, method=unembed), streams_LBTD)
+    return jax.lax.map(lambda x_BTD: model.apply({"params": params}, x_BTD, method="predict"), streams_LBTD)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -144,7 +144,7 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     ends = end_tokens(directory)
     if template is not None:
         ends = _end_turns(ends or [loaded.tokenizer.end_of_text], loaded, template)
-    jinja = own.source if isinstance(own, Jinja) else template.jinja() if template is not None else None
+    jinja = own.source if isinstance(own, Jinja) else own.jinja() if template is not None else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
     try:

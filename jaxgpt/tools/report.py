@@ -118,9 +118,8 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "configuration": dataclasses.asdict(run.experiment),
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
-    title = f"Report of {run.experiment.name}"
     data: dict[str, Any] = {
-        "title": title,
+        "title": f"Report of {run.experiment.name}",
         "summary": {name: x for name, x in summary.items() if name != "configuration"},
     }
     for curve, name in CURVES.items():
@@ -132,7 +131,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         if isinstance(values, dict)
         for name, value in values.items()
     ]
-    return summary, render_html(["report"], title, data, Arrays())
+    return summary, render_html(["report"], data, Arrays())
 
 
 def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:

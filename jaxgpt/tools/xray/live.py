@@ -25,7 +25,7 @@ from jaxgpt.layers.position import sinusoidal
 from jaxgpt.run import Run
 from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
-from jaxgpt.tools.xray.xray import TokenArrays, describe_run, map_embedding, spell
+from jaxgpt.tools.xray.xray import describe_run, map_embedding, spell
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
@@ -65,7 +65,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     if prompt is not None:
         run.tokenizer.encode(prompt)  # raises for characters that it does not know
     model, params = unstack_layers(model, params)
-    arrays, held = TokenArrays(), hold(params, weights)
+    arrays, held = Arrays(), hold(params, weights)
     arrays.words = {token: token for token in range(V)}
     data: dict[str, Any] = {
         "title": f"{run.experiment.name}, live",
@@ -78,7 +78,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
         "sampling": {"temperature": run.experiment.train.sample_temperature},
         "corpus": None,
         "why_no_corpus": "The page does not have the training text; jaxgpt xray shows the examples.",
-        "embedding": map_embedding(run, {"text": [find_start_token(run.tokenizer)[0]]}, None, arrays),
+        "embedding": map_embedding(run, [find_start_token(run.tokenizer)[0]], None, arrays),
         "words": [spell(run.tokenizer, token) for token in range(V)],
     }
     config = model.config.explicit()
@@ -102,7 +102,7 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     if config.position == "sinusoidal":
         table_TD = np.asarray(sinusoidal(jnp.arange(context)[None], config.n_embd)[0])
         data["model"]["params"]["wpe"] = {"embedding": arrays.put(table_TD)}
-    return render_html(PROGRAMS, data["title"], data, arrays)
+    return render_html(PROGRAMS, data, arrays)
 
 
 def hold(params: Params, weights: Weights) -> Params:

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
-from jaxgpt.layers.attention import WEIGHTS
 from jaxgpt.layers.norm import layer_norm, rms_norm
-from jaxgpt.tools.xray.activations import capture_activations, top_activating_examples
+from jaxgpt.tools.xray.xray import capture_activations, top_activating_examples
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers
 
 TOKENS = [1, 2, 3, 10, 0, 1, 7]
@@ -105,27 +103,6 @@ def test_how_it_was_trained_hides_nothing(how):
         plain,
         other,
     )
-
-
-def test_attention_weights_are_computed_for_who_asks_and_change_nothing():
-    """Whoever looks at other intermediates, or initialises, pays no product more."""
-    model, params = make_model(TINY)
-    tokens_BT = jnp.array([TOKENS])
-
-    def products(**how) -> int:
-        return str(jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens_BT, **how))(params)).count("dot_general")
-
-    plain = products()
-    assert products(mutable=["intermediates"]) == products(capture_intermediates=True) == plain
-    assert products(mutable=[WEIGHTS]) == plain + 2 * TINY.n_layer
-    assert set(jax.eval_shape(model.init, jax.random.key(0), tokens_BT)) == {"params"}
-    seen_BTV, kept = jax.jit(lambda p: model.apply({"params": p}, tokens_BT, mutable=["intermediates", WEIGHTS]))(
-        params
-    )
-    assert (seen_BTV == apply(model, params, tokens_BT)).all()
-    # What layers sow, and nothing else.
-    sown = {name: set(nn.FrozenDict(kept)[name]["h_0"]) for name in kept}
-    assert sown == {"intermediates": {"mlp"}, WEIGHTS: {"attn"}}
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])

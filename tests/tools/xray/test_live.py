@@ -19,8 +19,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.live import Matrix, hold, make_page
+from jaxgpt.tools.xray.xray import capture_activations
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"

@@ -14,8 +14,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, xray
+from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
 from tests.browser import unreadable
 from tests.helpers import make_model, tiny_experiment
 
