@@ -284,7 +284,7 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """Return logits and activations of a model under edits.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         tokens_BT: token ids, at most block_size per row.
         edits: applied in their order.

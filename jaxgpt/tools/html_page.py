@@ -27,8 +27,13 @@ class Arrays:
         self._raw = bytearray()
         self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
-    def put(self, array: np.ndarray) -> dict[str, Any]:
-        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape."""
+    def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
+        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape.
+
+        None stays None.
+        """
+        if array is None:
+            return None
         array = np.ascontiguousarray(array)
         (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
         at = len(self._raw)
@@ -36,7 +41,7 @@ class Arrays:
         self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
         return {"at": at, "type": kind, "shape": list(array.shape)}
 
-    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any]:
+    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
         """Add token ids as indices into `words`; return the reference."""
         tokens = np.asarray(tokens)
         known, inverse = np.unique(tokens, return_inverse=True)

@@ -160,37 +160,33 @@ def _guess(
     return jax.lax.map(guess, streams_LBTD)
 
 
-class TopExamples(NamedTuple):
-    """The positions of a corpus at which each hidden unit of the MLPs is most active, at most one per window."""
+def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each hidden unit of the MLPs is most active in a corpus, at most once per window.
 
-    windows_NT: np.ndarray  # token ids; each window is a sequence of its own
-    values_LFK: np.ndarray  # activations, K = EXAMPLES
-    positions_LFK: np.ndarray  # indices into windows_NT.ravel(); -1 if there are fewer windows than EXAMPLES
+    windows_NT: token ids; each window is a sequence of its own.
 
-
-def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> TopExamples:
-    """Return the positions of `windows_NT` (token ids) at which each hidden unit of the MLPs is most active."""
+    Returns:
+        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32; -inf and -1
+        if there are fewer windows than EXAMPLES.
+    """
     model, params = unroll(model, params)
     names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
-    (count, T), shape = windows_NT.shape, (len(names), int(model.config.explicit().mlp_dim or 0), EXAMPLES)
-    best_LFK, where_LFK = np.full(shape, -np.inf, np.float32), np.full(shape, -1)
-    for first in range(0, count, WINDOWS_AT_ONCE):
-        numbers_B = np.arange(first, min(first + WINDOWS_AT_ONCE, count))
-        windows_BT = windows_NT[np.resize(numbers_B, WINDOWS_AT_ONCE)]  # one shape, hence one compilation
-        peaks_LFB, at_LFB = jax.device_get(_find_peaks(model.clone(read=names), params, windows_BT.astype(np.int32)))
-        peaks_LFB, at_LFB = peaks_LFB[..., : len(numbers_B)], at_LFB[..., : len(numbers_B)] + T * numbers_B
-        both = np.concatenate([best_LFK, peaks_LFB], axis=-1), np.concatenate([where_LFK, at_LFB], axis=-1)
-        order_LFK = np.argsort(-both[0], axis=-1, kind="stable")[..., :EXAMPLES]
-        best_LFK, where_LFK = (np.take_along_axis(x, order_LFK, axis=-1) for x in both)
-    return TopExamples(windows_NT, best_LFK, where_LFK)
+    return jax.device_get(_find_peaks(model.clone(read=names), params, windows_NT.astype(np.int32)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _find_peaks(model: EditedGPT, params: Params, windows_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the largest activation of each unit in each window, and its position there, both of [L, F, B]."""
-    hidden = [x_BTF.astype(jnp.float32) for x_BTF in forward(model, params, windows_BT).activations.values()]
-    peaks = jnp.stack([x_BTF.max(axis=1).T for x_BTF in hidden])
-    return peaks, jnp.stack([jnp.argmax(x_BTF, axis=1).T for x_BTF in hidden])
+def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find(window_T: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        hidden = [x_1TF[0].astype(jnp.float32) for x_1TF in forward(model, params, window_T[None]).activations.values()]
+        return [(x_TF.max(axis=0), jnp.argmax(x_TF, axis=0)) for x_TF in hidden]
+
+    N, T = windows_NT.shape
+    found = jax.lax.map(find, windows_NT, batch_size=min(WINDOWS_AT_ONCE, N))
+    peaks_LFN, at_LFN = (jnp.stack([x_NF.T for x_NF in each]) for each in zip(*found, strict=True))
+    best_LFK, window_LFK = jax.lax.top_k(peaks_LFN, min(EXAMPLES, N))
+    where_LFK = T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
+    missing = ((0, 0), (0, 0), (0, EXAMPLES - best_LFK.shape[-1]))
+    return jnp.pad(best_LFK, missing, constant_values=-jnp.inf), jnp.pad(where_LFK, missing, constant_values=-1)
 
 
 def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
@@ -279,8 +275,8 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
             # Only ReLU and its square give exact zeros.
             "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
             "silent": int(zero_TF.all(axis=0).sum()),
-            "examples": examples and arrays.put(examples.positions_LFK[layer].astype(np.int32)),
-            "example_values": examples and arrays.put(np.nan_to_num(examples.values_LFK[layer], posinf=0, neginf=0)),
+            "examples": arrays.put(examples and examples[1][layer]),
+            "example_values": arrays.put(examples and np.nan_to_num(examples[0][layer], posinf=0, neginf=0)),
         }
 
     order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it

@@ -1,6 +1,7 @@
 """What is seen inside a model is what the model does."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -55,33 +56,29 @@ def test_weights_are_shares_of_what_came_before(seen):
         assert np.ptp(weights_NTS[:, -1], axis=-1).min() > 1e-3  # not just the mean
 
 
-def test_norms_are_what_they_say(seen):
-    model, _, found = seen
+def test_norms_and_branches_are_what_linen_captures(seen):
+    """What a norm says it read gives what it made, and both it and what is added are outputs of the model's modules."""
+    model, params, found = seen
+    config = model.config
+    _, kept = model.apply({"params": params}, jnp.array([TOKENS]), capture_intermediates=True)
+
+    def output(path):
+        return functools.reduce(lambda tree, name: tree[name], path.split("/"), kept["intermediates"])["__call__"][0][0]
+
     for norm in found.norms:
-        if model.config.norm == "layernorm":
-            after_TD = layer_norm(norm.before_TD, norm.scale_D, norm.bias_D, model.config.norm_eps)
-        else:
-            after_TD = rms_norm(norm.before_TD, norm.scale_D, model.config.norm_eps)
+        scaled = (norm.before_TD, norm.scale_D, norm.bias_D, config.norm_eps)
+        after_TD = layer_norm(*scaled) if config.norm == "layernorm" else rms_norm(*scaled[:2], config.norm_eps)
         np.testing.assert_allclose(norm.after_TD, after_TD, **FLOAT32_REORDERED)
-
-
-def test_the_stream_adds_up(seen):
-    """Branch by branch it is what the next norm reads, or the last one wrote."""
-    model, _, found = seen
-    norms = {norm.name: norm for norm in found.norms}
+        np.testing.assert_allclose(norm.after_TD, output(norm.name), **FLOAT32_REORDERED)
+    normed = {"output": {"attn": "ln_1", "mlp": "ln_2"}, "sandwich": {"attn": "ln_1_out", "mlp": "ln_2_out"}}
+    names = normed.get(config.norm_position, {})
     assert [b.name for b in found.branches] == ["h_0/attn", "h_0/mlp", "h_1/attn", "h_1/mlp"]
-    streams = [b.stream_T for b in found.branches]
-    if model.config.norm_position == "post":
-        for name, stream_T in zip(norms, streams, strict=True):
-            np.testing.assert_allclose(np.linalg.norm(norms[name].after_TD, axis=1), stream_T, **FLOAT32_REORDERED)
-        return
-    np.testing.assert_allclose(np.linalg.norm(norms["ln_f"].before_TD, axis=1), streams[-1], **FLOAT32_REORDERED)
-    if model.config.norm_position in ("pre", "sandwich"):
-        before = norms["h_1/ln_1"].before_TD
-        np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[1], **FLOAT32_REORDERED)
-    if model.config.norm_position == "pre" and not model.config.parallel_residual:
-        before = norms["h_1/ln_2"].before_TD
-        np.testing.assert_allclose(np.linalg.norm(before, axis=1), streams[2], **FLOAT32_REORDERED)
+    for branch in found.branches:
+        block, part = branch.name.split("/")
+        added_TD = output(f"{block}/{names.get(part, part)}")
+        np.testing.assert_allclose(np.linalg.norm(added_TD, axis=1), branch.added_T, **FLOAT32_REORDERED)
+        if part == "mlp":
+            np.testing.assert_allclose(np.linalg.norm(output(block), axis=1), branch.stream_T, **FLOAT32_REORDERED)
 
 
 def test_padding_of_the_vocabulary_is_left_out():
@@ -109,7 +106,7 @@ def test_how_it_was_trained_hides_nothing(how):
 def test_places_are_those_of_the_largest_activations(count):
     model, params = make_model(dataclasses.replace(TINY, activation="gelu"))
     windows_NT = np.random.default_rng(0).integers(0, TINY.vocab_size, (count, 8))
-    _, values, places = top_activating_examples(model, params, windows_NT)
+    values, places = top_activating_examples(model, params, windows_NT)
     hidden = [capture_activations(model, params, row.tolist()).hidden_LTF for row in windows_NT]
     for layer in range(TINY.n_layer):
         hidden_NTF = np.stack([of_window[layer] for of_window in hidden])

@@ -19,7 +19,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.xray.live import Matrix, hold, make_page
+from jaxgpt.tools.xray.live import hold, make_page
 from jaxgpt.tools.xray.xray import capture_activations
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 
@@ -73,13 +73,16 @@ def of_page(run, weights="int8"):
     """(model, params) with which Python computes what the page does."""
     model, params = unstack_layers(run.model, run.params)
 
+    def is_matrix(x):
+        return isinstance(x, dict) and "values" in x
+
     def restore(path, x):
-        if not isinstance(x, Matrix):
+        if not is_matrix(x):
             return x
-        matrix_FD = x.values_FD.astype(np.float32) * (1 if x.scale_F is None else x.scale_F[:, None])
+        matrix_FD = x["values"].astype(np.float32) * (1 if x["scale"] is None else x["scale"][:, None])
         return matrix_FD if path[-1].key == "embedding" else matrix_FD.T
 
-    return model, jax.tree.map_with_path(restore, hold(params, weights), is_leaf=lambda x: isinstance(x, Matrix))
+    return model, jax.tree.map_with_path(restore, hold(params, weights), is_leaf=is_matrix)
 
 
 @pytest.fixture
