@@ -179,28 +179,34 @@ def test_a_map_is_its_weights(page, found):
     np.testing.assert_allclose(np.reshape(alpha, (T, T)) / 255, np.sqrt(found.weights_LNTS[0][1]), atol=1 / 255)
 
 
-def test_norms_as_the_formula_has_them(page, found):
-    page.locator("#surprise .tok").nth(4).click()
+def test_tables_of_a_position(page, found):
+    """Norms as the formula has them, the stream as its branches add to it, and what each layer would predict."""
+    t = 4
+    page.locator("#surprise .tok").nth(t).click()
     rows = cells(page, "#norms table >> nth=0") or cells(page, "#norms .scroll:first-of-type")
     for row, norm in zip(rows, found.norms, strict=True):
-        x_D, y_D = norm.before_TD[4], norm.after_TD[4]
+        x_D, y_D = norm.before_TD[t], norm.after_TD[t]
         said = [number(row[i]) for i in (1, 2, 5, 6)]
         assert said == pytest.approx([x_D.mean(), x_D.var(), y_D.mean(), y_D.var()], **NEAR)
     page.select_option("#norm", "2")
     x, inner, gamma, beta, result = cells(page, "#norm-elements")
     norm = found.norms[2]
-    assert [number(v) for v in x[1:]] == pytest.approx(norm.before_TD[4, :8].tolist(), **NEAR)
-    assert [number(v) for v in result[1:]] == pytest.approx(norm.after_TD[4, :8].tolist(), **NEAR)
+    assert [number(v) for v in x[1:]] == pytest.approx(norm.before_TD[t, :8].tolist(), **NEAR)
+    assert [number(v) for v in result[1:]] == pytest.approx(norm.after_TD[t, :8].tolist(), **NEAR)
     assert number(inner[1]) * number(gamma[1]) + number(beta[1]) == pytest.approx(number(result[1]), **NEAR)
-
-
-def test_the_stream(page, found):
-    page.locator("#surprise .tok").nth(3).click()
     start, *rows = cells(page, "#stream")
-    assert number(start[2]) == pytest.approx(found.start_T[3], **NEAR)
+    assert number(start[2]) == pytest.approx(found.start_T[t], **NEAR)
     for row, branch in zip(rows, found.branches, strict=True):
-        assert [number(row[1]), number(row[2])] == pytest.approx([branch.added_T[3], branch.stream_T[3]], **NEAR)
+        assert [number(row[1]), number(row[2])] == pytest.approx([branch.added_T[t], branch.stream_T[t]], **NEAR)
     assert [row[0] for row in rows] == ["attention 1", "MLP 1", "attention 2", "MLP 2"]
+    page.locator(f"#lens td[data-t='{t + 1}']").first.click()
+    assert f"position {t + 2} of" in page.text_content("#position")
+    rows = cells(page, "#lens-predictions")
+    assert len(rows) == len(found.lens) == page.locator("#lens .lens tbody tr").count()
+    for row, guess in zip(rows, found.lens, strict=True):
+        assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t + 1]), **NEAR)
+        said = number(re.findall(r"[\d.e-]+%", row[1])[0])
+        assert said == pytest.approx(guess.probabilities_TK[t + 1, 0], **NEAR)
 
 
 def test_units_and_what_excites_them(page, run, found):
@@ -229,18 +235,6 @@ def test_units_and_what_excites_them(page, run, found):
     page.fill("#unit", "99999")
     page.keyboard.press("Enter")
     assert page.input_value("#unit") == str(len(hidden_F) - 1)
-
-
-def test_the_lens(page, run, found):
-    t = 5
-    page.locator(f"#lens td[data-t='{t}']").first.click()
-    assert f"position {t + 1} of" in page.text_content("#position")
-    rows = cells(page, "#lens-predictions")
-    assert len(rows) == len(found.lens)
-    for row, guess in zip(rows, found.lens, strict=True):
-        assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t]), **NEAR)
-        assert number(re.findall(r"[\d.e-]+%", row[1])[0]) == pytest.approx(guess.probabilities_TK[t, 0], **NEAR)
-    assert page.locator("#lens .lens tbody tr").count() == len(found.lens)
 
 
 def test_embeddings_and_neighbours(page, run):
