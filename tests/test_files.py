@@ -35,7 +35,7 @@ def test_what_is_written_is_there_whole_or_not_at_all(tmp_path):
 
 def test_only_our_own_pages_are_replaced_unasked(tmp_path):
     path = tmp_path / "page.html"
-    path.write_text(render_html(["report"], "ours", {}, Arrays()))
+    path.write_text(render_html(["report"], {"title": "ours"}, Arrays()))
     assert new_file(str(path), force=False) == path
     path.write_text('<!doctype html>\n<html lang="en">\n<title>mine</title>')
     with pytest.raises(UserError, match="page.html exists: name another with --out, or overwrite it with --force"):

@@ -29,14 +29,14 @@ print(json.dumps([time.monotonic() - began, resource.getrusage(resource.RUSAGE_S
 
 OURS = "from jaxgpt.parallel.jax_setup import configure_jax; configure_jax(computes=False); import jax; jax.devices()\n"
 IMPORTS = {
-    "import": OURS + "from jaxgpt.tools.convert import import_hf",
+    "import": OURS + "from jaxgpt.tools.convert import import_model",
     "import, reading only": OURS
     + "from jaxgpt.hf.weights import read_params; from jaxgpt.hf.source import open_source",
     "export": OURS + "from jaxgpt.tools.convert import export_hf",
     "transformers": "import torch; from transformers import AutoModelForCausalLM as Model",
 }
 WORK = {
-    "import": "import_hf(sys.argv[1] + '/hf', sys.argv[2], tokenizer='ids')",
+    "import": "import_model(sys.argv[1] + '/hf', sys.argv[2], tokenizer='ids')",
     "import, reading only": "s = open_source(sys.argv[1] + '/hf', 'ids'); params = read_params(s.tensors, s.family, s.config)",
     "export": "export_hf(sys.argv[1] + '/run', sys.argv[2])",
     "transformers": "model = Model.from_pretrained(sys.argv[1] + '/hf', dtype=torch.bfloat16)\n"

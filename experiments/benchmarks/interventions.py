@@ -33,7 +33,7 @@ from transformer_lens.patching import get_act_patch_attn_head_out_by_pos
 import jaxgpt
 from jaxgpt.config.presets import quickstart
 from jaxgpt.interventions import patch, run
-from jaxgpt.tools.convert import export_hf, import_hf
+from jaxgpt.tools.convert import export_hf, import_model
 
 PROMPTS = "Return a list of", "Return a dict of"  # of the quickstart
 LENGTH, CHANGED = 15, [4, 9]  # tokens of GPT-2's prompts, and the positions that differ
@@ -51,7 +51,7 @@ def make_gpt2(directory: Path) -> tuple[jaxgpt.Run, np.ndarray, np.ndarray]:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="a", eos_token="a", pad_token="a"
     ).save_pretrained(directory / "hf")
-    import_hf(str(directory / "hf"), directory / "run", tokenizer="ids")
+    import_model(str(directory / "hf"), directory / "run", tokenizer="ids")
     rng = np.random.default_rng(0)
     clean_T = rng.integers(0, 50257, LENGTH)
     corrupted_T = clean_T.copy()

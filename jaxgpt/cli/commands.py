@@ -170,10 +170,9 @@ def import_model(
         tokenizer: path of another tokenizer.json, or ids for none; None: the model's
     """
     configure_jax(computes=False)
-    from jaxgpt.tools.convert import import_gguf, import_hf
+    from jaxgpt.tools import convert
 
-    convert = import_gguf if model.endswith(".gguf") else import_hf
-    source = convert(model, run_dir, dtype=dtype, tokenizer=tokenizer)
+    source = convert.import_model(model, run_dir, dtype=dtype, tokenizer=tokenizer)
     family, count = source.family.model_type, len(source.tensors)
     said = f"{family}: {count} tensors of {source.directory} are in {run_dir}"
     return Result(

@@ -25,6 +25,7 @@ from jaxgpt.interventions.model import (
     replace,
     run,
     run_each,
+    stream_names,
     token_losses,
     unroll,
     zero,
@@ -67,7 +68,7 @@ def ablate_all(
     arXiv:2211.00593); zero ablation removes that too.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         tokens_BT: at least two rows, over which intervals are computed: documents or windows of held-out text.
         by: replace the part's output by zero, or by its mean over the positions that predict targets that count.
@@ -115,7 +116,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
     2022, arXiv:2202.05262; by heads, Wang et al. 2022, arXiv:2211.00593.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         into_T: token ids of the text that is patched.
         source_T: token ids of the text that the activations come from, as many.
@@ -133,7 +134,7 @@ def patch(model: GPT, params: Params, into_T: Any, source_T: Any, place: str, me
         raise UserError(f"place={place!r}: needs one of {', '.join(PLACES[1:])}")
     if np.ndim(into_T) != 1 or np.shape(into_T) != np.shape(source_T):
         raise UserError(f"tokens of shapes {list(np.shape(into_T))} and {list(np.shape(source_T))}: needs [T] twice")
-    model, params = unroll(model, params)
+    model, params = unroll(model, params | {EDITS: {}})
     L, streams = model.config.n_layer, stream_names(model)
     names = [f"h_{layer}/{place}" for layer in range(L)]
     read = run(model, params, np.stack([into_T, source_T]), read=[*streams, *names]).activations
@@ -181,11 +182,8 @@ def _run_block(model: EditedGPT, layer: int, params: Params, x_RTD: jax.Array) -
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _measure(model: EditedGPT, params: Params, x_R1D: jax.Array, metric: Metric) -> Any:
-    def predict(model: EditedGPT) -> jax.Array:
-        return model.unembed(model.norm_output(x_R1D))[:, 0]
-
-    logits_RV: Any = model.apply({"params": params}, method=predict)
-    return jax.vmap(metric)(logits_RV)
+    logits_R1V: Any = model.apply({"params": params}, x_R1D, method="predict")
+    return jax.vmap(metric)(logits_R1V[:, 0])
 
 
 class Attribution(NamedTuple):
@@ -210,7 +208,7 @@ def logit_attribution(model: GPT, params: Params, tokens_T: Any, token: int, oth
     Elhage et al. 2021, transformer-circuits.pub/2021/framework; Wang et al. 2022, arXiv:2211.00593, section 3.1.
 
     Args:
-        model: decoder-only, with norm_position="pre" and without logit_softcap.
+        model: a model with norm_position="pre" and without logit_softcap.
         params: its parameters.
         tokens_T: token ids.
         token: id of the token whose logit counts as positive.
@@ -272,7 +270,7 @@ def induction_scores(model: GPT, params: Params, tokens_BT: Any, *, period: int)
     Source: Olsson et al. 2022, arXiv:2209.11895, whose induction heads have high scores on repeated random tokens.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         tokens_BT: rows that repeat after `period` tokens, such as those of `repeat_random_tokens`.
         period: length of the repeated segment, in tokens.
@@ -334,7 +332,7 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     Jacobian is the identity, has no entry.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         tokens_BT: a sample of text; the cost is D backward passes.
         skip_first: positions at the start of each row to leave out, which often attend to nothing but themselves. The
@@ -347,21 +345,12 @@ def fit_jacobian_lens(model: GPT, params: Params, tokens_BT: Any, *, skip_first:
     return _fit_lens(model.clone(read=tuple(stream_names(model)[-1:])), params, tokens, skip_first)
 
 
-def stream_names(model: GPT) -> list[str]:
-    """Return the names of the residual streams, from the embedding to the last block's."""
-    return [EMBEDDING, *(f"h_{layer}/stream" for layer in range(model.config.n_layer))]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _unembed_each(model: EditedGPT, params: Params, streams_LBTD: jax.Array, transport_LDD: jax.Array | None) -> Any:
     if transport_LDD is not None:
         transported_LBTD = jnp.einsum("lbtd,led->lbte", streams_LBTD[:-1], transport_LDD)
         streams_LBTD = jnp.concatenate([transported_LBTD, streams_LBTD[-1:]])
-
-    def unembed(module: EditedGPT, x_BTD: jax.Array) -> jax.Array:
-        return module.unembed(module.norm_output(x_BTD))
-
-    return jax.lax.map(lambda x_BTD: model.apply({"params": params}, x_BTD, method=unembed), streams_LBTD)
+    return jax.lax.map(lambda x_BTD: model.apply({"params": params}, x_BTD, method="predict"), streams_LBTD)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

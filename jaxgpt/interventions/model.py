@@ -23,7 +23,6 @@ from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
-from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.model import GPT
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
@@ -185,10 +184,14 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
 
 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
-    """Return the model as an `EditedGPT` without edits, and without scan and remat, in which nothing can be edited."""
+    """Return the model as an `EditedGPT`, with its edits, and without scan and remat, in which nothing can be edited."""
     model, params = unstack_layers(model, params)
-    config = dataclasses.replace(model.config, remat="none")
-    return EditedGPT(config, model.dtype, model.attention_fn), {k: v for k, v in params.items() if k != EDITS}
+    return EditedGPT(dataclasses.replace(model.config, remat="none"), model.dtype, model.attention_fn), params
+
+
+def stream_names(model: GPT) -> list[str]:
+    """Return the names of the residual streams, from the embedding to the last block's."""
+    return [EMBEDDING, *(f"h_{layer}/stream" for layer in range(model.config.n_layer))]
 
 
 class EditedGPT(GPT):
@@ -208,11 +211,7 @@ class EditedGPT(GPT):
         patterns = [name for name in self.edit_arrays() if name.endswith("/pattern")]
         if positions_BT is not None and patterns:  # keys and values of earlier tokens are in a cache
             raise UserError(f"{patterns[0]}: a pattern cannot be edited while text is generated; edit heads or values")
-        if positions_BT is None:
-            self.check_length(tokens_BT)
-            T = tokens_BT.shape[-1]
-            positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
-        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor(positions_BT)):
+        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor()):
             return super().hidden_states(tokens_BT, positions_BT=positions_BT, segments_BT=segments_BT, train=train)
 
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
@@ -220,20 +219,24 @@ class EditedGPT(GPT):
         with nn.intercept_methods(multiply_by_decode_matrix):
             return super().unembed(x_BTD)
 
+    def predict(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits_BTV of a residual stream, that of the last block or another: the logit lens."""
+        return self.unembed(self.norm_output(x_BTD))
+
     def run_block(self, layer: int, x_BTD: jax.Array) -> jax.Array:
         """Return the stream after a block, under the edits of that block."""
-        positions_1T = jnp.arange(x_BTD.shape[1])[None]
-        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor(positions_1T)):
-            return self.h[layer](x_BTD)
+        with nn.intercept_methods(multiply_by_decode_matrix), nn.intercept_methods(self.editor()):
+            return self.h[layer](x_BTD, jnp.arange(x_BTD.shape[1])[None])
 
     def edit_arrays(self) -> EditArrays:
         """Return the edits among the parameters."""
         return self.get_variable("params", EDITS) or {}
 
     @nn.nowrap
-    def editor(self, positions_BT: jax.Array) -> Callable:
-        """Return the interceptor of linen's methods that applies the edits to tokens at these positions."""
+    def editor(self) -> Callable:
+        """Return the interceptor of linen's methods that applies the edits."""
         arrays = self.edit_arrays()
+        positions_BT: Any = None  # of the tokens, from the last module that was given them
         wanted = {*arrays, *self.read}
 
         def touch(name: str, x: Any) -> jax.Array:
@@ -245,7 +248,10 @@ class EditedGPT(GPT):
             return x
 
         def intercept(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+            nonlocal positions_BT
             module, method = context.module, context.method_name
+            if (isinstance(module, GPT) and method == "embed") or (isinstance(module, Block) and method == "__call__"):
+                positions_BT = args[1]
             layer = f"{module.path[0]}/" if module.path else ""
             if isinstance(module, Attention) and method == "attend" and f"{layer}pattern" in wanted:
                 q_BTNH, k_BSKH, v_BSKH = args
@@ -278,7 +284,7 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """Return logits and activations of a model under edits.
 
     Args:
-        model: decoder-only.
+        model: the model.
         params: its parameters.
         tokens_BT: token ids, at most block_size per row.
         edits: applied in their order.
@@ -293,7 +299,14 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
         raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(PLACES)}")
     tokens_BT = check_tokens(model, tokens_BT)
     arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
-    return _run(model.clone(read=tuple(read)), params, tokens_BT, arrays)
+    return forward(model.clone(read=tuple(read)), params | {EDITS: arrays}, tokens_BT)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model: EditedGPT, params: Params, tokens_BT: jax.Array) -> Forward:
+    """Return logits and what the model reads, under the edits among its parameters."""
+    result: Any = model.apply({"params": params}, tokens_BT, mutable=[ACTIVATIONS])
+    return Forward(result[0], dict(result[1].get(ACTIVATIONS, {})))
 
 
 def run_each(
@@ -333,12 +346,6 @@ def check_tokens(model: GPT, tokens_BT: Any) -> jax.Array:
         raise UserError(f"tokens from {tokens_BT.min()} to {tokens_BT.max()}: needs 0 to {model.config.vocab_size - 1}")
     model.check_length(tokens := jnp.asarray(tokens_BT, jnp.int32))
     return tokens
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(model: EditedGPT, params: Params, tokens_BT: jax.Array, arrays: EditArrays) -> Forward:
-    result: Any = model.apply({"params": params | {EDITS: arrays}}, tokens_BT, mutable=[ACTIVATIONS])
-    return Forward(result[0], dict(result[1].get(ACTIVATIONS, {})))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))

@@ -15,8 +15,6 @@ from jaxgpt.layers.linear import INIT_STD, Dense
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import Rope, rope
 
-WEIGHTS = "attention_weights"  # a collection of its own: making it mutable requests the weights, at a cost
-
 
 class Attention(nn.Module):
     """Self-attention, x_BTD -> x_BTD, with n_head heads of size H = head_dim.
@@ -105,9 +103,9 @@ class Attention(nn.Module):
         segments_BT: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
-        """Return the weighted values, out_BTNH. If the weights are requested, sow them."""
+        """Return the weighted values, out_BTNH."""
         kernel = self.attention_fn if self.causal else functools.partial(plain_attention, causal=False)
-        out_BTNH = kernel(
+        return kernel(
             q_BTNH,
             k_BSKH,
             v_BSKH,
@@ -118,9 +116,6 @@ class Attention(nn.Module):
             dropout=self.dropout,
             key=self.make_rng("dropout") if train and self.dropout else None,
         )
-        if self.is_mutable_collection(WEIGHTS) and not self.is_initializing():
-            self.sow(WEIGHTS, "weights_BTNS", self.weights(q_BTNH, k_BSKH, segments_BT=segments_BT))
-        return out_BTNH
 
     def weights(
         self, q_BTNH: jax.Array, k_BSKH: jax.Array, *, segments_BT: jax.Array | None = None, train: bool = False

@@ -57,7 +57,6 @@ class MLP(nn.Module):
             h_BTF = act(project(self.hidden, kernel_init=self.kernel_init, name="c_gate")(x_BTD)) * h_BTF
         else:
             h_BTF = act(h_BTF)
-        self.sow("intermediates", "hidden_BTF", h_BTF)
         out_BTD = project(x_BTD.shape[-1], kernel_init=self.residual_init, name="c_proj")(self.units(h_BTF))
         return nn.Dropout(self.dropout)(out_BTD, deterministic=not train)
 

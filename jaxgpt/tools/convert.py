@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,83 +40,47 @@ from jaxgpt.hf.weights import DTYPES, SHARD, read_params, to_tensors, write
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.directory import find_run, lock_run, read_metadata, write_metadata
+from jaxgpt.runs.directory import RunMetadata, find_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unstack_layers
 
 
-def import_hf(
+def import_model(
     name: str, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
 ) -> Source:
-    """Write a model in Hugging Face's format into a new run directory, for sampling, evaluation and export.
+    """Write a model into a new run directory, for sampling, evaluation and export: whole or not at all.
 
     Holds the model and one more tensor in memory.
 
     Args:
-        name: directory of the model, or its id on the Hub.
-        run_dir: the run directory, absent or empty.
-        dtype: of the parameters. None means as stored.
-        tokenizer: path of another tokenizer.json, or "ids" for none. None means the one in the directory.
-
-    Raises:
-        UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
-    """
-    source = open_source(name, tokenizer)
-    with _writing_run(source, Path(run_dir), name, source.family.model_type, dtype) as directory:
-        keep_companions(source.directory, directory)
-    return source
-
-
-def import_gguf(
-    path: str | Path, run_dir: str | Path, *, dtype: DTypeLike | None = None, tokenizer: str | None = None
-) -> Source:
-    """Write a model that `export_gguf` wrote into a new run directory, for sampling, evaluation and export.
-
-    Holds the model and one more tensor in memory.
-
-    Args:
-        path: of the file.
+        name: directory of a model in Hugging Face's format, its id on the Hub, or a FILE.gguf that `export_gguf` wrote.
         run_dir: the run directory, absent or empty.
         dtype: of the parameters. None means as stored; q8_0 becomes float32.
-        tokenizer: path of another tokenizer.json, or "ids" for none. None means the one in the file.
+        tokenizer: path of another tokenizer.json, or "ids" for none. None means the model's.
 
     Raises:
         UserError: the model cannot be read, or `run_dir` is not empty. Nothing is written then.
     """
-    source, fields = open_gguf(Path(path), tokenizer)
-    model_type = next(name for name, family in FAMILIES.items() if family is source.family)
-    with _writing_run(source, Path(run_dir), str(path), model_type, dtype) as directory:
-        tokens, template, ends = fields.get("tokenizer.ggml.tokens", []), read_chat_template(fields), read_ends(fields)
-        if template is not None:
-            ids = {f"{name}_token": fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-            named = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
-            write_template(directory, {"chat_template": template, **named})
-        if ends:
-            (directory / HF_FOLDER).mkdir()
-            write_whole(directory / HF_FOLDER / "generation_config.json", render_json({"eos_token_id": ends}) + "\n")
-    return source
-
-
-def _check_empty(directory: Path, option: str) -> None:
-    """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
-    remedy = f"ame another directory with {option}"
-    if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists and is not empty: n{remedy}")
-
-
-@contextlib.contextmanager
-def _writing_run(
-    source: Source, directory: Path, name: str, model_type: str, dtype: DTypeLike | None
-) -> Iterator[Path]:
-    """Write a model into a new run directory, whole or not at all. The caller writes what belongs to the tokenizer."""
+    is_gguf, directory = name.endswith(".gguf"), Path(run_dir)
+    source, fields = open_gguf(Path(name), tokenizer) if is_gguf else (open_source(name, tokenizer), {})
+    model_type = next((kind for kind, family in FAMILIES.items() if family is source.family), source.family.model_type)
+    title = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"
     _check_empty(directory, "--run-dir")
     with lock_run(directory, fresh=False):
         try:
             params = read_params(source.tensors, source.family, source.config, dtype=dtype)
             with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
                 checkpoints.save_params(params, 0)
-            yield directory
-            title = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(name).resolve().name)[:100].strip("-") or "imported"
+            if not is_gguf:
+                keep_companions(source.directory, directory)
+            elif (template := read_chat_template(fields)) is not None:
+                ids = {f"{token}_token": fields.get(f"tokenizer.ggml.{token}_token_id") for token in ("bos", "eos")}
+                tokens = dict(enumerate(fields.get("tokenizer.ggml.tokens", [])))
+                named = {token: tokens[i] for token, i in ids.items() if type(i) is int and i in tokens}
+                write_template(directory, {"chat_template": template, **named})
+            if is_gguf and (ends := read_ends(fields)):
+                (directory / HF_FOLDER).mkdir()
+                _write_json(directory / HF_FOLDER / "generation_config.json", {"eos_token_id": ends})
             write_metadata(
                 directory,
                 Experiment(name=title, model=source.config),
@@ -127,6 +92,23 @@ def _writing_run(
         except BaseException:  # leave it empty for the next attempt
             shutil.rmtree(directory, ignore_errors=True)
             raise
+    return source
+
+
+def _check_empty(directory: Path, option: str) -> None:
+    """Raise `UserError` unless a directory is absent or empty. option: where another one is named."""
+    remedy = f"ame another directory with {option}"
+    if is_there(directory, f"N{remedy}.") and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty: n{remedy}")
+
+
+def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
+    """Return a run with its layers unstacked, the family it is exported as, and the template of its chats, if any."""
+    family = find_family(metadata.model, model_type)  # before the weights are read
+    run = load_run(metadata)
+    model, params = unstack_layers(run.model, run.params)
+    template = run.prompt_format.template if run.experiment.data.is_chat else None
+    return dataclasses.replace(run, model=model, params=params), family, template
 
 
 def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = None) -> Path:
@@ -150,21 +132,19 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
     if is_there(out, "Name another file with --out."):
         raise UserError(f"{out} exists: name another file with --out")
     metadata = read_metadata(directory)
-    family = find_family(metadata.model, (metadata.imported or {}).get("model_type")).model_type
-    loaded = load_run(metadata)
-    model, params = unstack_layers(loaded.model, loaded.params)
-    config, is_chat, template = model.config, loaded.experiment.data.is_chat, loaded.prompt_format.template
+    loaded, family, template = _load_to_export(metadata, (metadata.imported or {}).get("model_type"))
+    config, own = loaded.model.config, loaded.prompt_format.template
     assert config.vocab_size is not None
-    fields, tensors = to_gguf(params, config, family)
+    fields, tensors = to_gguf(loaded.params, config, family.model_type)
     if config.activation in ("gelu", "geglu"):
         warnings.warn(
             f"activation={config.activation}: llama.cpp computes GELU by tanh, not by erf; the two differ by up to 5e-4",
             stacklevel=2,
         )
-    ends = end_tokens(loaded.directory)
-    if is_chat:
+    ends = end_tokens(directory)
+    if template is not None:
         ends = _end_turns(ends or [loaded.tokenizer.end_of_text], loaded, template)
-    jinja = template.source if isinstance(template, Jinja) else template.jinja() if is_chat else None
+    jinja = own.source if isinstance(own, Jinja) else own.jinja() if template is not None else None
     fields |= {"general.name": loaded.experiment.name}
     fields |= tokenizer_fields(loaded.tokenizer, config.vocab_size, chat_template=jinja, ends=ends)
     try:
@@ -177,32 +157,16 @@ def export_gguf(run: str | Path | None, out: str | Path, *, dtype: str | None = 
 def export_hf(run: str | Path | None, out: str | Path, *, dtype: DTypeLike | None = None, shard: int = SHARD) -> Path:
     """Write config.json, safetensors, the tokenizer and a model card, for AutoModelForCausalLM and AutoTokenizer.
 
-    Holds the model and one more tensor in memory.
-
-    Args:
-        run: directory of the run. None means the newest under `runs/`.
-        out: the directory to write, absent or empty.
-        dtype: of the tensors. None means that of the run.
-        shard: most bytes of a file.
-
-    Returns:
-        The directory.
-
-    Raises:
-        UserError: no family on the Hub has the run's architecture (see `jaxgpt.hf.families`; nothing is written then),
-            or `out` cannot be written.
+    Arguments, memory, result and errors: see `export_gguf`, but that `out` is a directory, absent or empty, which has
+    files of at most `shard` bytes, and that a family on the Hub must have the architecture (see `jaxgpt.hf.families`).
     """
     directory, out = find_run(run), Path(out)
     _check_empty(out, "--out")
-    metadata = read_metadata(directory)
     imported = _read_object(directory / HF_FOLDER / "config.json")  # of an imported model; else empty
-    family = find_family(metadata.model, imported.get("model_type"))
-    loaded = load_run(metadata)
-    template = loaded.prompt_format.template if loaded.experiment.data.is_chat else None
-    model, params = unstack_layers(loaded.model, loaded.params)
-    tensors = to_tensors(params, family, model.config, dtype)
+    loaded, family, template = _load_to_export(read_metadata(directory), imported.get("model_type"))
+    tensors = to_tensors(loaded.params, family, loaded.model.config, dtype)
     stored_as = DTYPES[next(iter(tensors.values())).kind].name
-    config = (imported or _special_ids(loaded)) | family.write(model.config)
+    config = (imported or _special_ids(loaded)) | family.write(loaded.model.config)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write(out, tensors, shard)
@@ -261,21 +225,19 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _model_card(run: Run, family: Family) -> str:
     """Return README.md with the metadata header that the Hub reads."""
     config, experiment, metadata, data = run.model.config, run.experiment, run.metadata, run.metadata.data
-    steps, lora = experiment.train.steps, experiment.lora
-    facts = []
     if metadata.imported:
         facts = [f"The weights are those of `{metadata.imported.get('from')}`, unchanged."]
-    elif experiment.train.init_from is not None:
+    else:
+        train, lora = experiment.train, experiment.lora
         adapted = f", by adapters of rank {lora.rank} for {', '.join(lora.targets)}, merged in" if lora.rank else ""
-        facts = [f"- Starting from `{experiment.train.init_from}`{adapted}."]
-    if not metadata.imported:
+        facts = [] if train.init_from is None else [f"- Starting from `{train.init_from}`{adapted}."]
         text = Path(experiment.data.path).name if experiment.data.path else f"the corpus `{experiment.data.corpus}`"
         size = f", {data['train_tokens']:,} tokens of it" if isinstance(data.get("train_tokens"), int) else ""
-        seen = run.step * experiment.train.batch_size * experiment.model.block_size
+        seen = run.step * train.batch_size * experiment.model.block_size
         seconds = [line["seconds"] for line in read_metrics(run.directory / "metrics.jsonl") if line.get("seconds")]
         facts += [
             f"- Text: {text}{size}; tokenizer `{Path(metadata.given.data.tokenizer).name}`.",
-            f"- Training: step {run.step:,} of {steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
+            f"- Training: step {run.step:,} of {train.steps:,}, {seen:,} tokens seen, {experiment.optim.name}, learning rate "
             f"{experiment.optim.learning_rate:g}.",
         ]
         if seconds:

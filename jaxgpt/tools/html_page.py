@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxgpt.files import GENERATOR
 
@@ -19,14 +20,20 @@ DTYPES = {"u1": np.uint8, "i1": np.int8, "i4": np.int32, "f4": np.float32}  # as
 
 
 class Arrays:
-    """Arrays of a page, concatenated; the page's data hold a reference to each."""
+    """Arrays of a page, concatenated, of which its data hold references; and the distinct tokens that it shows."""
 
     def __init__(self) -> None:
-        """Start without arrays."""
+        """Start without arrays and tokens."""
         self._raw = bytearray()
+        self.words: dict[int, int] = {}  # index by token id, in order of insertion
 
-    def put(self, array: np.ndarray) -> dict[str, Any]:
-        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape."""
+    def put(self, array: np.ndarray | None) -> dict[str, Any] | None:
+        """Add an array of uint8, int8, int32 or float32; return its reference: offset in bytes, type and shape.
+
+        None stays None.
+        """
+        if array is None:
+            return None
         array = np.ascontiguousarray(array)
         (kind,) = (name for name, dtype in DTYPES.items() if dtype == array.dtype)
         at = len(self._raw)
@@ -34,13 +41,20 @@ class Arrays:
         self._raw += bytes(-len(self._raw) % 4)  # JavaScript's arrays begin at a multiple of their element size
         return {"at": at, "type": kind, "shape": list(array.shape)}
 
+    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any] | None:
+        """Add token ids as indices into `words`; return the reference."""
+        tokens = np.asarray(tokens)
+        known, inverse = np.unique(tokens, return_inverse=True)
+        indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
+        return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
+
     def encode(self) -> str:
         """Return all arrays, compressed by zlib, in base64."""
         return base64.b64encode(zlib.compress(self._raw, 9)).decode()
 
 
-def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: Arrays) -> str:
-    """Return the page on which the programs `NAME.js` draw `data`; the last of them begins.
+def render_html(names: Sequence[str], data: dict[str, Any], arrays: Arrays) -> str:
+    """Return the page on which the programs `NAME.js` draw `data`, "title" among them; the last of them begins.
 
     Text from users in `data` is never parsed as HTML: it is embedded as JSON without a "<", and the program inserts it
     only as text. The page's Content-Security-Policy allows only that program, by its hash, and no requests.
@@ -55,7 +69,7 @@ def render_html(names: Sequence[str], title: str, data: dict[str, Any], arrays: 
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
+<title>{html.escape(data["title"])}</title>
 <style>{style}</style>
 </head>
 <body>

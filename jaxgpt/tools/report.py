@@ -84,7 +84,11 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
     """Return (the content of `summary.json`, the HTML page) of a run; see `report`."""
     samples, tokens = check_count("samples", samples), check_count("tokens", tokens)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    training, validation = _curve(lines, "loss"), _curve(lines, "val_loss")
+    curves = {  # (step, value); null, which was not finite, becomes nan
+        curve: [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+        for curve, name in CURVES.items()
+    }
+    training, validation = curves["training"], curves["validation"]
     finite = [(loss, step) for step, loss in validation if math.isfinite(loss)]
     learning, since = judge_learning(validation, training)
     verdict = f"{learning} from the start" if since is None else f"{learning} since step {since:,}"
@@ -118,26 +122,19 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "configuration": dataclasses.asdict(run.experiment),
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
-    title = f"Report of {run.experiment.name}"
     data: dict[str, Any] = {
-        "title": title,
+        "title": f"Report of {run.experiment.name}",
         "summary": {name: x for name, x in summary.items() if name != "configuration"},
     }
-    for curve, name in CURVES.items():
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        data[curve] = [[step, round_numbers(x, 6)] for step, x in points]
+    for curve, points in curves.items():
+        data[curve] = [[step, round_numbers(x, 6)] for step, x in points if not math.isnan(x)]
     data["configuration"] = [
         [f"{part}.{name}", value, f"{part}.{name}" in changed]
         for part, values in summary["configuration"].items()
         if isinstance(values, dict)
         for name, value in values.items()
     ]
-    return summary, render_html(["report"], title, data, Arrays())
-
-
-def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Return (step, value) of the lines of metrics.jsonl with this value; null, which was not finite, becomes nan."""
-    return [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+    return summary, render_html(["report"], data, Arrays())
 
 
 def judge_learning(

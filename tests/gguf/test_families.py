@@ -14,7 +14,7 @@ from jaxgpt.gguf.tokenizers import tokenizer_fields
 from jaxgpt.hf.families import FAMILIES as HF_FAMILIES
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.weights import read_params, shapes_of
-from jaxgpt.tools.convert import export_gguf, import_gguf
+from jaxgpt.tools.convert import export_gguf, import_model
 from tests.conftest import TEXT
 from tests.hf.peers import BODY, GPT2, LLAMA3, NEOX, SHAPES
 
@@ -159,7 +159,7 @@ def test_a_file_becomes_a_run_with_its_template_and_ends_and_the_run_the_same_fi
     fields |= {"general.name": "m-gguf"}
     fields |= tokenizer_fields(tokenizer, 260, chat_template=CHATML.jinja(), ends=[tokenizer.end_of_text, 7])
     write_gguf(file, fields, tensors, "float16")
-    import_gguf(file, tmp_path / "run")
+    import_model(str(file), tmp_path / "run")
     export_gguf(tmp_path / "run", again)
     assert again.read_bytes() == file.read_bytes()
     with pytest.raises(UserError, match="exists: name another file with --out"):

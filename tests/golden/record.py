@@ -55,9 +55,9 @@ def export_run(run: Path, out: Path) -> None:
 
 
 def import_model(model: Path, run: Path) -> None:
-    from jaxgpt.tools.convert import import_hf
+    from jaxgpt.tools.convert import import_model
 
-    import_hf(str(model), run)
+    import_model(str(model), run)
 
 
 def evaluate_text(run: Any, path: str | None = None, **options: Any) -> dict[str, Any]:

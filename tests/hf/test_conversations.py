@@ -11,7 +11,7 @@ from jaxgpt.data.conversations import find_end_of_turn, tokenise
 from jaxgpt.data.template import find_template, list_plain_characters
 from jaxgpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.tools.convert import export_gguf, export_hf, import_gguf, import_hf, write_tokenizer
+from jaxgpt.tools.convert import export_gguf, export_hf, import_model, write_tokenizer
 from tests.conftest import TEXT
 from tests.data.test_documents import tokenizer_json
 from tests.helpers import chat_file, edit_record, make_model, recorded_run
@@ -88,9 +88,9 @@ def test_an_imported_model_ends_a_text_where_its_files_say(chat, tmp_path, files
 def test_a_conversation_is_read_the_same_when_it_comes_back(chat, kind, tmp_path):
     run, out = chat
     if kind == "hf":
-        import_hf(str(out), tmp_path / "back")
+        import_model(str(out), tmp_path / "back")
     else:
-        import_gguf(export_gguf(run.directory, tmp_path / "m.gguf"), tmp_path / "back")
+        import_model(str(export_gguf(run.directory, tmp_path / "m.gguf")), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
     assert back.prompt_format.encode("1 and 2?", chat=True) == run.prompt_format.encode("1 and 2?", chat=True)
     assert back.prompt_format.stop_tokens(chat=True) == run.prompt_format.stop_tokens(chat=True) == [0, 261]

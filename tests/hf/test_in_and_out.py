@@ -19,7 +19,7 @@ from jaxgpt.hf.families import find_family
 from jaxgpt.hf.family import canonical_form
 from jaxgpt.hf.source import open_source, tokenizer_json
 from jaxgpt.hf.weights import INDEX, list_tensors
-from jaxgpt.tools.convert import export_hf, import_hf
+from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from tests.conftest import TEXT
 from tests.helpers import run_command, tiny_experiment
@@ -56,7 +56,7 @@ def exported(trained):
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_export_then_import_is_the_same_run(trained, tokenizer, tmp_path):
     run, out = trained(tokenizer)
-    import_hf(str(out), tmp_path / "back")
+    import_model(str(out), tmp_path / "back")
     back = jaxgpt.load(tmp_path / "back")
     model, params = jaxgpt.sample.quantize.unstack_layers(run.model, run.params)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), back.params, params)
@@ -108,9 +108,9 @@ def test_what_is_imported_goes_out_as_it_came_and_is_not_trained_in_place(export
     with monkeypatch.context() as m:
         m.setattr("jaxgpt.tools.convert.keep_companions", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            import_hf(str(out), tmp_path / "run")
+            import_model(str(out), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    import_hf(str(out), tmp_path / "run", dtype="bfloat16")
+    import_model(str(out), tmp_path / "run", dtype="bfloat16")
     again = export_hf(tmp_path / "run", tmp_path / "out")
     assert (again / "chat_template.jinja").read_text() == "{{ messages }}"
     first, second = list_tensors(out), list_tensors(again)

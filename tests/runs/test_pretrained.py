@@ -20,7 +20,7 @@ from jaxgpt.runs.checkpoint import Checkpoints
 from jaxgpt.runs.directory import read_metadata
 from jaxgpt.runs.metrics import read_metrics
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.convert import export_hf, import_hf
+from jaxgpt.tools.convert import export_hf, import_model
 from jaxgpt.tools.evaluate.evaluate import evaluate_run
 from jaxgpt.tools.replay import replay
 from tests.helpers import (
@@ -169,7 +169,7 @@ def test_what_is_learned_is_kept(source, tuned, tmp_path):
     assert all(len(paths) == 8 and all("lora_" in path for path in paths) for paths in (arrays["params"], moments))
     # What is exported and loaded is merged.
     out = export_hf(tuned.directory, tmp_path / "out")
-    import_hf(str(out), tmp_path / "back")
+    import_model(str(out), tmp_path / "back")
     assert_same(jaxgpt.load(tmp_path / "back").params, tuned.params)
     assert evaluate_run(tuned)["loss"] == pytest.approx(tuned.val_loss, rel=1e-5)
     card = (out / "README.md").read_text()
@@ -227,7 +227,7 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
     with pytest.raises(UserError, match="another configuration: train.init_from"):
         fresh = dataclasses.replace(tuned.experiment.train, init_from=None)
         fit(dataclasses.replace(tuned.experiment, train=fresh, lora=LoraConfig()), tuned.directory)
-    import_hf(str(exported), tmp_path / "imported")
+    import_model(str(exported), tmp_path / "imported")
     refused("start from this one with --train.init-from", run_dir=tmp_path / "imported")
 
 

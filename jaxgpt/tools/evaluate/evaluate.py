@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxgpt.config.validate import check_count, check_whole
 from jaxgpt.data.conversations import Conversations, encode_all
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
-from jaxgpt.data.pipeline import Split, Tokens, validation_batches
+from jaxgpt.data.pipeline import Tokens, validation_batches
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.parallel.trainer import mean_loss
@@ -35,21 +35,8 @@ def _eval_step(params: Params, batch: Batch, model: GPT, objective: ObjectiveCon
     return eval_step(params, batch, loss_fn=objective.make_loss(model))
 
 
-class HeldOut(NamedTuple):
-    """Data that a run is evaluated on."""
-
-    split: Split
-    characters: int | None = None  # None: only token ids are known
-    utf8: int | None = None  # bytes
-    prefix: int = 0  # leading tokens that are only context
-
-
 def evaluate_run(
-    run: Run,
-    path: str | None = None,
-    *,
-    stride: int | None = None,
-    batch_size: int | None = None,
+    run: Run, path: str | None = None, *, stride: int | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
     """Return the loss of a run on its validation split or on a file, with every target scored once.
 
@@ -68,46 +55,18 @@ def evaluate_run(
     Raises:
         UserError: if an option does not suit the model or the data, or the file cannot be read or has nothing to score.
     """
-    config = run.model.config
-    stride = config.block_size if stride is None else check_whole("stride", stride)
-    if not 1 <= stride <= config.block_size:
-        raise UserError(f"stride={stride}: needs at least 1 and at most block_size={config.block_size}")
-    held_out = _held_out(run, path)
-    split = held_out.split
-    batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
-    if not isinstance(split, Tokens) and stride != config.block_size:
-        raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
-    windows = validation_batches(
-        split, block_size=config.block_size, batch_size=batch_size, stride=stride, prefix_length=held_out.prefix
-    )
-    step = functools.partial(_eval_step, model=run.model, objective=run.experiment.objective)
-    loss, count = mean_loss(step, run.params, windows)
-    if not math.isfinite(loss):
-        warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
-    # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
-    bits = loss / math.log(2) * (len(split) - held_out.prefix)
-    found = {
-        "loss": loss,
-        "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss),
-        "tokens": count,
-        "stride": stride,
-        "bits_per_byte": None if held_out.utf8 is None else bits / held_out.utf8,
-        "bits_per_character": None if held_out.characters is None else bits / held_out.characters,
-    }
-    if isinstance(split, Conversations):
-        found |= {"left_out": split.left_out, "shortened": split.shortened}
-    return found
-
-
-def _held_out(run: Run, path: str | None) -> HeldOut:
+    block_size, tokenizer, prefix = run.model.config.block_size, run.tokenizer, []
+    stride = block_size if stride is None else check_whole("stride", stride)
+    if not 1 <= stride <= block_size:
+        raise UserError(f"stride={stride}: needs at least 1 and at most block_size={block_size}")
+    characters = utf8 = None  # only token ids are known
     if path is None:
         if run.metadata.imported is not None:
             raise UserError(f"{run.directory} is an imported model, with no text of its own: name one with --data FILE")
         remedy = "to evaluate its validation split, put that text back; to evaluate another, name it with --data FILE"
         dataset = reopen_dataset(run.metadata, run.experiment.data, remedy=remedy)
-        return HeldOut(dataset.val, dataset.val_characters, dataset.val_bytes)
-    data, block_size, tokenizer = DataConfig(path=path), run.model.config.block_size, run.tokenizer
-    if data.is_chat:
+        split, characters, utf8 = dataset.val, dataset.val_characters, dataset.val_bytes
+    elif DataConfig(path=path).is_chat:
         encoded = list(encode_all(path, tokenizer, run.prompt_format.template))
         if not encoded:
             raise UserError(f"{path} is empty: needs a conversation on each line")
@@ -115,12 +74,34 @@ def _held_out(run: Run, path: str | None) -> HeldOut:
         split = Conversations(ids, answers, np.cumsum([len(one) for one, _ in encoded]), block_size)
         if not len(split):
             raise UserError(f"{path} has no conversation with an answer that ends within {block_size} tokens")
-        return HeldOut(split)
-    (ids, text), prefix = encode_whole(find_user_files(path), tokenizer), tokenizer.prefix
-    if len(ids) < (needed := 1 if prefix else 2):
-        raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
-    split = Tokens([np.array(prefix, np.int32), ids])
-    return HeldOut(split, len(text), len(text.encode()), len(prefix))
+    else:
+        (ids, text), prefix = encode_whole(find_user_files(path), tokenizer), tokenizer.prefix
+        if len(ids) < (needed := 1 if prefix else 2):
+            raise UserError(f"{path} has {len(ids)} tokens, needed at least {needed}")
+        split, characters, utf8 = Tokens([np.array(prefix, np.int32), ids]), len(text), len(text.encode())
+    batch_size = run.experiment.train.batch_size if batch_size is None else check_count("batch_size", batch_size)
+    if not isinstance(split, Tokens) and stride != block_size:
+        raise UserError(f"stride={stride} is for texts: conversations are never split into windows, so leave it out")
+    windows = validation_batches(
+        split, block_size=block_size, batch_size=batch_size, stride=stride, prefix_length=len(prefix)
+    )
+    step = functools.partial(_eval_step, model=run.model, objective=run.experiment.objective)
+    loss, count = mean_loss(step, run.params, windows)
+    if not math.isfinite(loss):
+        warnings.warn(f"the loss is {loss}: the model's logits are not finite", UserWarning, stacklevel=2)
+    # The first token of a text is not scored, but its characters are counted: scale the mean to all tokens.
+    bits = loss / math.log(2) * (len(split) - len(prefix))
+    found = {
+        "loss": loss,
+        "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss),
+        "tokens": count,
+        "stride": stride,
+        "bits_per_byte": None if utf8 is None else bits / utf8,
+        "bits_per_character": None if characters is None else bits / characters,
+    }
+    if isinstance(split, Conversations):
+        found |= {"left_out": split.left_out, "shortened": split.shortened}
+    return found
 
 
 def format_evaluation(found: dict[str, Any]) -> str:

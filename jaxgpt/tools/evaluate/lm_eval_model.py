@@ -104,15 +104,13 @@ class JaxGPT(LM):
         groups: dict[str, list[int]] = {}  # options: indices of the requests that have them
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        texts = [""] * len(requests)
+        texts: dict[int, str] = {}
         for options, numbers in groups.items():
-            sampling = sampling_options(json.loads(options))
             for first in range(0, len(numbers), self.batch_size):
                 batch = numbers[first : first + self.batch_size]
-                generated = self.run.sample([requests[number].args[0] for number in batch], **sampling)
-                for number, text in zip(batch, generated, strict=True):
-                    texts[number] = text
-        return texts
+                prompts = [requests[number].args[0] for number in batch]
+                texts |= zip(batch, self.run.sample(prompts, **sampling_options(json.loads(options))), strict=True)
+        return [texts[number] for number in range(len(requests))]
 
 
 def sampling_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxgpt.layers.position import sinusoidal
 from jaxgpt.run import Run
 from jaxgpt.sample.quantize import DECODE_MATRIX, unstack_layers
 from jaxgpt.tools.html_page import Arrays, render_html
-from jaxgpt.tools.xray.xray import TokenArrays, describe_run, map_embedding, spell
+from jaxgpt.tools.xray.xray import describe_run, map_embedding, spell
 from jaxgpt.train import Params
 
 Weights = Literal["int8", "float32"]
@@ -33,13 +33,6 @@ PROGRAMS = ("xray/sections", "xray/tokenizer", "xray/engine", "xray/live")  # of
 MOST_PARAMETERS = 2**26  # 85 MB as int8 in base64
 MOST_WEIGHTS = 2**22  # attention weights, which are drawn again as the text changes
 UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")  # options of a BPE
-
-
-class Matrix(NamedTuple):
-    """A matrix as the page holds it, row-major by output: values * scale."""
-
-    values_FD: np.ndarray  # int8 or float32
-    scale_F: np.ndarray | None  # float32; None: 1
 
 
 def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8") -> str:
@@ -65,50 +58,42 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     if prompt is not None:
         run.tokenizer.encode(prompt)  # raises for characters that it does not know
     model, params = unstack_layers(model, params)
-    arrays, held = TokenArrays(), hold(params, weights)
+    arrays, config, start = Arrays(), model.config.explicit(), find_start_token(run.tokenizer)[0]
     arrays.words = {token: token for token in range(V)}
-    data: dict[str, Any] = {
+    context = min(config.block_size, int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5))
+    held, windows = hold(params, weights), [config.window(layer) for layer in range(config.n_layer)]
+    if config.position == "sinusoidal":
+        held["wpe"] = {"embedding": np.asarray(sinusoidal(jnp.arange(context)[None], config.n_embd)[0])}
+    ropes = [config.make_rope(window) for window in windows]
+    data = {
         "title": f"{run.experiment.name}, live",
         "facts": [*describe_run(run), ("weights", weights)],
         "tokenizer": describe_tokenizer(run.tokenizer, arrays),
         "prefix": list(run.tokenizer.prefix),
-        "empty": find_start_token(run.tokenizer)[0],  # the token that stands for an empty text
+        "empty": start,  # the token that stands for an empty text
         "stop": run.prompt_format.stop_tokens(False),
         "prompt": run.experiment.train.sample_prompt if prompt is None else prompt,
         "sampling": {"temperature": run.experiment.train.sample_temperature},
         "corpus": None,
         "why_no_corpus": "The page does not have the training text; jaxgpt xray shows the examples.",
-        "embedding": map_embedding(run, {"text": [find_start_token(run.tokenizer)[0]]}, None, arrays),
+        "embedding": map_embedding(run, [start], None, arrays),
         "words": [spell(run.tokenizer, token) for token in range(V)],
+        "model": {
+            "config": dataclasses.asdict(config),
+            "context": context,
+            "vocab_size": V,
+            "windows": windows,
+            "frequencies": [None if rope is None else np.asarray(rope.frequencies()).tolist() for rope in ropes],
+            "params": jax.tree.map(arrays.put, held),
+        },
     }
-    config = model.config.explicit()
-    windows = [config.window(layer) for layer in range(config.n_layer)]
-    ropes = [config.make_rope(window) for window in windows]
-    context = min(config.block_size, int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5))
-
-    def put(x: Any) -> Any:
-        if not isinstance(x, Matrix):
-            return arrays.put(x)
-        return {"values": arrays.put(x.values_FD), "scale": None if x.scale_F is None else arrays.put(x.scale_F)}
-
-    data["model"] = {
-        "config": dataclasses.asdict(config),
-        "context": context,
-        "vocab_size": V,
-        "windows": windows,
-        "frequencies": [None if rope is None else np.asarray(rope.frequencies()).tolist() for rope in ropes],
-        "params": jax.tree.map(put, held, is_leaf=lambda x: isinstance(x, Matrix)),
-    }
-    if config.position == "sinusoidal":
-        table_TD = np.asarray(sinusoidal(jnp.arange(context)[None], config.n_embd)[0])
-        data["model"]["params"]["wpe"] = {"embedding": arrays.put(table_TD)}
-    return render_html(PROGRAMS, data["title"], data, arrays)
+    return render_html(PROGRAMS, data, arrays)
 
 
 def hold(params: Params, weights: Weights) -> Params:
-    """Return parameters as the page holds them: each matrix as a `Matrix`, all others in float32.
+    """Return parameters as the page holds them: all in float32, but matrices as {"values": [F, D], "scale": [F] or None}.
 
-    params: of a model without `scan_layers`.
+    Matrices are row-major by output, with int8 or float32 values. params: of a model without `scan_layers`.
     """
 
     def convert(path: Any, given: jax.Array) -> Any:
@@ -118,9 +103,8 @@ def hold(params: Params, weights: Weights) -> Params:
         if x.ndim < 2 or path[0].key == "wpe":
             return x
         matrix_FD = x if path[-1].key == "embedding" else x.T
-        if weights == "float32":
-            return Matrix(matrix_FD, None)
-        return Matrix(*map(np.asarray, to_int8(jnp.asarray(matrix_FD))))
+        values_FD, scale_F = (matrix_FD, None) if weights == "float32" else to_int8(jnp.asarray(matrix_FD))
+        return {"values": np.asarray(values_FD), "scale": None if scale_F is None else np.asarray(scale_F)}
 
     return jax.tree.map_with_path(convert, params)
 
@@ -136,17 +120,19 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
         tokens = [c.encode() for c in tokenizer.characters]
     elif isinstance(tokenizer, ByteTokenizer):
         tokens = [bytes([b]) for b in range(256)]
-        alphabet = list(range(256))
+        alphabet = np.arange(256, dtype=np.int32)
     elif isinstance(tokenizer, BPETokenizer):
         parts, letters = tokenizer.parts(), list_byte_names()
         model, added, pattern = parts["model"], parts["added_tokens"], find_word_pattern(parts["pre_tokenizer"])
         vocab, unusual = model["vocab"], [name for name in UNUSUAL if model.get(name)]
-        unusual += ["a normalizer"] if parts["normalizer"] else []
-        unusual += ["added tokens that are not special"] if not all(token["special"] for token in added) else []
-        unusual += ["another model than BPE"] if model["type"] != "BPE" else []
-        unusual += ["a vocabulary without some of the 256 bytes"] if any(c not in vocab for c in letters) else []
-        if unusual or pattern is None:
-            unusual += ["another pattern of words"] if pattern is None else []
+        others = {
+            "a normalizer": bool(parts["normalizer"]),
+            "added tokens that are not special": not all(token["special"] for token in added),
+            "another model than BPE": model["type"] != "BPE",
+            "a vocabulary without some of the 256 bytes": any(c not in vocab for c in letters),
+            "another pattern of words": pattern is None,
+        }
+        if unusual := [*unusual, *(name for name, is_so in others.items() if is_so)]:
             raise UserError(
                 f"the page cannot encode as this run's tokenizer does, which has {', '.join(unusual)}: it knows "
                 "characters, bytes and byte-level BPE as GPT-2, GPT-4 and Llama 3 have it"
@@ -156,14 +142,13 @@ def describe_tokenizer(tokenizer: Tokenizer, arrays: Arrays) -> dict[str, Any]:
             tokens[i] = bytes(codes[c] for c in text) if all(c in codes for c in text) else text.encode()
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         triples = [(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs]
-        alphabet, whole_words = [vocab[letter] for letter in letters], bool(model["ignore_merges"])
+        alphabet, whole_words = np.array([vocab[x] for x in letters], np.int32), bool(model["ignore_merges"])
     else:
         raise UserError("the page needs text, and this run's tokens are bare ids: train with a tokenizer of text")
-    ends = np.cumsum([len(token) for token in tokens], dtype=np.int32)
     return {
         "bytes": arrays.put(np.frombuffer(b"".join(tokens), np.uint8)),
-        "ends": arrays.put(ends),
-        "alphabet": None if alphabet is None else arrays.put(np.array(alphabet, np.int32)),
+        "ends": arrays.put(np.cumsum([len(token) for token in tokens], dtype=np.int32)),
+        "alphabet": arrays.put(alphabet),
         # \s of JavaScript has U+FEFF and lacks U+0085.
         "pattern": pattern and pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}"),
         "merges": arrays.put(np.array(triples, np.int32).reshape(-1, 3)),

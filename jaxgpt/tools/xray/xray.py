@@ -1,37 +1,36 @@
-"""Make the X-ray page of a run: what the model computes on one text, prepared for `xray.js` to draw."""
+"""Make the X-ray page of a run: capture what the model computes on one text, for `xray.js` to draw."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
+from jaxgpt.interventions.model import EditedGPT, forward, stream_names, unroll
+from jaxgpt.model import GPT
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
 from jaxgpt.runs.training import reopen_dataset
 from jaxgpt.sample.quantize import DECODE_MATRIX
 from jaxgpt.sample.state import check_ids
 from jaxgpt.tools.html_page import Arrays, render_html, round_numbers
-from jaxgpt.tools.xray.activations import (
-    Activations,
-    Guess,
-    Norm,
-    TopExamples,
-    capture_activations,
-    top_activating_examples,
-)
 from jaxgpt.train import Params
 
+PREDICTIONS = 5  # most probable tokens that are kept at each position
+LENS_PREDICTIONS = 3  # of these, kept at each position and layer
+EXAMPLES = 4  # top activating positions that are kept for each MLP unit
+WINDOWS_AT_ONCE = 8  # windows of a corpus per batch
 CORPUS_TOKENS = 2**15  # searched for top activating examples; takes seconds for a small model
 MOST_WEIGHTS = 2**25  # attention weights on a page, one byte each before compression
 PROGRAMS = ("xray/sections", "xray/xray")  # of the page
@@ -40,6 +39,154 @@ ELEMENTS = 8  # of a token's vector that are shown before and after a norm
 LABELS = 400  # most tokens on the map of embeddings
 NAMED = 200  # most probable next tokens whose text the page has
 NEIGHBOURS = 5  # nearest tokens that are listed for each token
+
+
+class Guess(NamedTuple):
+    """The most probable next tokens at each position, and the log-probability of the actual one."""
+
+    tokens_TK: np.ndarray  # int32, the most probable first
+    probabilities_TK: np.ndarray
+    logprob_T: np.ndarray  # nats, of the next token of the text; nan at the last position
+
+
+class Branch(NamedTuple):
+    """The norms of what attention or an MLP adds to the residual stream."""
+
+    name: str  # "h_0/attn", "h_0/mlp"
+    added_T: np.ndarray  # Euclidean norm at each position
+    stream_T: np.ndarray  # norm of the stream after the addition (for post-norm, after the norm)
+
+
+class Norm(NamedTuple):
+    """One normalisation layer: the vector at each position before and after it."""
+
+    name: str  # "h_0/ln_1"
+    before_TD: np.ndarray
+    after_TD: np.ndarray
+    scale_D: np.ndarray  # gamma, including an offset of 1 if there is one
+    bias_D: np.ndarray | None  # beta; None: no bias
+
+
+class Activations(NamedTuple):
+    """Activations of a model on one text of T tokens, as NumPy arrays in float32."""
+
+    guess: Guess
+    logits_V: np.ndarray  # at the last position
+    lens: list[Guess]  # the logit lens after the embedding and after each of the L blocks
+    weights_LNTS: list[np.ndarray]  # attention weights of query T on key S
+    hidden_LTF: list[np.ndarray]  # hidden units of the MLPs, after the activation
+    start_T: np.ndarray  # Euclidean norm of the stream that enters the first block
+    branches: list[Branch]  # in the order of computation
+    norms: list[Norm]  # in the order of computation
+
+
+def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_size: int | None = None) -> Activations:
+    """Return all activations on one text.
+
+    Args:
+        model: the model.
+        params: its parameters.
+        tokens: at most block_size token ids.
+        vocab_size: the number of token ids that are not padding. None means all.
+    """
+    model, params = unroll(model, params)
+    c, layers, streams = model.config, range(model.config.n_layer), stream_names(model)
+    tokens_T = jnp.asarray(tokens, jnp.int32)
+    places = ("attention", "pattern", "middle", "units", "mlp")
+    names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in places))
+    logits_BTV, read = forward(model.clone(read=names), params, tokens_T[None])
+    streams_LBTD = jnp.stack([read[name] for name in streams])
+    guesses = jax.device_get(_guess(model, params, streams_LBTD, tokens_T, vocab_size))
+    branches, norms = [], []
+
+    def apply_norm(name: str, learned: Params, x_TD: jax.Array) -> Any:
+        after_TD = c.make_norm().apply({"params": learned}, x_TD)
+        before_TD, normed_TD, scale_D = (np.asarray(x, np.float32) for x in (x_TD, after_TD, learned["scale"]))
+        bias_D = np.asarray(learned["bias"], np.float32) if "bias" in learned else None
+        norms.append(Norm(name, before_TD, normed_TD, scale_D + (1.0 if c.norm_offset else 0.0), bias_D))
+        return after_TD
+
+    for layer in layers:
+        start_TD, stream_TD = read[streams[layer]][0], read[streams[layer + 1]][0]
+        attention_TD, middle_TD, mlp_TD = (read[f"h_{layer}/{place}"][0] for place in ("attention", "middle", "mlp"))
+        inputs = {
+            "pre": {"ln_1": start_TD, "ln_2": start_TD if c.parallel_residual else middle_TD},
+            "post": {"ln_1": start_TD + attention_TD, "ln_2": middle_TD + mlp_TD},
+            "output": {"ln_1": attention_TD, "ln_2": mlp_TD},
+            "sandwich": {"ln_1": start_TD, "ln_1_out": attention_TD, "ln_2": middle_TD, "ln_2_out": mlp_TD},
+        }[c.norm_position]
+        normed = {name: apply_norm(f"h_{layer}/{name}", params[f"h_{layer}"][name], x) for name, x in inputs.items()}
+        out = {"output": "", "sandwich": "_out"}.get(c.norm_position)  # where what is added has been normed
+        for part, norm, added_TD, after_TD in (
+            ("attn", "ln_1", attention_TD, middle_TD),
+            ("mlp", "ln_2", mlp_TD, stream_TD),
+        ):
+            added_TD = added_TD if out is None else normed[norm + out]
+            branches.append(Branch(f"h_{layer}/{part}", _length(added_TD), _length(after_TD)))
+    if c.norm_position != "post":
+        apply_norm("ln_f", params["ln_f"], read[streams[-1]][0])
+    return Activations(
+        guess=Guess(*(x[-1] for x in guesses)),
+        logits_V=np.asarray(logits_BTV[0, -1, :vocab_size]),
+        lens=[
+            Guess(ids[:, :LENS_PREDICTIONS], p[:, :LENS_PREDICTIONS], actual)
+            for ids, p, actual in zip(*guesses, strict=True)
+        ],
+        weights_LNTS=[np.asarray(read[f"h_{layer}/pattern"][0]).swapaxes(0, 1) for layer in layers],
+        hidden_LTF=[np.asarray(read[f"h_{layer}/units"][0], np.float32) for layer in layers],
+        start_T=_length(read[streams[0]][0]),
+        branches=branches,
+        norms=norms,
+    )
+
+
+def _length(x_TD: jax.Array) -> np.ndarray:
+    return np.linalg.norm(np.asarray(x_TD, np.float32), axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _guess(
+    model: EditedGPT, params: Params, streams_LBTD: jax.Array, tokens_T: jax.Array, vocab_size: int | None
+) -> tuple[jax.Array, ...]:
+    """Return the fields of `Guess` for each stream. Sequential, so that the logits of only one layer are in memory."""
+
+    def guess(x_BTD: jax.Array) -> tuple[jax.Array, ...]:
+        logits_BTV: Any = model.apply({"params": params}, x_BTD, method="predict")
+        logprobs_TV = jax.nn.log_softmax(logits_BTV[0, :, :vocab_size])
+        top_TK, ids_TK = jax.lax.top_k(logprobs_TV, min(PREDICTIONS, logprobs_TV.shape[1]))
+        actual_T = jnp.take_along_axis(logprobs_TV[:-1], tokens_T[1:, None], axis=1)[:, 0]
+        return ids_TK, jnp.exp(top_TK), jnp.append(actual_T, jnp.nan)
+
+    return jax.lax.map(guess, streams_LBTD)
+
+
+def top_activating_examples(model: GPT, params: Params, windows_NT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each hidden unit of the MLPs is most active in a corpus, at most once per window.
+
+    windows_NT: token ids; each window is a sequence of its own.
+
+    Returns:
+        The largest activations, float32 [L, F, EXAMPLES], and their indices into windows_NT.ravel(), int32; -inf and -1
+        if there are fewer windows than EXAMPLES.
+    """
+    model, params = unroll(model, params)
+    names = tuple(f"h_{layer}/units" for layer in range(model.config.n_layer))
+    return jax.device_get(_find_peaks(model.clone(read=names), params, windows_NT.astype(np.int32)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _find_peaks(model: EditedGPT, params: Params, windows_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find(window_T: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        hidden = [x_1TF[0].astype(jnp.float32) for x_1TF in forward(model, params, window_T[None]).activations.values()]
+        return [(x_TF.max(axis=0), jnp.argmax(x_TF, axis=0)) for x_TF in hidden]
+
+    N, T = windows_NT.shape
+    found = jax.lax.map(find, windows_NT, batch_size=min(WINDOWS_AT_ONCE, N))
+    peaks_LFN, at_LFN = (jnp.stack([x_NF.T for x_NF in each]) for each in zip(*found, strict=True))
+    best_LFK, window_LFK = jax.lax.top_k(peaks_LFN, min(EXAMPLES, N))
+    where_LFK = T * window_LFK + jnp.take_along_axis(at_LFN, window_LFK, axis=-1)
+    missing = ((0, 0), (0, 0), (0, EXAMPLES - best_LFK.shape[-1]))
+    return jnp.pad(best_LFK, missing, constant_values=-jnp.inf), jnp.pad(where_LFK, missing, constant_values=-1)
 
 
 def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corpus_tokens: int = CORPUS_TOKENS) -> str:
@@ -71,54 +218,96 @@ def xray(run: Run, prompt: str | Sequence[int], *, data: str | None = None, corp
     fits = int((MOST_WEIGHTS / config.n_layer / config.n_head) ** 0.5)
     if len(ids) > fits:
         raise UserError(f"{len(ids)} tokens have too many attention weights for a page: give at most {fits} tokens")
-    activations = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
-    if np.isnan(activations.logits_V).any():
+    seen = capture_activations(run.model, run.params, ids, run.tokenizer.vocab_size)
+    if np.isnan(seen.logits_V).any():
         raise UserError(
             f"{run.directory} gives logits that are not finite, so there is nothing to draw: use another run"
         )
     windows_NT, why = _windows(run, data, corpus_tokens)
     examples = None if windows_NT is None else top_activating_examples(run.model, run.params, windows_NT)
-    arrays = TokenArrays()
+    arrays = Arrays()
 
     def put_guess(guess: Guess) -> dict[str, Any]:
         return {
             "ids": arrays.put_tokens(guess.tokens_TK),
-            "p": arrays.put(np.asarray(guess.probabilities_TK, np.float32)),
+            "p": arrays.put(guess.probabilities_TK),
             "actual": round_numbers(np.exp(guess.logprob_T)),
         }
 
-    order_V = np.argsort(-activations.logits_V, kind="stable")  # sampling options do not change it
+    def put_attention(layer: int, weights_NTS: np.ndarray) -> dict[str, Any]:
+        # The page shades square roots, in 256 levels, because most weights are small.
+        roots = np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)
+        shares = round_numbers(attention_shares(weights_NTS), 3)
+        return {"name": f"layer {layer + 1}", "roots": arrays.put(roots), "shares": shares}
+
+    def put_norm(norm: Norm) -> dict[str, Any]:
+        scale_D, bias_D, moments = norm.scale_D, norm.bias_D, {}
+        for when, x_TD in {"before": norm.before_TD, "after": norm.after_TD}.items():
+            moments[when] = {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
+
+        def spread(x_D: np.ndarray) -> Any:
+            return round_numbers([x_D.mean(), x_D.min(), x_D.max()])
+
+        return {
+            "name": norm.name,
+            "eps": config.norm_eps,
+            "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
+            **moments,
+            "scale": round_numbers(scale_D[:ELEMENTS]),
+            "bias": None if bias_D is None else round_numbers(bias_D[:ELEMENTS]),
+            "scales": spread(scale_D),
+            "biases": None if bias_D is None else spread(bias_D),
+            "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
+        }
+
+    def put_units(layer: int, hidden_TF: np.ndarray) -> dict[str, Any]:
+        order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
+        peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
+        # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
+        levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
+        zero_TF = hidden_TF == 0
+        return {
+            "units": hidden_TF.shape[1],
+            "top": arrays.put(order_TK.astype(np.int32)),
+            "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1)),
+            "levels": arrays.put(levels_TF.T),
+            "peaks": arrays.put(peak_F),
+            # Only ReLU and its square give exact zeros.
+            "zeros": round_numbers(zero_TF.mean(axis=1)) if config.activation.startswith("relu") else None,
+            "silent": int(zero_TF.all(axis=0).sum()),
+            "examples": arrays.put(examples and examples[1][layer]),
+            "example_values": arrays.put(examples and np.nan_to_num(examples[0][layer], posinf=0, neginf=0)),
+        }
+
+    order_V = np.argsort(-seen.logits_V, kind="stable")  # sampling options do not change it
     content: dict[str, Any] = {
         "title": f"X-ray of {run.experiment.name}",
         "facts": describe_run(run),
         "texts": {"text": arrays.put_tokens(ids)},
-        "bits": round_numbers([None, *(activations.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
-        "guess": put_guess(activations.guess),
-        "lens": [put_guess(guess) for guess in activations.lens],
-        "attention": _attention_maps(activations, arrays),
-        "start": round_numbers(activations.start_T),
+        "bits": round_numbers([None, *(seen.guess.logprob_T[:-1] / -math.log(2)).tolist()]),
+        "guess": put_guess(seen.guess),
+        "lens": [put_guess(guess) for guess in seen.lens],
+        "attention": [put_attention(*layer) for layer in enumerate(seen.weights_LNTS)],
+        "start": round_numbers(seen.start_T),
         "branches": [
             {"name": b.name, "added": round_numbers(b.added_T), "stream": round_numbers(b.stream_T)}
-            for b in activations.branches
+            for b in seen.branches
         ],
-        "norms": [_norm(norm, config) for norm in activations.norms],
-        "mlp": [
-            _units(i, hidden_TF, config.activation, examples, arrays)
-            for i, hidden_TF in enumerate(activations.hidden_LTF)
-        ],
+        "norms": [put_norm(norm) for norm in seen.norms],
+        "mlp": [put_units(*layer) for layer in enumerate(seen.hidden_LTF)],
         "corpus": None
-        if examples is None
-        else {"ids": arrays.put_tokens(examples.windows_NT.ravel()), "window": examples.windows_NT.shape[1]},
+        if windows_NT is None
+        else {"ids": arrays.put_tokens(windows_NT.ravel()), "window": windows_NT.shape[1]},
         "why_no_corpus": why,
-        "embedding": map_embedding(run, {"text": ids}, examples, arrays),
+        "embedding": map_embedding(run, ids, windows_NT, arrays),
         "sampling": {
             "ids": arrays.put_tokens(order_V[:NAMED]),
-            "logits": arrays.put(activations.logits_V[order_V].astype(np.float32)),
+            "logits": arrays.put(seen.logits_V[order_V]),
             "temperature": run.experiment.train.sample_temperature,
         },
     }
     content["words"] = [spell(run.tokenizer, token) for token in arrays.words]
-    return render_html(PROGRAMS, content["title"], content, arrays)
+    return render_html(PROGRAMS, content, arrays)
 
 
 def _windows(run: Run, data: str | None, tokens: int) -> tuple[np.ndarray | None, str]:
@@ -176,22 +365,6 @@ def read_embedding(params: Params) -> np.ndarray:
     return np.asarray(rows_VD, np.float32)
 
 
-class TokenArrays(Arrays):
-    """The arrays of a page, and the distinct tokens that it shows."""
-
-    def __init__(self) -> None:
-        """Start without arrays and tokens."""
-        super().__init__()
-        self.words: dict[int, int] = {}  # index by token id, in order of insertion
-
-    def put_tokens(self, tokens: ArrayLike) -> dict[str, Any]:
-        """Add token ids as indices into `words`; return the reference."""
-        tokens = np.asarray(tokens)
-        known, inverse = np.unique(tokens, return_inverse=True)
-        indices = [self.words.setdefault(int(token), len(self.words)) for token in known]
-        return self.put(np.array(indices, np.int32)[inverse].reshape(tokens.shape))
-
-
 def attention_shares(weights_NTS: np.ndarray) -> list[list[float]] | None:
     """Return, for each head, the mean attention weight on the previous token, the first token and the token itself.
 
@@ -215,72 +388,14 @@ def project_to_plane(vectors_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return xy_N2 / max(np.abs(xy_N2).max(), 1e-30), share
 
 
-def _attention_maps(activations: Activations, arrays: Arrays) -> list[dict[str, Any]]:
-    """Return the map of each layer."""
-    return [
-        {
-            "name": f"layer {i + 1}",
-            # The page shades square roots, in 256 levels, because most weights are small.
-            "roots": arrays.put(np.round(255 * np.sqrt(np.clip(weights_NTS, 0, 1))).astype(np.uint8)),
-            "shares": round_numbers(attention_shares(weights_NTS), 3),
-        }
-        for i, weights_NTS in enumerate(activations.weights_LNTS)
-    ]
-
-
-def _norm(norm: Norm, config: GPTConfig) -> dict[str, Any]:
-    def moments(x_TD: np.ndarray) -> dict[str, Any]:
-        return {"mean": round_numbers(x_TD.mean(axis=1)), "variance": round_numbers(x_TD.var(axis=1))}
-
-    def spread(x_D: np.ndarray | None) -> Any:
-        return None if x_D is None else round_numbers([x_D.mean(), x_D.min(), x_D.max()])
-
-    return {
-        "name": norm.name,
-        "eps": config.norm_eps,
-        "centred": config.norm == "layernorm",  # LayerNorm subtracts the mean
-        "before": moments(norm.before_TD),
-        "after": moments(norm.after_TD),
-        "scale": round_numbers(norm.scale_D[:ELEMENTS]),
-        "bias": None if norm.bias_D is None else round_numbers(norm.bias_D[:ELEMENTS]),
-        "scales": spread(norm.scale_D),
-        "biases": spread(norm.bias_D),
-        "x": round_numbers(norm.before_TD[:, :ELEMENTS]),
-    }
-
-
-def _units(
-    layer: int, hidden_TF: np.ndarray, activation: str, examples: TopExamples | None, arrays: Arrays
-) -> dict[str, Any]:
-    order_TK = np.argsort(-hidden_TF, axis=1, kind="stable")[:, :UNITS]
-    peak_F = np.maximum(hidden_TF.max(axis=0), 0.0)
-    # Sixteen levels relative to each unit's peak are enough for colours, and compress well.
-    levels_TF = np.round(15 * np.clip(hidden_TF, 0, None) / np.where(peak_F, peak_F, 1)).astype(np.uint8)
-    zero_TF = hidden_TF == 0
-    return {
-        "units": hidden_TF.shape[1],
-        "top": arrays.put(order_TK.astype(np.int32)),
-        "values": arrays.put(np.take_along_axis(hidden_TF, order_TK, axis=1).astype(np.float32)),
-        "levels": arrays.put(levels_TF.T),
-        "peaks": arrays.put(peak_F.astype(np.float32)),
-        # Only ReLU and its square give exact zeros.
-        "zeros": round_numbers(zero_TF.mean(axis=1)) if activation.startswith("relu") else None,
-        "silent": int(zero_TF.all(axis=0).sum()),
-        "examples": examples and arrays.put(examples.positions[layer].astype(np.int32)),
-        "example_values": examples and arrays.put(np.nan_to_num(examples.values[layer], posinf=0, neginf=0)),
-    }
-
-
-def map_embedding(
-    run: Run, texts: dict[str, list[int]], examples: TopExamples | None, arrays: TokenArrays
-) -> dict[str, Any]:
-    """Return the token vectors on a plane, and the nearest tokens of each."""
+def map_embedding(run: Run, ids: list[int], windows_NT: np.ndarray | None, arrays: Arrays) -> dict[str, Any]:
+    """Return the token vectors on a plane, and the nearest tokens of each. ids: tokens that are shown in any case."""
     vectors_VD = read_embedding(run.params)[: run.tokenizer.vocab_size]
     shown = rest = np.arange(len(vectors_VD))
-    if len(rest) > LABELS:  # the tokens of the texts, and the most frequent ones of the corpus
-        own = np.unique(np.concatenate([np.asarray(ids, np.int64) for ids in texts.values()]))
-        if examples is not None:
-            rest = np.argsort(-np.bincount(examples.windows_NT.ravel(), minlength=len(rest)), kind="stable")
+    if len(rest) > LABELS:  # those of the text, and the most frequent ones of the corpus
+        own = np.unique(np.asarray(ids, np.int64))
+        if windows_NT is not None:
+            rest = np.argsort(-np.bincount(windows_NT.ravel(), minlength=len(rest)), kind="stable")
         shown = np.concatenate([own, rest[~np.isin(rest, own)]])[: max(LABELS, len(own))]
     vectors_ND = vectors_VD[shown]
     xy_N2, share = project_to_plane(vectors_ND)

@@ -14,14 +14,13 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 from playwright.sync_api import expect
 
 from jaxgpt.config import GPTConfig
-from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
+from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, IdTokenizer, train_bpe
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
-from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.live import Matrix, hold, make_page
-from tests.browser import unnamed
+from jaxgpt.tools.xray.live import hold, make_page
+from jaxgpt.tools.xray.xray import capture_activations
 from tests.helpers import apply, make_model, stack_layers, tiny_experiment
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
@@ -29,23 +28,25 @@ NARROW = GPTConfig(vocab_size=len(CHARACTERS) + 3, block_size=24, n_layer=2, n_h
 
 # Together they have every option that changes what a decoder computes.
 ARCHITECTURES = {
-    "learned": dict(activation="geglu", scan_layers=True, remat="full"),
+    "gpt2": {},
     "quickstart": dict(
         bias=False, norm="rmsnorm", activation="swiglu", position="rope", qk_norm=True, tie_embeddings=False
     ),
     "original": dict(norm_position="post", position="sinusoidal", activation="relu", scale_embeddings=True),
     "olmo": dict(
-        norm_position="output", norm="rmsnorm", activation="gelu", position="none", qk_norm=True, qk_norm_over="heads",
+        norm_position="output", norm="rmsnorm", activation="gelu", position="none", qk_norm=True, qk_norm_over="heads"
     ),
     "gemma": dict(
         n_layer=3, n_head=4, n_kv_head=2, head_dim=6, mlp_dim=21, norm="rmsnorm", norm_offset=True,
         norm_position="sandwich", activation="geglu_tanh", position="rope", rope_local_theta=50.0, sliding_window=5,
         global_every=3, query_scale=9.0, attention_softcap=2.0, logit_softcap=3.0, scale_embeddings=True, bias=False,
-        rope_scaling="linear", rope_factor=2.0,
     ),
     "neox": dict(
         parallel_residual=True, activation="relu2", position="rope", rope_fraction=0.5, rope_scaling="llama3",
         rope_factor=4.0, rope_original_context=32, n_kv_head=1, qkv_bias=True, out_bias=False, sliding_window=7,
+    ),
+    "stacked": dict(
+        scan_layers=True, activation="geglu", position="rope", rope_scaling="linear", rope_factor=2.0, remat="full"
     ),
 }  # fmt: skip
 
@@ -72,13 +73,16 @@ def of_page(run, weights="int8"):
     """(model, params) with which Python computes what the page does."""
     model, params = unstack_layers(run.model, run.params)
 
+    def is_matrix(x):
+        return isinstance(x, dict) and "values" in x
+
     def restore(path, x):
-        if not isinstance(x, Matrix):
+        if not is_matrix(x):
             return x
-        matrix_FD = x.values_FD.astype(np.float32) * (1 if x.scale_F is None else x.scale_F[:, None])
+        matrix_FD = x["values"].astype(np.float32) * (1 if x["scale"] is None else x["scale"][:, None])
         return matrix_FD if path[-1].key == "embedding" else matrix_FD.T
 
-    return model, jax.tree.map_with_path(restore, hold(params, weights), is_leaf=lambda x: isinstance(x, Matrix))
+    return model, jax.tree.map_with_path(restore, hold(params, weights), is_leaf=is_matrix)
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
-    weights = "float32" if name == "learned" else "int8"
+    weights = "float32" if name == "gpt2" else "int8"
     page = visit(run, weights=weights)
     prompts = np.random.default_rng(0).integers(0, run.tokenizer.vocab_size, (8, 4))
     tokens_BT = np.array(page.evaluate(GREEDY, [prompts.tolist(), run.model.config.block_size]))
@@ -156,13 +160,18 @@ def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     np.testing.assert_allclose(unpack(seen["sampling"]["logits"]), np.sort(found.logits_V)[::-1], **near)
 
 
-def test_what_is_switched_off_is_zero_as_in_python(base, visit):
-    run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES["gemma"]))
+@pytest.mark.parametrize(
+    "name", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quickstart", "neox"))]
+)
+def test_what_is_switched_off_is_zero_as_in_python(base, visit, name):
+    run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     page = visit(run)
     text = np.random.default_rng(1).integers(0, run.tokenizer.vocab_size, 20)
     tokens_BT, all_on = jnp.asarray(text)[None], None
     for off, edits in {
         (): [],
+        ("1,1",): [zero("heads", 1, index=1)],
+        ("0,mlp",): [zero("mlp", 0)],
         ("0,0", "0,1", "1,mlp"): [zero("heads", 0, index=[0, 1]), zero("mlp", 1)],
     }.items():
         page.evaluate("(off) => { engine.off = new Set(off); }", off)
@@ -198,10 +207,13 @@ def bpe(pattern=None):
     return BPETokenizer(json.dumps(saved))
 
 
-@pytest.mark.parametrize("kind", ["char", "gpt2", "gpt4", "llama3"])
+@pytest.mark.parametrize("kind", ["char", "byte", "gpt2", "gpt4", "llama3"])
 def test_tokenizers_are_pythons(base, visit, kind):
+    if kind not in ("char", "byte"):
+        pytest.importorskip("tokenizers")
     tokenizer = {
         "char": lambda: CharTokenizer("".join(ODD)),
+        "byte": ByteTokenizer,
         "gpt2": bpe,
         "gpt4": lambda: bpe(WORDS[0]),
         "llama3": lambda: bpe(WORDS[1]),
@@ -224,7 +236,10 @@ def test_tokenizers_are_pythons(base, visit, kind):
 def test_what_it_refuses(base, monkeypatch):
     run = with_model(base, NARROW)
     refused = [
+        (dict(weights="int4"), run, "weights='int4': needs int8 or float32"),
         (dict(prompt="a Z"), run, r"'Z' \(U\+005A\)"),
+        ({}, run.for_decoding("int8"), "converted by for_decoding"),
+        ({}, dataclasses.replace(run, tokenizer=IdTokenizer(30)), "bare ids"),
         ({}, dataclasses.replace(run, params=jax.tree.map(lambda x: x * jnp.nan, run.params)), "is not finite"),
     ]
     model, params = edit(run.model, run.params, [zero("mlp", 0)])
@@ -284,9 +299,6 @@ def test_sections_follow_the_text_and_the_switches(typed):
     page.click("#all-on")
     expect(page.locator("#said")).not_to_contain_text("Switched off")
     np.testing.assert_allclose(bits_said(page), bits_of(run, "abc"), **ROUNDED)
-    page.fill("#text", "aZb漢Z")
-    expect(page.locator("#skipped")).to_have_text("Skipped, since the model does not know them: “Z” “漢”")
-    expect(page.locator("#surprise .tok")).to_have_text(["a", "b"])
     page.fill("#text", "")  # the token that stands for an empty text
     expect(page.locator("#surprise .tok")).to_have_count(1)
     # No text is parsed as HTML.
@@ -294,6 +306,15 @@ def test_sections_follow_the_text_and_the_switches(typed):
     html = make_page(run, SCRIPT)
     assert SCRIPT not in html and "unsafe" not in html and "default-src 'none'" in html
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "") and "https://" not in html
+
+
+def test_unknown_characters_are_named_and_skipped(typed):
+    _, page = typed
+    page.fill("#text", "aZb漢Z")
+    expect(page.locator("#skipped")).to_have_text("Skipped, since the model does not know them: “Z” “漢”")
+    expect(page.locator("#surprise .tok")).to_have_text(["a", "b"])
+    page.fill("#text", "ab")
+    expect(page.locator("#skipped")).to_be_empty()
 
 
 def test_it_writes_what_is_most_probable_and_stops(typed):
@@ -315,11 +336,17 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     read = page.locator("#surprise .tok").count()
     assert 20 < read <= 40 and (len(text) - read) % 20 == 0
     np.testing.assert_allclose(bits_said(page), bits_of(run, text[-read:]), **ROUNDED)
+
+
+def test_it_stops_at_a_stop_token(typed):
+    _, page = typed
+    page.locator("#temperature").fill("0")
     page.fill("#text", "ab")
     expect(page.locator("#surprise .tok")).to_have_count(2)
     page.evaluate("data.stop.push(engine.ranked().ids[0])")
     page.click("#write")
     expect(page.locator("#write")).to_have_text("write")
+    expect(page.locator("#said")).not_to_contain_text("Written")
     assert page.input_value("#text") == "ab"
 
 
@@ -341,12 +368,16 @@ def test_characters_of_several_bytes_are_written_whole(base, visit):
     assert set(text) == {"ñ"} and len(text) > 10
 
 
-def test_a_narrow_page_keeps_within_its_width_and_names_its_controls(open_page, base, tmp_path):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_wide_and_narrow(open_page, base, tmp_path, scheme, width):
     path = tmp_path / "page.html"
     path.write_text(make_page(with_model(base, NARROW), "abc"), encoding="utf-8")
-    page = open_page(path, "dark", 360)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page = open_page(path, scheme, width)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     inside = "e => e.getBoundingClientRect().right <= document.querySelector('#live').getBoundingClientRect().right"
     assert all(page.locator(f"#live {part}").last.evaluate(inside) for part in ("textarea", "output", ".switch"))
-    assert unnamed(page) == [] and page.complaints == []
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input, textarea")].filter((e) =>
+      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
+    assert unnamed == [] and page.complaints == []
     page.close()

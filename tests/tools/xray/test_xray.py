@@ -14,9 +14,8 @@ from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
-from jaxgpt.tools.xray.activations import capture_activations
-from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, xray
-from tests.browser import unnamed, unreadable
+from jaxgpt.tools.xray.xray import attention_shares, capture_activations, project_to_plane, read_embedding, xray
+from tests.browser import unreadable
 from tests.helpers import make_model, tiny_experiment
 
 SCRIPT = "<script>pwned=1</script>"
@@ -96,8 +95,8 @@ def test_shares_of_a_head():
     assert attention_shares(weights_NTS[:, :2, :2]) is None
 
 
-def test_the_plane_is_that_of_the_singular_values():
-    size = 1e30  # whose squares are above the largest float32
+@pytest.mark.parametrize("size", [1, 1e30])  # squares of the latter are above the largest float32
+def test_the_plane_is_that_of_the_singular_values(size):
     vectors_ND = np.random.default_rng(0).normal(size=(40, 6)) * [5, 3, 1, 1, 1, 1]
     xy_N2, share = project_to_plane((vectors_ND * size).astype(np.float32))
     u, s, _ = np.linalg.svd(vectors_ND - vectors_ND.mean(axis=0), full_matrices=False)
@@ -129,10 +128,16 @@ def test_surprise_and_its_alternatives(page, run, found):
     assert f"position {t + 1} of" in page.text_content("#position")
     bits = np.append(0, -found.guess.logprob_T[:-1])
     np.testing.assert_allclose(shades(page, "#surprise .tok"), 100 * bits / bits.max(), atol=1)
+
+
+def test_keys_move_through_the_text(page):
     page.focus("#surprise .tok >> nth=0")
     for key, position in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowLeft", 2), ("End", len(PROMPT)), ("Home", 1)):
         page.keyboard.press(key)
         assert f"position {position} of" in page.text_content("#position")
+    assert "The first token has no context" in page.text_content("#alternatives")
+    page.click("#next")
+    assert "position 2 of" in page.text_content("#position")
 
 
 def test_a_head_enlarged(page, found):
@@ -174,7 +179,8 @@ def test_a_map_is_its_weights(page, found):
     np.testing.assert_allclose(np.reshape(alpha, (T, T)) / 255, np.sqrt(found.weights_LNTS[0][1]), atol=1 / 255)
 
 
-def test_norms_the_stream_and_the_lens_of_a_position(page, found):
+def test_tables_of_a_position(page, found):
+    """Norms as the formula has them, the stream as its branches add to it, and what each layer would predict."""
     t = 4
     page.locator("#surprise .tok").nth(t).click()
     rows = cells(page, "#norms table >> nth=0") or cells(page, "#norms .scroll:first-of-type")
@@ -188,19 +194,19 @@ def test_norms_the_stream_and_the_lens_of_a_position(page, found):
     assert [number(v) for v in x[1:]] == pytest.approx(norm.before_TD[t, :8].tolist(), **NEAR)
     assert [number(v) for v in result[1:]] == pytest.approx(norm.after_TD[t, :8].tolist(), **NEAR)
     assert number(inner[1]) * number(gamma[1]) + number(beta[1]) == pytest.approx(number(result[1]), **NEAR)
-
     start, *rows = cells(page, "#stream")
     assert number(start[2]) == pytest.approx(found.start_T[t], **NEAR)
-    assert [row[0] for row in rows] == ["attention 1", "MLP 1", "attention 2", "MLP 2"]
     for row, branch in zip(rows, found.branches, strict=True):
         assert [number(row[1]), number(row[2])] == pytest.approx([branch.added_T[t], branch.stream_T[t]], **NEAR)
-
-    t = 5
-    page.locator(f"#lens td[data-t='{t}']").first.click()
-    assert f"position {t + 1} of" in page.text_content("#position")
-    for row, guess in zip(cells(page, "#lens-predictions"), found.lens, strict=True):
-        assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t]), **NEAR)
-        assert number(re.findall(r"[\d.e-]+%", row[1])[0]) == pytest.approx(guess.probabilities_TK[t, 0], **NEAR)
+    assert [row[0] for row in rows] == ["attention 1", "MLP 1", "attention 2", "MLP 2"]
+    page.locator(f"#lens td[data-t='{t + 1}']").first.click()
+    assert f"position {t + 2} of" in page.text_content("#position")
+    rows = cells(page, "#lens-predictions")
+    assert len(rows) == len(found.lens) == page.locator("#lens .lens tbody tr").count()
+    for row, guess in zip(rows, found.lens, strict=True):
+        assert number(row[2]) == pytest.approx(math.exp(guess.logprob_T[t + 1]), **NEAR)
+        said = number(re.findall(r"[\d.e-]+%", row[1])[0])
+        assert said == pytest.approx(guess.probabilities_TK[t + 1, 0], **NEAR)
 
 
 def test_units_and_what_excites_them(page, run, found):
@@ -243,7 +249,9 @@ def test_embeddings_and_neighbours(page, run):
     assert page.input_value("#embedding-token") == "0"
 
 
-@pytest.mark.parametrize("how", [{"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 4}, {"top_p": 0.6}, {"temperature": 0.0}]
+)
 def test_sliders_draw_what_sampling_draws(page, found, how):
     for name, value in ({"temperature": 1.0} | how).items():
         page.locator(f"#{name.replace('_', '-')}").fill(str(value))
@@ -252,11 +260,17 @@ def test_sliders_draw_what_sampling_draws(page, found, how):
     assert re.search(r"be drawn: (\d+) of", page.text_content("#drawn"))[1] == str(len(expected))
     said = page.eval_on_selector_all("#drawn td[data-p]", "all => all.map(e => Number(e.dataset.p))")
     np.testing.assert_allclose(said, expected[:20], rtol=2e-3, atol=1e-6)
+    page.focus("#temperature")
+    before = page.text_content("#drawn")
+    page.keyboard.press("PageUp")
+    assert page.text_content("#drawn") != before
 
 
 def test_everything_has_a_name_and_a_place_in_order(page):
     """What a screen reader says of each control, and what the keyboard reaches."""
-    assert unnamed(page) == []
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, [role=button], select, input")].filter((e) =>
+      !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)""")
+    assert unnamed == []
     assert page.locator("h1").count() == 1 and page.locator("main").count() == 1
     assert all(
         page.locator(f"section#{id} > h2").count() == 1
@@ -270,7 +284,8 @@ def test_everything_has_a_name_and_a_place_in_order(page):
     assert page.evaluate("document.activeElement.className") == "skip"
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_light_and_dark_wide_and_narrow(open_page, path, scheme, width):
     page = open_page(path, scheme, width)
     light = page.evaluate("""() => ["backgroundColor", "color"].map((name) => {
@@ -309,14 +324,37 @@ def test_without_a_corpus_it_says_why(run, tmp_path, monkeypatch):
     assert "switched off" in data_of(xray(run, "la", corpus_tokens=0))["why_no_corpus"]
     moved = dataclasses.replace(run.experiment.data, path=str(tmp_path / "gone.txt"))
     gone = dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, data=moved))
+    assert data_of(xray(gone, "la"))["corpus"] is not None  # its tokens are in the cache
     monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "empty"))
     found = data_of(xray(gone, "la"))
     assert found["corpus"] is None and "gone.txt" in found["why_no_corpus"] and "--data" in found["why_no_corpus"]
     other = tmp_path / "other.txt"
     other.write_text("un lugar de la " * 20)
     assert data_of(xray(gone, "la", data=str(other)))["corpus"]["window"] == 48
-    for how, words in (({"data": "short.txt"}, "has 5 tokens, needed 48"), ({"corpus_tokens": -1}, "needs at least 0")):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "short.txt").write_text("lugar")
-        with pytest.raises(UserError, match=words):
-            xray(run, "la", **how)
+
+
+@pytest.mark.parametrize(
+    "prompt, how, words",
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([0, 9999], {}, "prompt has ids from 0 to 9999"),
+        ("la Mancha " * 6, {}, "has 60 tokens, and the context of .* is 48"),
+        ("la", {"data": "short.txt"}, "has 5 tokens, needed 48"),
+        ("la", {"corpus_tokens": -1}, "corpus_tokens=-1: needs at least 0"),
+    ],
+)
+def test_what_it_refuses(run, tmp_path, monkeypatch, prompt, how, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("lugar")
+    with pytest.raises(UserError, match=words):
+        xray(run, prompt, **how)
+
+
+@pytest.mark.parametrize("prompt", ["E", "En", "\n"])
+def test_shortest_prompts(run, open_page, tmp_path, prompt):
+    path = tmp_path / "short.html"
+    path.write_text(xray(run, prompt, corpus_tokens=0), encoding="utf-8")
+    page = open_page(path)
+    assert page.locator("#surprise .tok").count() == len(prompt) and page.complaints == []
+    page.close()
