@@ -29,6 +29,7 @@ ROWS = [
     ["sample"],
     ["data"],
     ["loop"],
+    ["head_loss"],
     ["loss", "plain_generate"],
     ["train"],
     ["model", "optim", "lora"],

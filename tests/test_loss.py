@@ -13,9 +13,10 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.kernels import cross_entropy
 from jaxgpt.layers.linear import float32_logits
-from jaxgpt.loss import chunked_next_token_loss, fused_next_token_loss, make_loss, next_token_loss
+from jaxgpt.loss import make_loss, next_token_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tokens_BT
 
 
