@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import DataConfig, Experiment, GPTConfig, LoraConfig, TrainConfig
+from jaxgpt.config import Experiment, GPTConfig, LoraConfig, TrainConfig
 from jaxgpt.lora import freeze, init_adapters, join_adapters, merge_adapters, with_adapters
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.trainer import make_trainer
@@ -72,36 +72,31 @@ def test_a_layer_adds_an_adapter_as_if_it_were_merged(name, frozen):
     assert abs(float(plain - joined[0])) > 1e-3
 
 
-def temporaries(lora: LoraConfig) -> int:
-    """Bytes that XLA needs for a step besides its arguments."""
-    experiment = Experiment(
-        name="memory",
-        model=GPTConfig(vocab_size=64, block_size=16, n_layer=3, n_head=4, n_embd=128),
-        data=DataConfig(),
-        train=TrainConfig(batch_size=1, init_from=None if lora.rank is None else "x"),
-        lora=lora,
+def test_adapters_need_no_gradient_of_the_matrices_and_int8_a_quarter_of_their_memory():
+    """With few tokens nearly all temporaries of a step are such gradients."""
+
+    def trainer(**lora):
+        return make_trainer(
+            Experiment(
+                name="memory",
+                model=GPTConfig(
+                    vocab_size=8, block_size=16, n_layer=3, n_head=4, n_embd=128, position="rope", bias=False
+                ),
+                train=TrainConfig(batch_size=1, init_from="x" if lora else None),
+                lora=LoraConfig(**lora),
+            )
+        )
+
+    full, adapted = (
+        trainer(**lora).lower().compile().memory_analysis().temp_size_in_bytes for lora in ({}, {"rank": 4})
     )
-    return make_trainer(experiment).lower().compile().memory_analysis().temp_size_in_bytes
-
-
-def test_adapters_need_no_gradient_of_the_matrices():
-    """With few tokens nearly all temporaries are such gradients."""
-    full = temporaries(LoraConfig())
     assert full > 3 * 12 * 128**2 * 4  # one gradient of all matrices
-    assert temporaries(LoraConfig(rank=4)) < 0.3 * full
-
-
-def test_int8_takes_a_quarter_of_the_memory():
-    def frozen_bytes(frozen):
-        lora = LoraConfig(rank=4, frozen=frozen)
-        experiment = Experiment(
-            name="memory",
-            model=GPTConfig(vocab_size=8, block_size=8, n_layer=3, n_head=4, n_embd=128, position="rope", bias=False),
-            train=TrainConfig(batch_size=1, init_from="x"),
-            lora=lora,
+    assert adapted < 0.3 * full
+    float32, int8 = (
+        sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(trainer(rank=4, frozen=kind).abstract_state.frozen_params)
         )
-        return sum(
-            x.size * x.dtype.itemsize for x in jax.tree.leaves(make_trainer(experiment).abstract_state.frozen_params)
-        )
-
-    assert frozen_bytes("int8") < 0.27 * frozen_bytes("float32")
+        for kind in ("float32", "int8")
+    )
+    assert int8 < 0.27 * float32

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.head_loss import chunked_next_token_loss
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import KERNELS
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model

@@ -95,37 +95,30 @@ def make_server(
 
 def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it once more after the end, a success here
-        signal.signal(number, lambda *_: None)
-    Server(app, listener, say).run([listener])
+    server = make_uvicorn(app)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn takes them meanwhile, and raises one again after the end
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    host, port = listener.getsockname()[:2]
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}")  # what comes from now on waits until it is answered
+    server.run([listener])
     say("stopped")
 
 
-class Server(uvicorn.Server):
-    """uvicorn with deadlines and limits, which prints its address once it answers."""
-
-    def __init__(self, app: Guard, listener: socket.socket, say: Callable[[str], None]):
-        """Configure uvicorn. listener: where `run` will listen. say: prints a line."""
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http=Deadlines,
-            ws="none",
-            lifespan="on",
-            log_level="error",
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(GRACE),
-        )
-        super().__init__(config)
-        host, port = listener.getsockname()[:2]
-        self._say, self._address = say, f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
-        self._say(self._address)
+def make_uvicorn(app: Guard) -> uvicorn.Server:
+    """Return uvicorn with deadlines and limits."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=Deadlines,
+        ws="none",
+        lifespan="on",
+        log_level="error",
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(GRACE),
+    )
+    return uvicorn.Server(config)
 
 
 def bind(host: str, port: int) -> socket.socket:

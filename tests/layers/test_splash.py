@@ -34,22 +34,19 @@ def compare(B, T, N, K, H, dtype, **how):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "N", "K", "H"),
+    ("B", "T", "N", "K", "H", "how"),
     [
-        (2, 128, 3, 3, 64),  # one block
-        (2, 256, 6, 2, 64),  # grouped heads
-        (1, 200, 4, 1, 128),  # padded to 256; one key/value head; the other layout
-        (1, 640, 2, 2, 16),  # one block in memory, computed in fifths
-        (1, 1152, 2, 1, 8),  # 3 x 3 blocks, of which the mask leaves 6
+        (2, 128, 3, 3, 64, {}),  # one block
+        (2, 256, 6, 2, 64, {}),  # grouped heads
+        (1, 200, 4, 1, 128, {}),  # padded to 256; one key/value head; the other layout
+        (1, 640, 2, 2, 16, {}),  # one block in memory, computed in fifths
+        (1, 1152, 2, 1, 8, {}),  # 3 x 3 blocks, of which the mask leaves 6
+        (1, 384, 2, 1, 16, {"window": 300, "scale": 0.2}),
+        (1, 384, 2, 1, 16, {"softcap": 2.0, "window": 7}),
     ],
 )
-def test_splash_is_attention(B, T, N, K, H):
-    chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32), **FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize("how", [{"window": 100}, {"window": 300, "scale": 0.2}, {"softcap": 2.0, "window": 7}])
-def test_windows_and_caps(how):
-    chex.assert_trees_all_close(*compare(1, 384, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
+def test_splash_is_attention(B, T, N, K, H, how):
+    chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32, **how), **FLOAT32_REORDERED)
 
 
 def test_documents_are_kept_apart():
@@ -61,15 +58,7 @@ def test_documents_are_kept_apart():
 
 @pytest.mark.parametrize(
     ("T", "H", "window"),
-    [
-        (1024, 64, None),
-        (1024, 256, None),
-        (1152, 8, None),
-        (4096, 64, None),
-        (4096, 64, 1024),
-        (4096, 64, 1),
-        (640, 64, 300),
-    ],
+    [(1024, 64, None), (1024, 256, None), (1152, 8, None), (4096, 64, 1024), (4096, 64, 1), (640, 64, 300)],
 )
 def test_the_scores_that_are_computed(T, H, window):
     """All of each block that the kernel's own table does not leave out: at T=1024 nothing is."""
