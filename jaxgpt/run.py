@@ -13,7 +13,7 @@ from jaxgpt.config import MAX_NEW_TOKENS, Experiment, Precision
 from jaxgpt.config.validate import check_count, short, to_python
 from jaxgpt.data.tokenizer import Tokenizer, fingerprint
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax

@@ -26,7 +26,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig
 from jaxgpt.interventions import lens
 from jaxgpt.interventions.lens import fit_jacobian_lens, fit_probe, logit_lens
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Compute
 from jaxgpt.loss import make_loss, next_token_loss
 from jaxgpt.parallel.jax_setup import configure_jax
 from jaxgpt.sample.score import _logprobs

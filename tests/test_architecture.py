@@ -43,7 +43,7 @@ ROWS = [
 # Inside layers, the same again.
 LAYER_ROWS = [
     ["block"],
-    ["attention", "mlp", "hooks"],
+    ["attention", "mlp"],
     ["kernels"],
     ["kernels.plain"],
     ["norm", "position", "linear"],

@@ -22,7 +22,7 @@ from jaxgpt.errors import UserError
 if TYPE_CHECKING:
     from flax import linen as nn
 
-    from jaxgpt.layers.hooks import Compute
+    from jaxgpt.layers.block import Compute
     from jaxgpt.layers.position import Rope
     from jaxgpt.model import GPT
 
@@ -169,7 +169,7 @@ class GPTConfig:
 
     def make_model(self, compute: Compute | None = None) -> GPT:
         """Return the model: a linen module with the methods of `GPT`. compute: None means float32 and the plain kernel."""
-        from jaxgpt.layers.hooks import Compute
+        from jaxgpt.layers.block import Compute
         from jaxgpt.model import GPT
 
         return GPT(self, *(compute or Compute()))

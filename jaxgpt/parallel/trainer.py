@@ -13,7 +13,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
-from jaxgpt.layers.hooks import NO_SHARDING, Compute
+from jaxgpt.layers.block import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
 from jaxgpt.loss import HeadLoss
