@@ -17,6 +17,10 @@ from tests.helpers import FLOAT32_REORDERED, run_command
 BFLOAT16_ROUNDED = dict(rtol=0.02, atol=0.04)
 
 
+# One ends within a block; T is padded.
+DOCUMENTS_BT = jnp.asarray([[1] * 90 + [2] * 60 + [3] * 40 + [0] * 10, [1] * 200], jnp.int32)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def out_and_gradients(attention, q_BTNH, k_BSKH, v_BSKH, dout_BTNH):
     out_BTNH, pull_back = jax.vjp(attention, q_BTNH, k_BSKH, v_BSKH)
@@ -43,17 +47,11 @@ def compare(B, T, N, K, H, dtype, **how):
         (1, 1152, 2, 1, 8, {}),  # 3 x 3 blocks, of which the mask leaves 6
         (1, 384, 2, 1, 16, {"window": 300, "scale": 0.2}),
         (1, 384, 2, 1, 16, {"softcap": 2.0, "window": 7}),
+        (2, 200, 2, 1, 16, {"segments_BT": DOCUMENTS_BT, "window": 50}),
     ],
 )
 def test_splash_is_attention(B, T, N, K, H, how):
     chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32, **how), **FLOAT32_REORDERED)
-
-
-def test_documents_are_kept_apart():
-    """Also where a document ends within a block and where T is padded."""
-    segments_BT = jnp.asarray([[1] * 90 + [2] * 60 + [3] * 40 + [0] * 10, [1] * 200], jnp.int32)
-    how = {"segments_BT": segments_BT, "window": 50}
-    chex.assert_trees_all_close(*compare(2, 200, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize(
