@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import TrainConfig
+from jaxgpt.config.training import TrainConfig
 from jaxgpt.errors import Diverged, Preempted
 from jaxgpt.train import Metrics, TrainState, why_skipped
 

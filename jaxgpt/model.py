@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import NO_SHARDING, Compute, ShardingHooks
+from jaxgpt.layers.block import NO_SHARDING, Compute, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn, plain_attention
 from jaxgpt.layers.linear import INIT_STD, Embedding, Head
 from jaxgpt.layers.position import positions_from_segments, sinusoidal

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxgpt.config import OptimConfig
+from jaxgpt.config.training import OptimConfig
 
 MATRICES = ("kernel", "embedding", "lora_a", "lora_b")  # names of parameters that are matrices
 

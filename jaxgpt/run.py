@@ -17,7 +17,7 @@ from jaxgpt.data.template import fingerprint as template_fingerprint
 from jaxgpt.data.tokenizer import Tokenizer, find_start_token, fingerprint
 from jaxgpt.errors import UserError
 from jaxgpt.hf.source import end_tokens
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import compute_options
 from jaxgpt.parallel.jax_setup import configure_jax

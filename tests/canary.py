@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxgpt.config import GPTConfig
 from jaxgpt.interventions.analyses import fit_jacobian_lens
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Compute
 
 # A compiled result may be this many times as far from float64 as the one without jit is, or as far as this part of the
 # largest magnitude: sums in another order. What was seen of the compiler's errors was from 0.002 of it to NaN.

@@ -18,7 +18,7 @@ import numpy as np
 from jaxgpt.config import DataConfig, Experiment, GPTConfig, OptimConfig, TrainConfig
 from jaxgpt.data.pipeline import Dataset
 from jaxgpt.data.tokenizer import load_tokenizer
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Compute
 from jaxgpt.model import GPT
 from jaxgpt.run import Run
 from jaxgpt.runs.directory import read_metadata, write_metadata

@@ -29,6 +29,7 @@ ROWS = [
     ["sample"],
     ["data"],
     ["loop"],
+    ["head_loss"],
     ["loss", "plain_generate"],
     ["train"],
     ["model", "optim", "lora"],
@@ -42,7 +43,7 @@ ROWS = [
 # Inside layers, the same again.
 LAYER_ROWS = [
     ["block"],
-    ["attention", "mlp", "hooks"],
+    ["attention", "mlp"],
     ["kernels"],
     ["kernels.plain"],
     ["norm", "position", "linear"],

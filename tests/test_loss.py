@@ -13,9 +13,10 @@ import optax
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.kernels import cross_entropy
 from jaxgpt.layers.linear import float32_logits
-from jaxgpt.loss import chunked_next_token_loss, fused_next_token_loss, make_loss, next_token_loss
+from jaxgpt.loss import make_loss, next_token_loss
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model, tokens_BT
 
 
@@ -38,15 +39,6 @@ def test_masked_targets_do_not_count_whatever_they_are():
     assert len({(float(t), float(n)) for t, n in totals}) == 1
     alone, two = next_token_loss(logits[:, ::2], jnp.array([[0, 2]]))
     np.testing.assert_allclose(totals[0], (alone, two), rtol=1e-6)
-
-
-def test_logits_are_summed_in_float32():
-    logits = (20.0 * jax.random.normal(jax.random.key(0), (4, 64, 300))).astype(jnp.bfloat16)
-    targets = jnp.zeros((4, 64), jnp.int32)
-    low, _ = next_token_loss(logits, targets)
-    high, _ = next_token_loss(logits.astype(jnp.float32), targets)
-    assert low.dtype == jnp.float32
-    assert float(low) == float(high)
 
 
 # The logits of each chunk by a product of its own, and the head's gradient summed chunk by chunk.
@@ -150,15 +142,3 @@ def test_label_smoothing_is_optaxs():
     expected = jnp.sum(optax.softmax_cross_entropy(logits_BTV, smooth_BTV), where=mask_BT)
     np.testing.assert_allclose(nats, expected, **FLOAT32_REORDERED)
     assert count == mask_BT.sum()
-
-    def chunked(logits_BTV):
-        model: Any = types.SimpleNamespace(apply=lambda variables, x_BTV, method: variables["params"] * x_BTV)
-        head = jnp.ones(())
-        return chunked_next_token_loss(model, head, logits_BTV, targets_BT, mask_BT, chunk=2, smoothing=0.1)[0]
-
-    value, grad = jax.value_and_grad(chunked)(logits_BTV)
-    whole, whole_grad = jax.value_and_grad(lambda x: next_token_loss(x, targets_BT, mask_BT, smoothing=0.1)[0])(
-        logits_BTV
-    )
-    np.testing.assert_allclose(value, whole, **FLOAT32_REORDERED)
-    np.testing.assert_allclose(grad, whole_grad, **FLOAT32_REORDERED)

@@ -68,20 +68,12 @@ def tiny(**kwargs) -> GPTConfig:
 
 
 @every_architecture
-def test_logits_are_float32_of_the_right_shape(kind):
-    config = tiny(**kind)
-    model, params = make_model(config, dtype=jnp.bfloat16)
-    logits_BTV = jax.eval_shape(model.apply, {"params": params}, tokens_BT(config, batch=3))
-    assert logits_BTV.shape == (3, config.block_size, config.vocab_size)
-    assert logits_BTV.dtype == jnp.float32
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-
-
-@every_architecture
 def test_causal_by_gradient(kind):
-    """Logits at t move with the embeddings of tokens 0..t and with no later one."""
+    """Logits at t move with the embeddings of tokens 0..t and with no later one, and are float32 whatever computes."""
     config = tiny(**kind)
     model, params = make_model(config)
+    low = jax.eval_shape(make_model(config, dtype=jnp.bfloat16)[0].apply, {"params": params}, tokens_BT(config))
+    assert low == jax.ShapeDtypeStruct((2, config.block_size, config.vocab_size), jnp.float32)
     inputs_BT = jnp.arange(config.block_size)[None]  # every token once, so that a row of wte is a place
 
     def logit(params, t):
@@ -209,26 +201,6 @@ def test_remat_of_all_but_dots_keeps_what_cudnn_made(monkeypatch):
         assert found == [forward, 2], remat
 
 
-def test_bfloat16_is_near_float32():
-    model, params = make_model(TINY)
-    low = GPT(TINY, dtype=jnp.bfloat16)
-    inputs = tokens_BT(TINY)
-    np.testing.assert_allclose(
-        apply(low, params, inputs), apply(model, params, inputs), rtol=0.05, atol=0.05
-    )  # bfloat16 has 8 bits: half a percent per operation
-
-
-def test_dropout_needs_train_and_a_key():
-    config = tiny(dropout=0.5)
-    model, params = make_model(config)
-    inputs = tokens_BT(config)
-    still = apply(model, params, inputs)
-    np.testing.assert_array_equal(still, apply(model, params, inputs, key=jax.random.key(0)))
-    one, two = (apply(model, params, inputs, train=True, key=jax.random.key(k)) for k in (0, 1))
-    assert not np.allclose(one, two)
-    assert not np.allclose(one, still)
-
-
 def test_every_dropout_draws_its_own():
     """Embeddings, and what attention and MLP of each layer write: half of each, whatever becomes of the others.
 
@@ -253,14 +225,6 @@ def test_every_dropout_draws_its_own():
     np.testing.assert_allclose(alike, 0.5, atol=0.1)
 
 
-def test_softcap_bounds_logits():
-    config = tiny(logit_softcap=2.0)
-    model, params = make_model(config)
-    params["wte"]["embedding"] *= 100.0
-    logits = apply(model, params, tokens_BT(config))
-    assert 1.5 < float(jnp.abs(logits).max()) <= 2.0
-
-
 def test_post_norm_is_add_and_norm():
     """The 2017 block as the lesson writes it: LayerNorm(x + sublayer(x))."""
     config = tiny(**ARCHITECTURES["2017"], n_layer=1)
@@ -283,21 +247,13 @@ def test_feed_forward_of_2017_is_512_2048_512():
 def test_initialisation_is_gpt2s():
     config = GPTConfig(vocab_size=500, block_size=16, n_layer=8, n_head=4, n_embd=128, scan_layers=True)
     params = jax.jit(GPT(config).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    std = jax.tree.map(lambda x: float(np.std(x)), params)
-    for value in (
-        std["wte"]["embedding"],
-        std["h"]["block"]["attn"]["q"]["kernel"],
-        std["h"]["block"]["mlp"]["c_fc"]["kernel"],
-    ):
-        assert value == pytest.approx(0.02, rel=0.05)
-    for value in (
-        std["h"]["block"]["attn"]["c_proj"]["kernel"],
-        std["h"]["block"]["mlp"]["c_proj"]["kernel"],
-    ):
-        assert value == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
-    loss_at_start = math.log(500)
+    block = params["h"]["block"]
+    for x in (params["wte"]["embedding"], block["attn"]["q"]["kernel"], block["mlp"]["c_fc"]["kernel"]):
+        assert float(np.std(x)) == pytest.approx(0.02, rel=0.05)
+    for branch in ("attn", "mlp"):
+        assert float(np.std(block[branch]["c_proj"]["kernel"])) == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
     logits = apply(GPT(config), params, tokens_BT(config))
-    assert float(jax.nn.logsumexp(logits, axis=-1).mean()) == pytest.approx(loss_at_start, rel=0.02)
+    assert float(jax.nn.logsumexp(logits, axis=-1).mean()) == pytest.approx(math.log(500), rel=0.02)
 
 
 def test_zero_residual_init_makes_every_block_the_identity():
@@ -309,12 +265,6 @@ def test_zero_residual_init_makes_every_block_the_identity():
     np.testing.assert_allclose(apply(model, params, inputs), apply(no_blocks, params, inputs), **FLOAT32_REORDERED)
 
 
-def test_parameters_do_not_depend_on_the_batch():
-    model = GPT(TINY)
-    a, b = (jax.jit(model.init)(jax.random.key(0), tokens_BT(TINY, batch=n))["params"] for n in (1, 5))
-    chex.assert_trees_all_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("size", "millions"), [("124M", 124.44), ("350M", 354.82), ("774M", 774.03), ("1558M", 1557.61)]
 )
@@ -322,12 +272,6 @@ def test_gpt2_sizes_by_shape(size, millions):
     """The published parameter counts, without allocating one; layers that are scanned are traced once."""
     params = GPT(dataclasses.replace(gpt2(size), scan_layers=True)).shapes()
     assert count_parameters(params) / 1e6 == pytest.approx(millions, abs=0.01)
-
-
-def test_flops_per_token():
-    """GPT-2 124M at 1024 tokens: 6 x (124.4M - 0.8M of positions) + 12 x 12 x 768 x 1024."""
-    config = gpt2()
-    assert train_flops_per_token(config, 124_439_808) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
 
 
 FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, position="none")
@@ -343,6 +287,7 @@ FLOPS = GPTConfig(vocab_size=100, block_size=32, n_layer=3, n_head=4, n_embd=8, 
         (FLOPS, 50, 4 * 1000 + 6 * 50 + 12 * 3 * 8 * 32),  # no gradient of what is not trained
         (dataclasses.replace(FLOPS, sliding_window=5, global_every=3), 0, 6 * 1000 + 12 * 8 * (5 + 5 + 32)),
         (dataclasses.replace(FLOPS, sliding_window=50), 0, 6 * 1000 + 12 * 3 * 8 * 32),
+        (gpt2(), 0, 6 * (1000 - 1024 * 768) + 12 * 12 * 768 * 1024),  # positions are not multiplied
     ],
 )
 def test_flops_by_hand(config, adapters, expected):

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from jaxgpt.batch import Batch
+from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_from_segments
-from jaxgpt.loss import chunked_next_token_loss, make_loss
+from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import KERNELS
 from tests.helpers import TINY, make_model
 from tests.sample.test_cached import CACHED

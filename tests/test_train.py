@@ -69,17 +69,12 @@ def run(compiled, state, steps=STEPS, batch=None):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_it_learns(name):
     _, compiled, state = make_step(optim=dataclasses.replace(OPTIM, name=name))
+    _, metrics = compiled(state, make_batch(), jax.random.key(1))
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_a_row"}
+    assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
     losses, state = run(compiled, state)
     assert losses[-1] < losses[0] - 0.15
     assert int(state.step) == STEPS
-
-
-def test_metrics():
-    _, compiled, state = make_step()
-    _, metrics = compiled(state, make_batch(), jax.random.key(1))
-    assert set(metrics) == {"loss", "grad_norm", "learning_rate", "skipped", "in_a_row"}
-    chex.assert_tree_all_finite(metrics)
-    assert float(metrics["learning_rate"]) == pytest.approx(1e-2 / 3)
 
 
 # Sums of float32 in another order, through Adam, whose first steps are sign-like: 1e-4 of the learning rate's size.
@@ -100,18 +95,12 @@ def test_accumulation_equals_one_big_batch(masked):
 
 def test_micro_batches_draw_their_own_dropout():
     """Two equal micro-batches lose differently: rows 0 and 2 are one, rows 1 and 3 the other."""
-    config = dataclasses.replace(CONFIG, dropout=0.5)
-    batch = make_batch()
-    twins = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), batch)
-    _, compiled, state = make_step(config, grad_accum_steps=2)
-    losses = {float(compiled(state, twins._replace(mask_BT=mask), jax.random.key(1))[1]["loss"]) for mask in halves()}
+    twins = jax.tree.map(lambda x: jnp.repeat(x[:2], 2, axis=0), make_batch())
+    _, compiled, state = make_step(dataclasses.replace(CONFIG, dropout=0.5), grad_accum_steps=2)
+    first = jnp.zeros((4, CONFIG.block_size), bool).at[::2].set(True)
+    masked = (twins._replace(mask_BT=mask) for mask in (first, ~first))
+    losses = {float(compiled(state, half, jax.random.key(1))[1]["loss"]) for half in masked}
     assert len(losses) == 2
-
-
-def halves():
-    first = np.zeros((4, CONFIG.block_size), bool)
-    first[::2] = True
-    return jnp.asarray(first), jnp.asarray(~first)
 
 
 def test_a_batch_without_targets_is_no_nan():
@@ -140,17 +129,6 @@ def test_gradients_are_those_of_the_mean_loss():
 
     expected = optax.tree.norm(jax.jit(jax.grad(mean_loss))(state.params))
     assert float(compiled(state, batch, jax.random.key(1))[1]["grad_norm"]) == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_dropout_depends_on_the_step_and_on_nothing_else():
-    """Steps 4..7 from a saved state are the steps of an uninterrupted run, bit for bit."""
-    _, compiled, state = make_step(dataclasses.replace(CONFIG, dropout=0.3))
-    whole, end = run(compiled, state)
-    first, middle = run(compiled, state, 4)
-    saved = jax.tree.map(np.asarray, middle)  # through the host, as a checkpoint goes
-    second, resumed_end = run(compiled, jax.tree.map(jnp.asarray, saved), 4)
-    assert whole == first + second
-    chex.assert_trees_all_equal(end.params, resumed_end.params)
 
 
 def test_one_compilation_and_donated_state():
@@ -219,22 +197,3 @@ def test_spikes_are_judged_by_the_median_of_the_steps_taken():
         assert float(state.params["w"]) == len(taken)
     assert int(state.opt_state.skipped) == len(norms) - len(taken) > 30
     assert taken.count(1e6) == 1 and np.sum(norms == 1e6) == 3  # the first was too early to be judged
-
-
-def test_golden_losses():
-    """The first losses of a fixed run. If they move, the arithmetic did: look at two curves before you change them."""
-    losses, _ = run(*make_step()[1:], steps=3)
-    np.testing.assert_allclose(losses, GOLDEN, rtol=1e-5)
-
-
-GOLDEN = [2.3897225856781006, 2.3612446784973145, 2.32462477684021]
-
-
-def test_eval_step_counts_only_masked_targets():
-    _, _, state = make_step()
-    evaluate = jax.jit(functools.partial(eval_step, loss_fn=make_loss(GPT(CONFIG))))
-    mask = jnp.ones((4, CONFIG.block_size), bool).at[:, 4:].set(False)
-    nats, count = evaluate(state.params, make_batch(mask))
-    assert float(count) == 16
-    short = jax.tree.map(lambda x: x[:, :4], make_batch())
-    np.testing.assert_allclose(nats, evaluate(state.params, short)[0], rtol=1e-5)

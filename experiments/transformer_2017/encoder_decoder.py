@@ -19,8 +19,7 @@ from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import Count
 from jaxgpt.errors import UserError
 from jaxgpt.layers.attention import Attention
-from jaxgpt.layers.block import Block
-from jaxgpt.layers.hooks import Compute
+from jaxgpt.layers.block import Block, Compute
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.norm import RMSNorm
 from jaxgpt.layers.position import positions_from_segments

@@ -1,4 +1,4 @@
-"""An experiment: architecture, data, optimiser, training loop, hardware."""
+"""An experiment: data, objective, adapters and hardware, with architecture, optimiser and training loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import itertools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxgpt.config.model import GPTConfig
+from jaxgpt.config.training import MAX_NEW_TOKENS as MAX_NEW_TOKENS
+from jaxgpt.config.training import OptimConfig, TrainConfig
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
-    Fraction,
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
@@ -24,7 +25,6 @@ from jaxgpt.errors import UserError
 
 if TYPE_CHECKING:
     import jax
-    import optax
     from flax import linen as nn
 
     from jaxgpt.batch import Batch
@@ -32,10 +32,7 @@ if TYPE_CHECKING:
     from jaxgpt.loss import HeadLoss
     from jaxgpt.train import LossFn
 
-MAX_NEW_TOKENS = 400  # default length of a sample
 AxisSize = Annotated[int, Interval(ge=-1, le=LARGEST_SIZE)]  # of a mesh; -1: the rest of the devices
-# A decay that float32 rounds to 1 would make the optimiser divide by 0.
-Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,59 +93,6 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimiser and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
-    learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
-    muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
-    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
-    schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: train.steps / 10, at most 100
-    # earlier train.steps of a run that was extended: the steps up to each follow the schedule that ends there
-    horizons: tuple[int, ...] = ()
-    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
-    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate / peak
-    beta1: Decay = 0.9  # decay of AdamW's first moment
-    beta2: Decay = 0.99  # decay of AdamW's second moment
-    eps: PositiveFloat = 1e-8  # added to AdamW's denominator
-    weight_decay: NonNegativeFloat = 0.1  # of matrices only, multiplied by the learning rate
-    momentum: Decay = 0.95  # of Muon
-    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients; None: no clipping
-    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: skip no finite one
-    skip_spikes: Annotated[float, Interval(gt=1)] | None = None
-    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
-    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self)
-        for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
-            decayed = self.weight_decay * getattr(self, name)
-            if decayed > 1.0:  # else it makes matrices grow, from step to step
-                raise UserError(
-                    f"weight_decay={self.weight_decay} times {name}={getattr(self, name)} is {decayed:g}: needs at most 1, "
-                    "which takes all of a matrix off in one step"
-                )
-
-    def make_optimizer(self, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
-        """Return the optimizer of a run of `steps` steps. width_ratio: that of the model, see `GPTConfig`."""
-        from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
-
-        return make_optimizer(self, steps, width_ratio=width_ratio)
-
-    def make_schedule(self, steps: int) -> optax.Schedule:
-        """Return the optimizer's learning rate by the number of steps taken."""
-        from jaxgpt.optim import learning_rate
-
-        return learning_rate(self, steps)
-
-    def warmup(self, steps: int) -> int:
-        """Return the number of warm-up steps in a run of `steps` steps."""
-        return min(100, (*self.horizons, steps)[0] // 10) if self.warmup_steps is None else self.warmup_steps
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """What training minimises: the cross-entropy of the next token. A subclass may have another one, and options."""
 
@@ -157,37 +101,6 @@ class ObjectiveConfig:
         from jaxgpt.loss import make_loss
 
         return make_loss(model, head_loss=head_loss, label_smoothing=label_smoothing)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The training loop. A step is one optimiser step, whatever the devices and the accumulation."""
-
-    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
-    batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
-    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
-    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture, but for dropout,
-    # remat, scan_layers and a shorter block_size; None: random weights
-    init_from: str | None = None
-    # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain
-    attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
-    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
-    eval_every: PositiveInt = 250  # steps between validations; the last step has one too
-    eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
-    checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
-    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best; the second is read if the first is damaged
-    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted; None: none
-    sample_prompt: str = ""  # prompt of the sample at the end; empty: the tokenizer's start token
-    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
-    sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self)
-        if self.init_from == "":
-            raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,9 +185,7 @@ class Experiment:
         """Check the fields."""
         check_fields(self)
         if not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name.encode()) > 200:
-            raise UserError(
-                f"name={short(self.name)}: it names a directory, so letters, digits, '-' and '_' only, at most 200 bytes"
-            )
+            raise UserError(f"name={short(self.name)}: needs letters, digits, '-' and '_' only, at most 200 bytes")
         if self.lora.rank is not None and self.train.init_from is None:
             raise UserError(
                 f"lora.rank={self.lora.rank} trains adapters of weights that are there: name them with --train.init-from"
@@ -286,9 +197,8 @@ class Experiment:
         ends = (0, *self.optim.horizons, self.train.steps)
         if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
             raise UserError(
-                f"optim.horizons={self.optim.horizons}: needs rising numbers of steps below train.steps={self.train.steps}"
+                f"optim.horizons={self.optim.horizons}: needs rising steps below train.steps={self.train.steps}"
             )
-        if self.optim.warmup_steps is not None and self.optim.warmup_steps > self.train.steps:
-            raise UserError(
-                f"optim.warmup_steps={self.optim.warmup_steps} exceeds train.steps={self.train.steps}: the peak would never be reached"
-            )
+        warmup, steps = self.optim.warmup_steps, self.train.steps
+        if warmup is not None and warmup > steps:
+            raise UserError(f"optim.warmup_steps={warmup} exceeds train.steps={steps}: the peak would never be reached")

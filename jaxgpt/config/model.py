@@ -22,7 +22,7 @@ from jaxgpt.errors import UserError
 if TYPE_CHECKING:
     from flax import linen as nn
 
-    from jaxgpt.layers.hooks import Compute
+    from jaxgpt.layers.block import Compute
     from jaxgpt.layers.position import Rope
     from jaxgpt.model import GPT
 
@@ -103,36 +103,29 @@ class GPTConfig:
         """Check the fields."""
         check_fields(self)
         if self.head_dim is None and self.n_embd % self.n_head:
-            near = nearest_multiples(self.n_embd, self.n_head)
-            raise UserError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: take n_embd={near}, or other heads"
-            )
+            near = f"take n_embd={nearest_multiples(self.n_embd, self.n_head)}, or other heads"
+            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: {near}")
         if self.n_kv_head is not None and self.n_head % self.n_kv_head:
-            choices = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
-            raise UserError(
-                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: take n_kv_head from {choices}"
-            )
+            take = f"take n_kv_head from {[k for k in range(1, self.n_head + 1) if self.n_head % k == 0]}"
+            raise UserError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}: {take}")
         head_dim = self.n_embd // self.n_head if self.head_dim is None else self.head_dim
         turned = int(head_dim * self.rope_fraction)
         if self.position == "rope" and (turned % 2 or not turned):
             source = f"n_embd={self.n_embd} / n_head={self.n_head}" if self.head_dim is None else "head_dim"
             part = "" if self.rope_fraction == 1.0 else f", of which rope_fraction={self.rope_fraction} is {turned}"
             raise UserError(f"head size {head_dim} ({source}){part}: rope turns pairs, so it must be even and not 0")
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise UserError(
-                f"rope_high_freq_factor={self.rope_high_freq_factor}: needs more than rope_low_freq_factor={self.rope_low_freq_factor}"
-            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if high <= low:
+            raise UserError(f"rope_high_freq_factor={high}: needs more than rope_low_freq_factor={low}")
         if self.norm_offset and self.norm != "rmsnorm":
             raise UserError(f"norm_offset=True with norm={self.norm}: only rmsnorm has it")
         if self.parallel_residual and self.norm_position != "pre":
             raise UserError(f"parallel_residual=True with norm_position={self.norm_position}: needs pre")
         if self.sliding_window is None and (self.global_every is not None or self.rope_local_theta is not None):
-            raise UserError(
-                "global_every and rope_local_theta are for layers with a window: give sliding_window as well"
-            )
+            raise UserError("global_every and rope_local_theta need a window: give sliding_window as well")
         if self.scan_layers and self.global_every is not None:
             raise UserError(
-                f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, so they "
+                f"scan_layers=True with global_every={self.global_every}: one compiled block runs all layers, which "
                 "must be alike; take scan_layers=False"
             )
         if self.mup_base_width is not None and (self.norm_position == "post" or self.scale_embeddings):
@@ -141,9 +134,7 @@ class GPTConfig:
                 f"{self.scale_embeddings}: needs a last norm (not post) and embeddings of one size (False)"
             )
         if self.position == "sinusoidal" and self.n_embd % 2:
-            raise UserError(
-                f"n_embd={self.n_embd} is odd: sinusoidal positions are sine and cosine pairs, so it must be even"
-            )
+            raise UserError(f"n_embd={self.n_embd} is odd: sinusoidal positions are pairs, so it must be even")
 
     @property
     def gated(self) -> bool:
@@ -178,7 +169,7 @@ class GPTConfig:
 
     def make_model(self, compute: Compute | None = None) -> GPT:
         """Return the model: a linen module with the methods of `GPT`. compute: None means float32 and the plain kernel."""
-        from jaxgpt.layers.hooks import Compute
+        from jaxgpt.layers.block import Compute
         from jaxgpt.model import GPT
 
         return GPT(self, *(compute or Compute()))
@@ -194,8 +185,7 @@ class GPTConfig:
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:
         """Return the attention of a block: `(x_BTD, positions_BT, *, segments_BT, train) -> x_BTD`."""
-        from jaxgpt.layers.attention import Attention
-        from jaxgpt.layers.norm import RMSNorm
+        from jaxgpt.layers import Attention, RMSNorm
 
         c = self.explicit()
         assert c.query_scale

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, TypeVar
 
-from jaxgpt.config.validate import field_hints, short
+from jaxgpt.config.validate import field_hints, short, suggest
 from jaxgpt.errors import UserError
 
 T = TypeVar("T")
@@ -44,10 +43,7 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         values = {other: x for other, x in values.items() if other != key}
     for key in values:
         if key not in hints:
-            close = difflib.get_close_matches(str(key)[:80], hints, n=1)
-            raise UserError(
-                f"unknown field {where}{str(key)[:80]}" + (f": did you mean {where}{close[0]}?" if close else "")
-            )
+            raise UserError(f"unknown field {where}{str(key)[:80]}{suggest(str(key), hints)}")
     fields: Any = dataclasses.fields(cls)  # type: ignore[bad-argument-type]
     unset = dataclasses.MISSING
     missing = [f.name for f in fields if f.default is unset is f.default_factory and f.name not in values]

@@ -7,7 +7,6 @@ kernel that norms, and writes the float32 product that the scale's gradient sums
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.typing import DTypeLike
 
 from jaxgpt.layers.remat import save_in_remat
 
@@ -39,15 +38,14 @@ class LayerNorm(nn.Module):
 
     eps: float = 1e-5
     use_bias: bool = True
-    param_dtype: DTypeLike = jnp.float32
     first_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Normalise each token."""
         D = x_BTD.shape[-1]
-        scale_D = self.param("scale", nn.initializers.constant(self.first_scale), (D,), self.param_dtype)
-        bias_D = self.param("bias", nn.initializers.zeros, (D,), self.param_dtype) if self.use_bias else None
+        scale_D = self.param("scale", nn.initializers.constant(self.first_scale), (D,))
+        bias_D = self.param("bias", nn.initializers.zeros, (D,)) if self.use_bias else None
         return layer_norm(x_BTD, scale_D, bias_D, self.eps)
 
 
@@ -55,7 +53,6 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a learned scale, from `first_scale`. x_BTD -> x_BTD."""
 
     eps: float = 1e-5
-    param_dtype: DTypeLike = jnp.float32
     offset: bool = False  # the parameter is the scale minus 1
     first_scale: float = 1.0
 
@@ -63,7 +60,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Normalise each token."""
         init = nn.initializers.constant(self.first_scale - self.offset)
-        scale_D = self.param("scale", init, (x_BTD.shape[-1],), self.param_dtype)
+        scale_D = self.param("scale", init, (x_BTD.shape[-1],))
         if self.offset:
             scale_D = 1.0 + scale_D.astype(jnp.float32)
         return rms_norm(x_BTD, scale_D, self.eps)

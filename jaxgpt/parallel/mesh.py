@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import ShardingHooks
+from jaxgpt.layers.block import ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.parallel.multihost import checksum
 from jaxgpt.parallel.strategy import StepFn, Strategy

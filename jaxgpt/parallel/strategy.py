@@ -15,7 +15,7 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig, ParallelConfig
 from jaxgpt.config.validate import nearest_multiples
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import NO_SHARDING, ShardingHooks
+from jaxgpt.layers.block import NO_SHARDING, ShardingHooks
 from jaxgpt.layers.kernels.plain import AttentionFn
 from jaxgpt.train import TrainState
 

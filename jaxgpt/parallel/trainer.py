@@ -13,10 +13,11 @@ import numpy as np
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, ParallelConfig
 from jaxgpt.errors import UserError
-from jaxgpt.layers.hooks import NO_SHARDING, Compute
+from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
+from jaxgpt.layers.block import NO_SHARDING, Compute
 from jaxgpt.loop import IN_FLIGHT
 from jaxgpt.lora import freeze, init_adapters, join_adapters, thawed_shapes, with_adapters
-from jaxgpt.loss import HeadLoss, chunked_next_token_loss, fused_next_token_loss
+from jaxgpt.loss import HeadLoss
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import PEAKS, ComputeOptions, compute_options, count_parameters
 from jaxgpt.parallel.mesh import count_slices, make_mesh

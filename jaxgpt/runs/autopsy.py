@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxgpt.batch import Batch
 from jaxgpt.errors import first_line, shell_line
 from jaxgpt.files import render_json, write_whole
-from jaxgpt.layers.hooks import NO_SHARDING
+from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import thaw, with_adapters
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.trainer import Trainer

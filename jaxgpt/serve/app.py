@@ -49,8 +49,7 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
     def completes(kind: type[CompletionParameters] | type[ChatParameters]) -> Callable[[Request], Awaitable[Response]]:
         def plan(raw: bytes) -> Answer:
             p = parse(kind, raw, served.temperature)
-            served.check(p)
-            scheduler.check_room(p.n)
+            scheduler.check_room(1)  # before the prompts are encoded
             return Answer(served, p, served.plan(p))
 
         async def complete(request: Request) -> Response:
@@ -63,18 +62,9 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
 
         return complete
 
-    def tokenize(raw: bytes) -> dict[str, Any]:
-        p = parse(TokenizeParameters, raw)
-        ids = served.tokenize(p)
-        texts = [served.text_of(i) for i in ids] if p.return_token_strs else None
-        return {"count": len(ids), "max_model_len": served.block_size, "tokens": ids, "token_strs": texts}
-
-    def detokenize(raw: bytes) -> dict[str, Any]:
-        return {"prompt": served.detokenize(parse(DetokenizeParameters, raw).tokens)}
-
-    def converts(work: Callable[[bytes], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def converts(kind: type, work: Callable[[Any], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def convert(request: Request) -> Response:
-            return await asyncio.to_thread(lambda raw: respond(work(raw)), await request.body())
+            return await asyncio.to_thread(lambda raw: respond(work(parse(kind, raw))), await request.body())
 
         return convert
 
@@ -109,8 +99,8 @@ def make_app(served: Served, scheduler: Scheduler, log: Callable[[str], None] | 
         Route("/v1/models/{name:path}", model),
         Route("/v1/completions", completes(CompletionParameters), methods=["POST"]),
         Route("/v1/chat/completions", completes(ChatParameters), methods=["POST"]),
-        Route("/tokenize", converts(tokenize), methods=["POST"]),
-        Route("/detokenize", converts(detokenize), methods=["POST"]),
+        Route("/tokenize", converts(TokenizeParameters, served.tokenize), methods=["POST"]),
+        Route("/detokenize", converts(DetokenizeParameters, served.detokenize), methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info),
         Route("/health", health),
         Route("/metrics", metrics),

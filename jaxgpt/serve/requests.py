@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
@@ -39,6 +40,7 @@ FILTERS = {name: hint for name, hint in field_hints(Sampling).items() if name !=
 MAX_STOPS, LONGEST_STOP = 4, 256  # strings, characters
 MAX_STOP_TOKENS = 16
 MAX_MESSAGES = 2048  # that a conversation may have
+NO_CHARACTER = re.compile(f"[\ud800-\udfff{''.join(MARKS)}]")
 
 Prompt = str | tuple[int, ...]  # a text, or token ids
 Fields = TypeVar("Fields")
@@ -48,11 +50,7 @@ class RequestError(UserError):
     """A request that is refused, or that cannot be finished."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
-        """Name the reason.
-
-        message: what was got, and what is needed. status: of HTTP. param: the parameter at fault. code: a word for
-        programs.
-        """
+        """Say what was got, and what is needed. status: of HTTP. param: the one at fault. code: a word for programs."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -154,8 +152,8 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
     if not isinstance(body, dict):
         raise RequestError(f"the body is {short(body)}: needs a JSON object")
     hints, given = dict(field_hints(kind)), {}
-    if has_sampling := hints.pop("sampling", None) is not None:
-        hints |= FILTERS
+    filters = FILTERS if hints.pop("sampling", None) else {}
+    hints |= filters
     for name, value in body.items():
         if name in IGNORED or value is None:
             continue
@@ -169,11 +167,11 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
         with _naming(name):
             value = tuple(value) if isinstance(value, list) and hints[name] is not Any else value
             given[name] = value if hints[name] is Any else check_value(name, value, hints[name])
-    if has_sampling:
-        filters: dict[str, Any] = {"temperature": temperature}
-        filters |= {name: given.pop(name) for name in FILTERS if name in given}
+    if filters:
+        chosen: dict[str, Any] = {"temperature": temperature}
+        chosen |= {name: given.pop(name) for name in filters if name in given}
         try:
-            given["sampling"] = Sampling(**filters)
+            given["sampling"] = Sampling(**chosen)
         except UserError as e:
             raise RequestError(str(e), param=str(e).partition("=")[0]) from None
     return kind(**given)
@@ -181,28 +179,30 @@ def parse(kind: type[Fields], raw: bytes, temperature: float = 1.0) -> Fields:
 
 def check_messages(messages: Any) -> list[Message]:
     """Return the messages of a conversation. Raises `RequestError` for what is not text."""
-    is_list = isinstance(messages, list) and bool(messages)
-    _need(is_list, "messages", f"messages={short(messages)}: needs a list of at least one message")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"messages={short(messages)}: needs a list of at least one message", param="messages")
     many = f"there are {len(messages):,} messages: needs at most {MAX_MESSAGES:,}, leave out the oldest"
     _need(len(messages) <= MAX_MESSAGES, "messages", many)
     checked: list[Message] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            needed = f"needs a role, {', '.join(ROLES)}, and a content"
-            raise RequestError(f"{where} is {short(message)}: {needed}", param=where)
-        content = message.get("content")
-        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-            parts = [part.get("text") for part in content]
-            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        match message:
+            case {"role": str(role), "content": content, **rest} if role in ROLES:
+                pass
+            case _:
+                needed = f"needs a role, {', '.join(ROLES)}, and a content"
+                raise RequestError(f"{where} is {short(message)}: {needed}", param=where)
+        if isinstance(content, list):  # of texts
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(content, str):
-            raise RequestError(f"{where} has the content {short(content)}: needs a text", param=where)
-        for name, value in message.items():
-            is_known = name in ("role", "content", "name") or value is None
-            _need(is_known, where, f"{where} has {short(name)}: needs role and content alone")
-        for bad in (c for c in content if c in MARKS or "\ud800" <= c <= "\udfff"):
-            raise RequestError(f"{where} has U+{ord(bad):04X} in its content, which is not a character", param=where)
-        checked.append({"role": message["role"], "content": content})
+            raise RequestError(f"{where} has a content that is not a text", param=where)
+        extra = [name for name, value in rest.items() if name != "name" and value is not None]
+        _need(not extra, where, f"{where} has {short(extra)}: needs role and content alone")
+        if bad := NO_CHARACTER.search(content):
+            raise RequestError(f"{where} has U+{ord(bad[0]):04X} in its content, which is not a character", param=where)
+        checked.append({"role": role, "content": content})
     return checked
 
 
@@ -239,14 +239,9 @@ class Served:
             self.chat_stop_tokens = tuple(run.prompt_format.stop_tokens(chat=True))
         except UserError as e:  # characters or tokens of the template that the tokenizer lacks
             self._why_no_chat = str(e)
-        tokenizer = run.tokenizer
-
-        @functools.lru_cache(maxsize=2**16)
-        def text_of(i: int) -> str:
-            # After itself, since some decoders drop the space of a first token.
-            return tokenizer.decode([i, i])[len(tokenizer.decode([i])) :]
-
-        self.text_of = text_of  # of one id: U+FFFD for a part of a character
+        decode = run.tokenizer.decode
+        # The text of one id, U+FFFD for a part of a character: after itself, since some decoders drop the first space.
+        self.text_of = functools.lru_cache(2**16)(lambda i: decode([i, i])[len(decode([i])) :])
 
     def check_name(self, name: str | None) -> None:
         """Raise `RequestError` for the name of another model."""
@@ -254,47 +249,39 @@ class Served:
             message = f"there is no model {name[:80]!r} here: needs {self.name!r}"
             raise RequestError(message, status=404, param="model", code="model_not_found")
 
-    def check(self, p: CompletionParameters | ChatParameters) -> None:
-        """Raise `RequestError` for parameters that contradict each other, or are beyond the limits of the server."""
+    def plan(self, p: CompletionParameters | ChatParameters) -> list[Row]:
+        """Return the choices to generate: n of the first prompt, n of the second, and so on.
+
+        Raises `RequestError` for parameters that contradict each other, or are beyond the limits of the server.
+        """
         self.check_name(p.model)
         _need(p.n <= self.slots, "n", f"n={short(p.n)}: this server has {self.slots} slots, needs at most as many")
         _need(len(p.stops) <= MAX_STOPS, "stop", f"stop has {len(p.stops)} strings: needs at most {MAX_STOPS}")
-        for size in map(len, p.stops):
-            is_right = 1 <= size <= LONGEST_STOP
-            _need(is_right, "stop", f"stop has a string of {size} characters: needs 1 to {LONGEST_STOP}")
+        is_right = all(1 <= len(stop) <= LONGEST_STOP for stop in p.stops)
+        _need(is_right, "stop", f"stop={short(p.stop)}: needs strings of 1 to {LONGEST_STOP} characters")
         options, name = p.stream_options or {}, "stream_options"
         _need(p.stream or p.stream_options is None, name, f"{name} is for streams: needs stream=true")
         is_known = not set(options) - {"include_usage"} and isinstance(options.get("include_usage", False), bool)
         _need(is_known, name, f"{name}={short(options)}: needs include_usage alone, true or false")
-        lengths = {"max_tokens": p.max_tokens or 0}
+        self._check_length("max_tokens", p.max_tokens)
         if isinstance(p, ChatParameters):
-            lengths["max_completion_tokens"] = p.max_completion_tokens or 0
-        for name, length in lengths.items():
-            most = f"the context of this model is {self.block_size} tokens, needs at most as many"
-            _need(length <= self.block_size, name, f"{name}={short(length)}: {most}")
-        if isinstance(p, ChatParameters):
+            self._check_length("max_completion_tokens", p.max_completion_tokens)
             is_right = p.top_logprobs is None or p.logprobs
             _need(is_right, "top_logprobs", f"top_logprobs={p.top_logprobs}: needs logprobs=true")
-            check_messages(p.messages)
-            return
-        ids, name = p.stop_token_ids, "stop_token_ids"
-        _need(len(ids) <= MAX_STOP_TOKENS, name, f"{name} has {len(ids)} ids: needs at most {MAX_STOP_TOKENS}")
-        _need(all(0 <= i < LARGEST_SIZE for i in ids), name, f"{name}={short(ids)}: needs ids of tokens")
-        _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
-        count = len(p.prompts)
-        many = f"{count} prompts with n={p.n} are {count * p.n} choices: needs at most {self.queue}"
-        _need(count * p.n <= self.queue, "prompt", many)
-
-    def plan(self, p: CompletionParameters | ChatParameters) -> list[Row]:
-        """Return the choices to generate: n of the first prompt, n of the second, and so on."""
-        if isinstance(p, ChatParameters):
             prompts = [(None, self.encode_messages(p.messages))]
-            length = p.max_tokens if p.max_completion_tokens is None else p.max_completion_tokens
-            length, stop_tokens = length or self.block_size, self.chat_stop_tokens or ()
+            length = p.max_completion_tokens or p.max_tokens or self.block_size
+            stop_tokens = self.chat_stop_tokens or ()
             top, is_scored = (p.top_logprobs or 0) if p.logprobs else None, False
         else:
+            ids, name = p.stop_token_ids, "stop_token_ids"
+            _need(len(ids) <= MAX_STOP_TOKENS, name, f"{name} has {len(ids)} ids: needs at most {MAX_STOP_TOKENS}")
+            _need(all(0 <= i < LARGEST_SIZE for i in ids), name, f"{name}={short(ids)}: needs ids of tokens")
+            _need(p.max_tokens > 0 or p.echo, "max_tokens", "max_tokens=0: needs at least 1, or echo=true")
+            count = len(p.prompts)
+            many = f"{count} prompts with n={p.n} are {count * p.n} choices: needs at most {self.queue}"
+            _need(count * p.n <= self.queue, "prompt", many)
             prompts = [(prompt if isinstance(prompt, str) else None, self.encode(prompt)) for prompt in p.prompts]
-            length, stop_tokens = p.max_tokens, (*self.stop_tokens, *p.stop_token_ids)
+            length, stop_tokens = p.max_tokens, (*self.stop_tokens, *ids)
             top, is_scored = p.logprobs, p.echo and p.logprobs is not None
         seed = secrets.randbits(32) if p.seed is None else p.seed
         rows, earlier = [], collections.Counter[object]()
@@ -333,27 +320,34 @@ class Served:
         with _naming("messages"):
             return self._check_ids(self.run.prompt_format.encode_messages(conversation), "messages")
 
-    def tokenize(self, p: TokenizeParameters) -> list[int]:
-        """Return the ids that `/tokenize` gives; a text that is one special token is encoded as that."""
+    def tokenize(self, p: TokenizeParameters) -> dict[str, Any]:
+        """Return the response with the ids of a prompt or of messages. A text that is one special token becomes it."""
         tokenizer = self.run.tokenizer
         if p.prompt is None:
-            return list(self.encode_messages(p.messages))
-        if p.as_prompt:
-            return list(self.encode(p.prompt))
-        if p.prompt in tokenizer.specials:
-            return [tokenizer.specials[p.prompt]]
-        with _naming("prompt"):
-            ids = tokenizer.encode(p.prompt).tolist()
-        return [*tokenizer.prefix, *ids] if p.add_special_tokens else ids
+            ids = self.encode_messages(p.messages)
+        elif p.as_prompt:
+            ids = self.encode(p.prompt)
+        elif p.prompt in tokenizer.specials:
+            ids = [tokenizer.specials[p.prompt]]
+        else:
+            with _naming("prompt"):
+                ids = tokenizer.encode(p.prompt).tolist()
+            ids = [*tokenizer.prefix, *ids] if p.add_special_tokens else ids
+        texts = [self.text_of(i) for i in ids] if p.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.block_size, "tokens": ids, "token_strs": texts}
 
-    def detokenize(self, ids: Sequence[int] | None) -> str:
-        """Return the text of ids. Raises `RequestError` for ids that the tokenizer lacks."""
-        if ids is None:
+    def detokenize(self, p: DetokenizeParameters) -> dict[str, Any]:
+        """Return the response with the text of ids. Raises `RequestError` for ids that the tokenizer lacks."""
+        if p.tokens is None:
             raise RequestError("tokens is missing: needs a list of token ids", param="tokens")
         known = self.run.tokenizer.vocab_size
-        bad = [i for i in ids if not 0 <= i < known]
+        bad = [i for i in p.tokens if not 0 <= i < known]
         _need(not bad, "tokens", f"tokens has {short(bad[:1])}: needs ids from 0 to {known - 1}")
-        return self.run.tokenizer.decode(ids)
+        return {"prompt": self.run.tokenizer.decode(p.tokens)}
+
+    def _check_length(self, name: str, length: int | None) -> None:
+        most = f"the context of this model is {self.block_size} tokens, needs at most as many"
+        _need((length or 0) <= self.block_size, name, f"{name}={short(length)}: {most}")
 
     def _check_ids(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         most, known = self.block_size, self.run.tokenizer.vocab_size

@@ -32,12 +32,8 @@ class Token(NamedTuple):
     top: list[tuple[int, str, float]]  # (id, text, logprob) of the most probable tokens in its place, best first
 
 
-class Delta(NamedTuple):
-    """An addition to a choice."""
-
-    text: str
-    tokens: list[Token]  # empty unless log-probabilities were asked for
-    finish: str | None  # "stop" or "length" in the last one
+# What is new of a choice: its text, and its tokens if log-probabilities were asked for.
+Deltas = AsyncGenerator[tuple["Choice", str, list[Token]]]
 
 
 class Choice:
@@ -47,7 +43,7 @@ class Choice:
         """Start with no text. echo: whether the prompt is its beginning."""
         self.row = row
         self.text, self.tokens = "", list[Token]()  # what has been returned
-        self.finish: str | None = None
+        self.finish: str | None = None  # "stop" or "length" with the last addition
         self.num_tokens = self.num_cached = 0  # that were generated; of the prompt, that were not computed again
         self._served, self._echo = served, echo
         self._detokenizer = Detokenizer(served.run.tokenizer, stop)
@@ -55,8 +51,8 @@ class Choice:
         self._read = 0  # characters of all tokens so far, which may be more than those of the text
         self._held: list[Token] = []  # tokens whose text is not out yet
 
-    def push(self, update: Update) -> Delta:
-        """Return what an update adds."""
+    def push(self, update: Update) -> tuple[str, list[Token]]:
+        """Return the text and the tokens that an update adds."""
         piece, text, tokens = update.piece, "", []
         self.num_cached = max(self.num_cached, update.num_cached)
         if self._echo:
@@ -80,7 +76,7 @@ class Choice:
         out = [token for token in self._held if token.offset < end]
         self._held = self._held[len(out) :]
         self.tokens += tokens + out
-        return Delta(text, tokens + out, self.finish)
+        return text, tokens + out
 
     def _repeat_prompt(self, scores: PromptScores | None) -> tuple[str, list[Token]]:
         tokenizer, ids, text = self._served.run.tokenizer, self.row.prompt, self.row.text
@@ -120,7 +116,7 @@ class Answer:
 
     async def deltas(
         self, news: asyncio.Queue[Update | Exception], scheduler: Scheduler, log: Callable[[str], None] | None
-    ) -> AsyncGenerator[tuple[Choice, Delta]]:
+    ) -> Deltas:
         """Yield each choice with what is new. The slots are freed when the iterator is closed.
 
         log: prints prompts and completions; None: they are not printed.
@@ -142,12 +138,13 @@ class Answer:
                     if row not in last:
                         metrics.first_token.observe(now - start)
                     last[row] = now
-                delta = self._choices[row.index].push(update)
+                choice = self._choices[row.index]
+                text, tokens = choice.push(update)
                 row.is_finished = update.piece.finish is not None
-                if delta.finish is not None:
+                if choice.finish is not None:
                     scheduler.finish([row])  # a stop string, which the engine does not know
-                if any(delta):
-                    yield self._choices[row.index], delta
+                if text or tokens or choice.finish:
+                    yield choice, text, tokens
         finally:
             scheduler.finish(self.rows)
         metrics.cached_tokens.inc(self._usage()["prompt_tokens_details"]["cached_tokens"])
@@ -156,7 +153,7 @@ class Answer:
                 prompt = self._served.run.tokenizer.decode(choice.row.prompt)
                 log(f"{time.strftime('%H:%M:%S')} {prompt!r} -> {choice.text!r}")
 
-    async def events(self, deltas: AsyncGenerator[tuple[Choice, Delta]]) -> AsyncIterator[bytes]:
+    async def events(self, deltas: Deltas) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
         chunk = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
         no_usage = {"usage": None} if self.parameters.include_usage else {}
@@ -168,14 +165,13 @@ class Answer:
             async with contextlib.aclosing(deltas):
                 for choice in self._choices if self._is_chat else ():
                     yield render(choice, {"delta": {"role": "assistant", "content": ""}}, None, None)
-                async for choice, (text, tokens, finish) in deltas:
+                async for choice, text, tokens in deltas:
                     if not self._is_chat:
-                        yield render(choice, {"text": text}, tokens, finish)
-                        continue
-                    if text or tokens:
+                        yield render(choice, {"text": text}, tokens, choice.finish)
+                    elif text or tokens:
                         yield render(choice, {"delta": {"content": text}}, tokens, None)
-                    if finish is not None:
-                        yield render(choice, {"delta": {}}, None, finish)
+                    if self._is_chat and choice.finish is not None:
+                        yield render(choice, {"delta": {}}, None, choice.finish)
         except UserError as e:  # after the status 200
             yield render_event((e if isinstance(e, RequestError) else RequestError(str(e))).to_json())
             return
@@ -183,7 +179,7 @@ class Answer:
             yield render_event(chunk | {"choices": [], "usage": self._usage()})
         yield DONE
 
-    async def whole(self, deltas: AsyncGenerator[tuple[Choice, Delta]]) -> dict[str, Any]:
+    async def whole(self, deltas: Deltas) -> dict[str, Any]:
         """Return the response that is not a stream."""
         async with contextlib.aclosing(deltas):
             async for _ in deltas:
@@ -212,15 +208,13 @@ class Answer:
         """
         logprobs: dict[str, Any] | None = None
         top = choice.row.top_logprobs
-        if tokens is None or top is None:
-            pass
-        elif self._is_chat:
+        if tokens is not None and top is not None and self._is_chat:
             entries = [
                 _entry(token.text, token.logprob) | {"top_logprobs": [_entry(text, p) for _, text, p in token.top]}
                 for token in tokens
             ]
             logprobs = {"content": entries, "refusal": None}
-        else:
+        elif tokens is not None and top is not None:
             logprobs = {
                 "tokens": [token.text for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
@@ -257,11 +251,9 @@ def refuse(error: RequestError, headers: dict[str, str] | None = None) -> Respon
 def _by_text(token: Token) -> dict[str, float] | None:
     """Return log-probabilities by text, the token's own included; None for a first token without context."""
     found: dict[str, float] = {}
-    for _, text, logprob in token.top:
+    for _, text, logprob in (*token.top, (token.id, token.text, token.logprob)):
         found.setdefault(text, logprob)
-    if token.top:
-        found.setdefault(token.text, token.logprob)
-    return found or None
+    return found if token.top else None
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

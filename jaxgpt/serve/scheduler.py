@@ -82,7 +82,6 @@ class Scheduler:
         self._engine, self._score, self._limit, self._log = engine, score, queue, log
         self.waiting: collections.deque[tuple[Row, Deliver]] = collections.deque()  # rows without a slot
         self.running: dict[int, tuple[Row, Deliver]] = {}  # by slot
-        self._scores: dict[int, PromptScores] = {}  # of rows whose first update is not out, by slot
         self._changed = threading.Condition()
         self._closing = False
         self._burst = 1
@@ -149,7 +148,7 @@ class Scheduler:
                 for slot, (row, _) in list(self.running.items()):
                     if row.is_finished:
                         self._engine.cancel(slot)
-                        self._forget(slot)
+                        del self.running[slot]
                 self._admit()
                 if self.running:
                     self._step()
@@ -172,14 +171,12 @@ class Scheduler:
                     return
                 row, deliver = self.waiting.popleft()
             try:
-                scores, has_scored = self._score(row.prompt) if row.is_scored else None, row.is_scored
-                if not row.max_new_tokens:
-                    deliver(Update(row, Piece(-1, [], [], [], "length"), prompt=scores))
-                    continue
-                slot = self._engine.submit(make_request(row))
-                self.running[slot] = row, deliver
-                if scores is not None:
-                    self._scores[slot] = scores
+                if row.is_scored or not row.max_new_tokens:
+                    scores, has_scored = self._score(row.prompt) if row.is_scored else None, row.is_scored
+                    nothing = Piece(-1, [], [], [], None if row.max_new_tokens else "length")
+                    deliver(Update(row, nothing, prompt=scores))
+                if row.max_new_tokens:
+                    self.running[self._engine.submit(make_request(row))] = row, deliver
             except UserError as e:
                 deliver(e)
 
@@ -190,14 +187,9 @@ class Scheduler:
             self._burst = max(1, min(BURST, int(BURST_SECONDS * longest / (time.perf_counter() - start))))
         for piece in pieces:
             row, deliver = self.running[piece.slot]
-            update = Update(row, piece, self._engine.cached_tokens(piece.slot), self._scores.pop(piece.slot, None))
             if piece.finish is not None:
-                self._forget(piece.slot)
-            deliver(update)
-
-    def _forget(self, slot: int) -> None:
-        del self.running[slot]
-        self._scores.pop(slot, None)
+                del self.running[piece.slot]
+            deliver(Update(row, piece, self._engine.cached_tokens(piece.slot)))
 
 
 def make_request(row: Row) -> Request:

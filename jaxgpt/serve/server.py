@@ -34,9 +34,9 @@ from jaxgpt.serve.responses import refuse, render_event
 from jaxgpt.serve.scheduler import Metrics, Scheduler, make_request
 
 LARGEST_BODY = 2**20  # bytes
-HEAD_TIMEOUT = 10.0  # seconds for the request line and the headers
 BODY_TIMEOUT = 10.0  # seconds for the body
-READ_TIMEOUT, LEAST_READ = 10.0, 2**16  # seconds in which a client reads so many bytes, or all that there are
+# Seconds between two looks at a connection, in which a client sends a head, and reads so many bytes or all there are.
+STALLED, LEAST_READ = 10.0, 2**16
 QUEUE = 4  # rows that may wait, for each slot
 CONNECTIONS = 256
 KEEP_ALIVE = 30  # seconds for which an idle connection stays open; clients give theirs up after fewer
@@ -95,37 +95,30 @@ def make_server(
 
 def serve(app: Guard, listener: socket.socket, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM, which let running requests end. say: prints a line."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it once more after the end, a success here
-        signal.signal(number, lambda *_: None)
-    Server(app, listener, say).run([listener])
+    server = make_uvicorn(app)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn takes them meanwhile, and raises one again after the end
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    host, port = listener.getsockname()[:2]
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}")  # what comes from now on waits until it is answered
+    server.run([listener])
     say("stopped")
 
 
-class Server(uvicorn.Server):
-    """uvicorn with deadlines and limits. It prints its address once it answers, and a signal would stop it."""
-
-    def __init__(self, app: Guard, listener: socket.socket, say: Callable[[str], None]):
-        """Configure uvicorn. listener: where `run` will listen. say: prints a line."""
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http=Deadlines,
-            ws="none",
-            lifespan="on",
-            log_level="error",
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(GRACE),
-        )
-        super().__init__(config)
-        host, port = listener.getsockname()[:2]
-        self._say, self._address = say, f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
-        await super().startup(sockets)
-        self._say(self._address)
+def make_uvicorn(app: Guard) -> uvicorn.Server:
+    """Return uvicorn with deadlines and limits."""
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=Deadlines,
+        ws="none",
+        lifespan="on",
+        log_level="error",
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(GRACE),
+    )
+    return uvicorn.Server(config)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -208,22 +201,21 @@ class Guard:
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body, counted while it arrives; None if the client left."""
-        body = bytearray()
         too_large = RequestError(f"the body is larger than {LARGEST_BODY:,} bytes, the limit", status=413)
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if len(length) > 20 or int(length) > LARGEST_BODY:  # digits alone, or it would not have come so far
             raise too_large
+        body, message = bytearray(), {"more_body": True}
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
-                while True:
+                while message.get("more_body", False):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     body += message.get("body", b"")
                     if len(body) > LARGEST_BODY:
                         raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                return bytes(body)
         except TimeoutError:
             raise RequestError(f"the body took longer than {BODY_TIMEOUT:g} s", status=408) from None
 
@@ -258,47 +250,29 @@ class Guard:
 
 
 class Deadlines(H11Protocol):
-    """HTTP with deadlines for the head of each request and for the client's reading, which uvicorn does not have.
+    """HTTP that drops a client which sends no whole head or does not read, and would hold a connection for ever.
 
-    Its own timer runs between a response and the first byte after it: a client that never sends a whole head, or never
-    reads, would hold one of the connections for ever.
+    uvicorn's own timer runs between a response and the first byte after it.
     """
 
-    _head: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle
+    _awaited: tuple[Any, ...] = ()  # the request before the one whose head was awaited at the last look
+    _unread = math.inf  # bytes that were not read at the last look
 
     def connection_made(self, transport: Any) -> None:
-        """Start to wait for the first request."""
+        """Begin to look at the connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # any byte that is not sent pauses writing, also while closing
-        self._head = self.loop.call_later(HEAD_TIMEOUT, self._refuse_head)
+        self._timer = self.loop.call_later(STALLED, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
-        for timer in (self._head, self._reading):
-            if timer is not None:
-                timer.cancel()
+        """Look no more."""
+        self._timer.cancel()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Wait for a head from its first byte on, and no longer once it is whole."""
-        before = self.cycle
-        if self._head is None and before is not None and before.response_complete:
-            self._head = self.loop.call_later(HEAD_TIMEOUT, self._refuse_head)
-        super().data_received(data)
-        if self.cycle is not before and self._head is not None:
-            self._head.cancel()
-            self._head = None
-
-    def pause_writing(self) -> None:
-        """Start to wait for the client to read."""
-        super().pause_writing()
-        self._check_reading(math.inf)
-
     def resume_writing(self) -> None:
-        """Stop waiting: the client has read everything."""
-        if self._reading is not None:
-            self._reading.cancel()
+        """Note that the client has read everything."""
+        self._unread = math.inf
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
@@ -307,16 +281,16 @@ class Deadlines(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
 
-    def _check_reading(self, before: float) -> None:
-        """Drop a client that reads too slowly. before: bytes that were not sent at the last look."""
-        left = self.transport.get_write_buffer_size()
-        if before - left < LEAST_READ:
+    def _look(self) -> None:
+        """Drop the client if it has stood still since the last look."""
+        left, before = self.transport.get_write_buffer_size(), self._unread
+        is_begun = self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete)
+        awaited, self._awaited = self._awaited, (self.cycle,) if is_begun else ()
+        self._unread = left or math.inf
+        if left and before < math.inf and before - left < LEAST_READ:
             self.transport.abort()
-        else:
-            self._reading = self.loop.call_later(READ_TIMEOUT, self._check_reading, left)
-
-    def _refuse_head(self) -> None:
-        self._head = None
-        if not self.transport.is_closing():
+            return
+        if is_begun and awaited == self._awaited and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
             self.transport.close()
+        self._timer = self.loop.call_later(STALLED, self._look)

@@ -38,8 +38,7 @@ def test_decay_averages_over_a_share_of_the_steps_that_falls_with_tokens_per_par
     def share(experiment):
         return 1 / (experiment.optim.muon_learning_rate * experiment.optim.weight_decay * experiment.train.steps)
 
-    for n in (2, 12):
-        assert 0.5 <= share(depth(n)) / share(depth(4)) <= 2
+    assert all(0.5 <= share(depth(n)) / share(depth(4)) <= 2 for n in (2, 12))
     assert 5 <= share(depth(4)) / share(depth(4, tokens_per_parameter=2000)) <= 20
 
 

@@ -38,17 +38,9 @@ def test_shapes_of_the_lesson():
     ],
 )
 def test_activations(name, at_1, at_minus_1):
-    np.testing.assert_allclose(ACTIVATIONS[name](jnp.array([1.0, -1.0])), [at_1, at_minus_1], atol=1e-6)
-
-
-def test_relu2_squares():
-    np.testing.assert_array_equal(ACTIVATIONS["relu2"](jnp.array([3.0, -3.0])), [9.0, 0.0])
-
-
-def test_the_two_gelus_differ():
-    x = jnp.linspace(-3, 3, 50)
-    difference = jnp.abs(ACTIVATIONS["gelu"](x) - ACTIVATIONS["gelu_tanh"](x)).max()
-    assert 1e-4 < difference < 1e-3
+    found = ACTIVATIONS[name](jnp.array([1.0, -1.0, 3.0]))
+    np.testing.assert_allclose(found[:2], [at_1, at_minus_1], atol=1e-6)
+    assert (float(found[2]) == 9.0) == (name == "relu2")
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1.2e-6), (jnp.bfloat16, 0.0)])
@@ -76,13 +68,6 @@ def test_the_formula(activation):
         return h @ p["c_proj"]["kernel"]  # biases start at 0
 
     np.testing.assert_allclose(jax.jit(mlp.apply)(variables, x), formula(x), **FLOAT32_REORDERED)
-
-
-def test_tokens_do_not_mix():
-    mlp, variables = make_mlp(SIZES["F"], SIZES["D"])
-    x_BTD = jax.random.normal(jax.random.key(1), DIMS["BTD"])
-    grad_BTD = jax.jit(jax.grad(lambda x: mlp.apply(variables, x)[:, 2].sum()))(x_BTD)
-    assert set(np.flatnonzero(np.abs(grad_BTD).sum((0, 2)))) == {2}
 
 
 def test_dropout_of_the_output():

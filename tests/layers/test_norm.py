@@ -42,13 +42,6 @@ def test_statistics_are_float32_whatever_the_input():
     np.testing.assert_allclose(y_D.astype(jnp.float32), [-1.3416, -0.4472, 0.4472, 1.3416], rtol=1e-2)
 
 
-def test_parameters():
-    x_BTD = jnp.ones(DIMS["BTD"])
-    assert set(LayerNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale", "bias"}
-    assert set(LayerNorm(use_bias=False).init(jax.random.key(0), x_BTD)["params"]) == {"scale"}
-    assert set(RMSNorm().init(jax.random.key(0), x_BTD)["params"]) == {"scale"}
-
-
 def test_eps_is_added_to_the_variance():
     """Under the root: of 3 and -3, whose variance is 9, and 7 more, a root of 4."""
     x_D, ones = jnp.array([3.0, -3.0]), jnp.ones(2)

@@ -17,6 +17,10 @@ from tests.helpers import FLOAT32_REORDERED, run_command
 BFLOAT16_ROUNDED = dict(rtol=0.02, atol=0.04)
 
 
+# One ends within a block; T is padded.
+DOCUMENTS_BT = jnp.asarray([[1] * 90 + [2] * 60 + [3] * 40 + [0] * 10, [1] * 200], jnp.int32)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def out_and_gradients(attention, q_BTNH, k_BSKH, v_BSKH, dout_BTNH):
     out_BTNH, pull_back = jax.vjp(attention, q_BTNH, k_BSKH, v_BSKH)
@@ -34,42 +38,25 @@ def compare(B, T, N, K, H, dtype, **how):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "N", "K", "H"),
+    ("B", "T", "N", "K", "H", "how"),
     [
-        (2, 128, 3, 3, 64),  # one block
-        (2, 256, 6, 2, 64),  # grouped heads
-        (1, 200, 4, 1, 128),  # padded to 256; one key/value head; the other layout
-        (1, 640, 2, 2, 16),  # one block in memory, computed in fifths
-        (1, 1152, 2, 1, 8),  # 3 x 3 blocks, of which the mask leaves 6
+        (2, 128, 3, 3, 64, {}),  # one block
+        (2, 256, 6, 2, 64, {}),  # grouped heads
+        (1, 200, 4, 1, 128, {}),  # padded to 256; one key/value head; the other layout
+        (1, 640, 2, 2, 16, {}),  # one block in memory, computed in fifths
+        (1, 1152, 2, 1, 8, {}),  # 3 x 3 blocks, of which the mask leaves 6
+        (1, 384, 2, 1, 16, {"window": 300, "scale": 0.2}),
+        (1, 384, 2, 1, 16, {"softcap": 2.0, "window": 7}),
+        (2, 200, 2, 1, 16, {"segments_BT": DOCUMENTS_BT, "window": 50}),
     ],
 )
-def test_splash_is_attention(B, T, N, K, H):
-    chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32), **FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize("how", [{"window": 100}, {"window": 300, "scale": 0.2}, {"softcap": 2.0, "window": 7}])
-def test_windows_and_caps(how):
-    chex.assert_trees_all_close(*compare(1, 384, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
-
-
-def test_documents_are_kept_apart():
-    """Also where a document ends within a block and where T is padded."""
-    segments_BT = jnp.asarray([[1] * 90 + [2] * 60 + [3] * 40 + [0] * 10, [1] * 200], jnp.int32)
-    how = {"segments_BT": segments_BT, "window": 50}
-    chex.assert_trees_all_close(*compare(2, 200, 2, 1, 16, jnp.float32, **how), **FLOAT32_REORDERED)
+def test_splash_is_attention(B, T, N, K, H, how):
+    chex.assert_trees_all_close(*compare(B, T, N, K, H, jnp.float32, **how), **FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize(
     ("T", "H", "window"),
-    [
-        (1024, 64, None),
-        (1024, 256, None),
-        (1152, 8, None),
-        (4096, 64, None),
-        (4096, 64, 1024),
-        (4096, 64, 1),
-        (640, 64, 300),
-    ],
+    [(1024, 64, None), (1024, 256, None), (1152, 8, None), (4096, 64, 1024), (4096, 64, 1), (640, 64, 300)],
 )
 def test_the_scores_that_are_computed(T, H, window):
     """All of each block that the kernel's own table does not leave out: at T=1024 nothing is."""

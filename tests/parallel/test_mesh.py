@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, ParallelConfig, TrainConfig
 from jaxgpt.errors import UserError
+from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.hf.families import FAMILIES
-from jaxgpt.layers.hooks import NO_SHARDING
+from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import init_adapters
-from jaxgpt.loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.parallel.mesh import PARAMETER_AXES, check_divisible, count_slices, make_mesh, parameter_axes, split_slices
 from jaxgpt.parallel.strategy import make_single, split_batch
 from jaxgpt.parallel.trainer import alternatives, choose_head_loss, choose_strategy

@@ -30,7 +30,6 @@ class Fake:
     """What the server does, and what it saw."""
 
     chat: bool = False
-    encoder: bool = False
     name: str = "tiny"
     key: str | None = None
     delay: float = 0.0  # s between tokens
@@ -108,7 +107,7 @@ def make_app(fake):
         return HTMLResponse(html, headers={"content-security-policy": policy})
 
     def models(body):
-        own = {"chat": fake.chat, "encoder": fake.encoder, "context": 256, "temperature": 0.8}
+        own = {"chat": fake.chat, "context": 256, "temperature": 0.8}
         own["chat_stop_token_ids"] = [END_OF_TURN] if fake.chat else None
         return JSONResponse({"data": [{"id": fake.name, "object": "model", "jaxgpt": own}]})
 

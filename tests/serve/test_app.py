@@ -3,7 +3,7 @@
 import json
 import re
 
-from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, refused, wait_for
+from tests.serve.conftest import BLOCK, CHAT, HELLO, FakeEngine, wait_for
 
 
 def events(response):
@@ -97,11 +97,8 @@ def test_a_stop_string_ends_text_tokens_and_slot(faked):
 
 
 def test_stop_tokens_of_a_request(faked):
-    client = faked()
-    end = client.ask("/tokenize", prompt="c").json()["tokens"]
-    (choice,) = client.ask(prompt="abcd", max_tokens=20, stop_token_ids=end).json()["choices"]
+    (choice,) = faked().ask(prompt="abcd", max_tokens=20, stop_token_ids=[99]).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
-    refused(client.ask(prompt="abcd", stop_token_ids=[0] * 17), "stop_token_ids", "at most 16")
 
 
 def test_streamed_logprobs_joined_are_those_of_the_completion(faked):
@@ -127,16 +124,11 @@ def test_models_tokens_and_health(faked):
     assert client.get("/").headers["content-security-policy"]
 
 
-def test_prompts_are_logged_only_where_a_log_is(faked):
-    client = faked()
-    client.ask(prompt="secret", max_tokens=2)
-    assert len(client.lines) == 1 and client.lines[0].endswith("'secret' -> 'se'")
-
-
 def test_metrics_count(faked):
     client = faked()
     client.ask(prompt="abc", max_tokens=5)
     client.ask(prompt="abc", max_tokens=-5)
+    assert len(client.lines) == 1 and client.lines[0].endswith("'abc' -> 'abcab'")  # the log of prompts
     assert client.sample('http_requests_total{path="/v1/completions",status="200"}') == 1
     assert client.sample('http_requests_total{path="/v1/completions",status="400"}') == 1
     assert (client.sample("prompt_tokens_total"), client.sample("completion_tokens_total")) == (3, 5)

@@ -1,12 +1,11 @@
-"""Programs of others against a real server: what they send is answered, and what they read is what the run says."""
+"""Programs of others against a real server: what they send is answered, and what they read is what the run says.
 
-import functools
+litellm and llm speak through openai's client.
+"""
+
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -31,52 +30,26 @@ def server(tmp_path_factory):
         yield server
 
 
-HEAD = f"MODEL = {MODEL!r}; import json, sys; URL, GIVEN = sys.argv[1], json.loads(sys.argv[2])\n"
+OPENAI = f"""
+import collections, concurrent.futures, json, openai, sys
+MODEL, URL, GIVEN = {MODEL!r}, sys.argv[1], json.loads(sys.argv[2])
+client = openai.OpenAI(base_url=URL + "/v1", max_retries=0, timeout=60)
+found = {{}}
+"""
 
 
-@functools.cache
-def interpreter(package: str) -> str:
-    """Return a Python that has the package: this one, or one with litellm and llm, which need another openai."""
-    if importlib.util.find_spec(package):
-        return sys.executable
-    other = os.environ.get("JAXGPT_TEST_CLIENTS")
-    code = f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
-    if not other or subprocess.run([other, "-c", code], timeout=60).returncode:
-        pytest.skip(f"{package} is not installed here, nor for JAXGPT_TEST_CLIENTS={other}, a Python that may have it")
-    return other
-
-
-def run_client(package: str, code: str, server, *, env=None, **given) -> dict:
-    """Run code that has URL and what is given as GIVEN; return the JSON object of its last line."""
-    done = subprocess.run(
-        [interpreter(package), "-c", HEAD + code, server.url, json.dumps(given)],
-        env=os.environ | {"OPENAI_API_KEY": "any", "NO_PROXY": "*"} | (env or {}),
-        cwd=server.run.parent,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run_openai(server, code, **given) -> dict:
+    """Run code that has openai's client, and what is given as GIVEN; return what it has found."""
+    pytest.importorskip("openai", reason="the client: pip install '.[test]'")
+    code = f"{OPENAI}{code}\nprint(json.dumps(found))"
+    options = {"OPENAI_API_KEY": "any", "NO_PROXY": "*"}
+    done = run_command("-c", code, server.url, json.dumps(given), cwd=server.run.parent, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def drawn(server):
-    """The text that `Run.sample` draws with the same seed, and the run."""
-    run = load(server.run)
-    return run.sample(PROMPT, max_new_tokens=DRAWN["max_tokens"], temperature=DRAWN["temperature"], seed=DRAWN["seed"])
-
-
-OPENAI = """
-import openai
-client = openai.OpenAI(base_url=URL + "/v1", max_retries=0, timeout=60)
-found = {}
-"""
-
-
-def test_openai_reads_a_completion_and_its_stream(server, drawn):
-    found = run_client("openai", OPENAI + """
+def test_openai_reads_a_completion_and_its_stream(server):
+    found = run_openai(server, """
 (model,) = client.models.list().data
 found["model"] = client.models.retrieve(model.id).id == model.id
 given = GIVEN | {"model": model.id}
@@ -89,68 +62,54 @@ found["ends"] = [chunk.choices[0].finish_reason for chunk in chunks if chunk.cho
 found["counted"] = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
 many = client.completions.create(**given | dict(prompt=[GIVEN["prompt"], "of"], n=2))
 found["many"] = [choice.text for choice in sorted(many.choices, key=lambda choice: choice.index)]
-print(json.dumps(found))
-""", server, prompt=PROMPT, **DRAWN)  # fmt: skip
-    assert found["model"] and found["text"] == found["streamed"] == found["many"][0] == drawn
-    assert found["finish"] == "length" and found["ends"] == ["length"]
+""", prompt=PROMPT, **DRAWN)  # fmt: skip
+    how = dict(max_new_tokens=DRAWN["max_tokens"], temperature=DRAWN["temperature"], seed=DRAWN["seed"])
+    assert found["text"] == found["streamed"] == found["many"][0] == load(server.run).sample(PROMPT, **how)
+    assert found["model"] and found["finish"] == "length" and found["ends"] == ["length"]
     assert found["usage"]["completion_tokens"] == DRAWN["max_tokens"] and found["counted"] == [DRAWN["max_tokens"]]
     assert found["usage"]["prompt_tokens"] == len(PROMPT)
     assert len(found["many"]) == 4 and found["many"][0] != found["many"][1]
 
 
-def test_openai_reads_chat_and_log_probabilities(server):
-    found = run_client("openai", OPENAI + """
+def test_openai_reads_chat_log_probabilities_and_errors(server):
+    found = run_openai(server, """
 messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "of"}]
 given = dict(model=MODEL, messages=messages, max_completion_tokens=12, seed=1, temperature=1.0)
-whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=3)
-message = whole.choices[0].message
-found["role"], found["text"] = message.role, message.content
-found["tokens"] = [token.bytes for token in whole.choices[0].logprobs.content]
-found["logprobs"] = [token.logprob for token in whole.choices[0].logprobs.content]
-found["top"] = [[top.logprob for top in token.top_logprobs] for token in whole.choices[0].logprobs.content]
+whole = client.chat.completions.create(**given, logprobs=True, top_logprobs=3).choices[0]
+found["role"], found["text"] = whole.message.role, whole.message.content
+found["logprobs"] = [token.logprob for token in whole.logprobs.content]
+found["top"] = [[top.logprob for top in token.top_logprobs] for token in whole.logprobs.content]
 chunks = list(client.chat.completions.create(**given, stream=True))
 found["streamed"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 found["first"] = chunks[0].choices[0].delta.role
-legacy = client.completions.create(model=MODEL, prompt="that keep", max_tokens=2, logprobs=2, echo=True, seed=1).choices[0]
-found["legacy"] = {"text": legacy.text, **legacy.logprobs.model_dump()}
-print(json.dumps(found))
-""", server)  # fmt: skip
-    assert found["role"] == found["first"] == "assistant" and found["text"] == found["streamed"]
-    if all(found["tokens"]):  # None: a part of a character
-        assert bytes(itertools.chain(*found["tokens"])).decode() == found["text"]
-    for logprob, top in zip(found["logprobs"], found["top"], strict=True):
-        assert len(top) == 3 and top == sorted(top, reverse=True)
-        assert logprob <= top[0] <= 0 and (logprob in top or logprob < top[-1])
-    legacy = found["legacy"]
-    assert legacy["token_logprobs"][0] is None and legacy["text"].startswith("that keep")
-    (score,) = load(server.run).score(["that keep"])
-    assert legacy["token_logprobs"][1:9] == pytest.approx(score.logprobs[1:], abs=SAME)
-    lengths = {len(legacy[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-    assert lengths == {11} and legacy["text_offset"][:9] == list(range(9))
-
-
-def test_openai_reads_errors(server):
-    found = run_client("openai", OPENAI + """
+echoed = client.completions.create(model=MODEL, prompt="that keep", max_tokens=2, logprobs=2, echo=True, seed=1).choices[0]
+found["echoed"] = {"text": echoed.text, **echoed.logprobs.model_dump()}
 def fails(**given):
     try:
         client.completions.create(**dict(model=MODEL, prompt="x", max_tokens=2) | given)
     except openai.BadRequestError as e:
-        return {"message": e.body["message"], "param": e.param, "type": e.type}
-found["value"] = fails(temperature=-1)
-found["unknown"] = fails(extra_body={"tempereture": 1})
-found["long"] = fails(prompt="x" * (GIVEN["context"] + 1))
-print(json.dumps(found))
-""", server, context=CONTEXT)  # fmt: skip
-    assert found["value"]["param"] == "temperature" and found["unknown"]["param"] == "tempereture"
-    assert found["value"]["type"] == "invalid_request_error"
-    assert f"{CONTEXT + 1:,} tokens" in found["long"]["message"] and f"{CONTEXT:,}" in found["long"]["message"]
+        return [e.param, e.type, e.body["message"]]
+found["errors"] = [fails(temperature=-1), fails(extra_body={"tempereture": 1}), fails(prompt="x" * (GIVEN["context"] + 1))]
+""", context=CONTEXT)  # fmt: skip
+    assert found["role"] == found["first"] == "assistant" and found["text"] == found["streamed"]
+    for logprob, top in zip(found["logprobs"], found["top"], strict=True):
+        assert len(top) == 3 and top == sorted(top, reverse=True)
+        assert logprob <= top[0] <= 0 and (logprob in top or logprob < top[-1])
+    echoed = found["echoed"]
+    assert echoed["token_logprobs"][0] is None and echoed["text"].startswith("that keep")
+    (score,) = load(server.run).score(["that keep"])
+    assert echoed["token_logprobs"][1:9] == pytest.approx(score.logprobs[1:], abs=SAME)
+    lengths = {len(echoed[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+    assert lengths == {11} and echoed["text_offset"][:9] == list(range(9))
+    assert [error[0] for error in found["errors"]] == ["temperature", "tempereture", "prompt"]
+    assert {error[1] for error in found["errors"]} == {"invalid_request_error"}
+    assert f"{CONTEXT + 1:,} tokens" in found["errors"][2][2]
 
 
 def test_openai_retries_when_the_queue_is_full(server):
     """16 clients at once for one slot and four places in the queue: all are served in the end."""
     with serve(server.run, "--slots", "1") as small:
-        found = run_client("openai", OPENAI + """
-import concurrent.futures, collections
+        found = run_openai(small, """
 seen = collections.Counter()
 http = openai.DefaultHttpxClient(event_hooks={"response": [lambda response: seen.update([response.status_code])]})
 client = openai.OpenAI(base_url=URL + "/v1", max_retries=30, timeout=60, http_client=http)
@@ -159,8 +118,7 @@ def complete(seed):
 with concurrent.futures.ThreadPoolExecutor(16) as pool:
     found["tokens"] = list(pool.map(complete, range(16)))
 found["seen"] = {str(status): count for status, count in seen.items()}
-print(json.dumps(found))
-""", small)  # fmt: skip
+""")  # fmt: skip
     assert found["tokens"] == [100] * 16
     assert found["seen"].keys() == {"200", "429"} and found["seen"]["200"] == 16
 
@@ -183,82 +141,34 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def evaluated(server, tmp_path_factory):
-    """What lm-eval finds through the adapter, and through the server with a tokenizer here and with that of the server."""
+def test_lm_eval_has_the_figures_of_the_adapter(server, tmp_path):
+    """With a tokenizer here, and with the server's, whose end of text, a newline here, is one more stop string."""
     for package in ("lm_eval", "tenacity", "aiohttp", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f'{package} is not installed: pip install "lm-eval[api]" transformers')
-    directory, run = tmp_path_factory.mktemp("harness"), load(server.run)
-    (directory / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    run = load(server.run)
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     for name, rest in TASKS.items():
-        (directory / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(directory))}{rest}")
-    (directory / "tokenizer.json").write_text(tokenizer_json(run.tokenizer) or "")
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(run.tokenizer, CONTEXT)))
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{TASK.replace('DIRECTORY', str(tmp_path))}{rest}")
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(run.tokenizer) or "")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(run.tokenizer, CONTEXT)))
     remote = f"model={MODEL},base_url={server.url}/v1/completions,max_length={CONTEXT}"
-    models = [
-        ("jaxgpt", f"run={server.run}"),
-        (
-            "local-completions",
-            f"{remote},tokenizer={directory},tokenizer_backend=huggingface,custom_prefix_token_id=10",
-        ),
-        ("local-completions", remote),
-    ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(directory / "hf"), "NO_PROXY": "*"}
-    given = {"directory": str(directory), "models": models, "tasks": list(TASKS)}
-    done = run_command("-c", HARNESS, json.dumps(given), cwd=directory, **offline)
+    local = f"{remote},tokenizer={tmp_path},tokenizer_backend=huggingface,custom_prefix_token_id=10"
+    models = [("jaxgpt", f"run={server.run}"), ("local-completions", local), ("local-completions", remote)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
+    given = {"directory": str(tmp_path), "models": models, "tasks": list(TASKS)}
+    done = run_command("-c", HARNESS, json.dumps(given), cwd=tmp_path, **offline)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("which", [1, 2], ids=["a tokenizer here", "the server's tokenizer"])
-def test_lm_eval_has_the_figures_of_the_adapter(evaluated, which):
-    ours, theirs = evaluated[0], evaluated[which]
-    for task in ("choice", "word"):
-        pairs = [
-            zip(our, their, strict=True) for our, their in zip(ours["resps"][task], theirs["resps"][task], strict=True)
-        ]
-        for (our,), (their,) in itertools.chain(*pairs):
-            assert float(their[0]) == pytest.approx(float(our[0]), abs=SAME)
-            assert their[1] == our[1]  # is it greedy?
-    exact = ("choice", "word", "whole", "written") if which == 1 else ("choice", "word")
-    for task in exact:
-        results = {name: value for name, value in ours["results"][task].items() if isinstance(value, float)}
-        assert results and {name: theirs["results"][task][name] for name in results} == pytest.approx(results, rel=SAME)
-    if which == 1:  # the server's end of text, a newline here, is one more stop string
-        assert theirs["resps"]["written"] == ours["resps"]["written"]
-
-
-def test_litellm_completes_and_streams(server, drawn):
-    found = run_client("litellm", """
-import litellm
-given = dict(model="text-completion-openai/tiny", api_base=URL + "/v1", **GIVEN)
-text = litellm.text_completion(**given).choices[0].text
-streamed = "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(**given, stream=True))
-chat = dict(model="openai/tiny", messages=[{"role": "user", "content": "of"}], api_base=URL + "/v1", max_tokens=9, seed=1)
-whole = litellm.completion(**chat)
-pieces = litellm.completion(**chat, stream=True)
-parts = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
-print(json.dumps(dict(text=text, streamed=streamed, chat=whole.choices[0].message.content, parts=parts)))
-""", server, prompt=PROMPT, **DRAWN, env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"})  # fmt: skip
-    assert found["text"] == found["streamed"] == drawn and found["chat"] == found["parts"]
-
-
-def test_llm_prompts_both_endpoints(server, tmp_path):
-    base = f"api_base: {server.url}/v1"
-    (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- {{model_id: own, model_name: {MODEL}, {base}, completion: true}}\n"
-        f"- {{model_id: own-chat, model_name: {MODEL}, {base}}}\n"
-    )
-    found = run_client("llm", """
-import subprocess
-def llm(*argv):
-    done = subprocess.run([sys.executable, "-m", "llm", *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-options = ["-o", "max_tokens", "9", "-o", "seed", "1", "--no-log", "of", "-m"]
-print(json.dumps({kind + model: llm(*flag, *options, model) for model in ("own", "own-chat")
-                  for kind, flag in (("", ["--no-stream"]), ("streamed ", []))}))
-""", server, env={"LLM_USER_PATH": str(tmp_path)})  # fmt: skip
-    assert found["own"] == found["streamed own"] and found["own-chat"] == found["streamed own-chat"]
-    assert all(text.strip() for text in found.values())
+    ours, *others = json.loads(done.stdout.splitlines()[-1])
+    for theirs, exact in zip(others, (list(TASKS), ["choice", "word"]), strict=True):
+        for task in ("choice", "word"):
+            pairs = zip(itertools.chain(*ours["resps"][task]), itertools.chain(*theirs["resps"][task]), strict=True)
+            for (our,), (their,) in pairs:
+                assert float(their[0]) == pytest.approx(float(our[0]), abs=SAME)
+                assert their[1] == our[1]  # is it greedy?
+        for task in exact:
+            results = {name: value for name, value in ours["results"][task].items() if isinstance(value, float)}
+            assert results and {name: theirs["results"][task][name] for name in results} == pytest.approx(
+                results, rel=SAME
+            )
+    assert others[0]["resps"]["written"] == ours["resps"]["written"]

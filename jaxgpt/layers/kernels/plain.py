@@ -1,4 +1,4 @@
-"""Attention in plain JAX: `naive_attention` defines it, and `plain_attention` computes the same, fastest on CPU."""
+"""Attention in plain JAX, as fast as it becomes on CPU. `tests/layers/test_attention.py` has it as it is defined."""
 
 from collections.abc import Callable
 
@@ -14,23 +14,6 @@ AttentionFn = Callable[..., jax.Array]
 # From MIN_BLOCKED_T tokens on, queries are split into NUM_BLOCKS blocks. More blocks save little more and take longer
 # to compile; below MIN_BLOCKED_T, splitting costs as much as it saves.
 NUM_BLOCKS, MIN_BLOCKED_T = 4, 256
-
-
-def naive_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Compute causal softmax(q k * scale) v as it is defined. Arguments: see `plain_attention`. -> out_BTNH."""
-    T, N, H = q_BTNH.shape[1:]
-    k_BSNH, v_BSNH = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k_BSKH, v_BSKH))  # G query heads share one
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * (H**-0.5 if scale is None else scale)
-    scores_BNTS = jnp.where(_visible(T, T, True, window)[None, None], cap_scores(scores_BNTS, softcap), -jnp.inf)
-    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores_BNTS, axis=-1), v_BSNH)
 
 
 def plain_attention(
@@ -49,7 +32,7 @@ def plain_attention(
 ) -> jax.Array:
     """Compute softmax(q k * scale) v, each group of N // K query heads sharing a key/value head. -> out_BTNH.
 
-    The numbers are those of `naive_attention`, in less time: axes are folded, and most masked scores are left out.
+    Axes are folded, and most masked scores are left out, which takes less time than the definition and changes nothing.
     Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
 
     Args:

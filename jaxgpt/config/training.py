@@ -1,0 +1,108 @@
+"""The optimiser, its schedule, and the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from jaxgpt.config.validate import (
+    LARGEST_SIZE,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Size,
+    check_fields,
+)
+from jaxgpt.errors import UserError
+
+if TYPE_CHECKING:
+    import optax
+
+MAX_NEW_TOKENS = 400  # default length of a sample
+# A decay that float32 rounds to 1 would make the optimiser divide by 0.
+Decay = Annotated[float, Interval(ge=0, lt=0.999999)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimiser and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon (Jordan 2024), the rest by AdamW
+    learning_rate: PositiveFloat = 1e-3  # peak learning rate of AdamW
+    muon_learning_rate: PositiveFloat = 0.02  # peak learning rate of Muon
+    # after warm-up; wsd: constant, then linear to the minimum (arXiv:2405.18392); inverse_sqrt: as in 2017, no minimum
+    schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt | None = None  # linear from 0; None: train.steps / 10, at most 100
+    # earlier train.steps of a run that was extended: the steps up to each follow the schedule that ends there
+    horizons: tuple[int, ...] = ()
+    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
+    min_lr_ratio: Annotated[float, Interval(ge=0, le=1)] = 0.1  # final learning rate / peak
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.99  # decay of AdamW's second moment
+    eps: PositiveFloat = 1e-8  # added to AdamW's denominator
+    weight_decay: NonNegativeFloat = 0.1  # of matrices only, multiplied by the learning rate
+    momentum: Decay = 0.95  # of Muon
+    grad_clip: PositiveFloat | None = 1.0  # largest global norm of the gradients; None: no clipping
+    # skip a step whose gradient norm exceeds this many times the median of the last 128; None: skip no finite one
+    skip_spikes: Annotated[float, Interval(gt=1)] | None = None
+    label_smoothing: Fraction = 0.0  # share of each target spread over all tokens, in training only (arXiv:1512.00567)
+    max_skipped: PositiveInt = 10  # steps skipped in a row, as spikes or as not finite, that end the run
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self)
+        for name in ("learning_rate", "muon_learning_rate")[: 1 + (self.name == "muon")]:
+            rate = getattr(self, name)
+            decayed = self.weight_decay * rate
+            if decayed > 1.0:  # a step takes more than all of a matrix off, and makes it grow
+                raise UserError(f"weight_decay={self.weight_decay} times {name}={rate} is {decayed:g}: needs at most 1")
+
+    def make_optimizer(self, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
+        """Return the optimizer of a run of `steps` steps. width_ratio: that of the model, see `GPTConfig`."""
+        from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
+
+        return make_optimizer(self, steps, width_ratio=width_ratio)
+
+    def make_schedule(self, steps: int) -> optax.Schedule:
+        """Return the optimizer's learning rate by the number of steps taken."""
+        from jaxgpt.optim import learning_rate
+
+        return learning_rate(self, steps)
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of `steps` steps."""
+        return min(100, (*self.horizons, steps)[0] // 10) if self.warmup_steps is None else self.warmup_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training loop. A step is one optimiser step, whatever the devices and the accumulation."""
+
+    steps: Annotated[int, Interval(ge=1, le=2**40)] = 1000  # optimiser steps
+    batch_size: Size = 32  # sequences per optimiser step, over all devices and micro-batches
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0  # seed of weights, data order and dropout
+    # run, or directory or Hub id of a model: start from its weights, tokenizer and architecture, but for dropout,
+    # remat, scan_layers and a shorter block_size; None: random weights
+    init_from: str | None = None
+    # dtype of activations; auto: float32 on CPU, bfloat16 on GPU and TPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # attention kernel; auto: splash on TPU, cudnn on Nvidia GPUs, where shape and dropout allow, else plain
+    attention: Literal["auto", "plain", "xla", "cudnn", "splash"] = "auto"
+    log_every: PositiveInt = 10  # steps between lines of metrics.jsonl
+    eval_every: PositiveInt = 250  # steps between validations; the last step has one too
+    eval_tokens: PositiveInt | None = None  # validation tokens per evaluation, spread evenly; None: the whole split
+    checkpoint_every: PositiveInt = 1000  # steps between checkpoints; the best validation and the end are kept as well
+    keep_last: PositiveInt = 2  # newest checkpoints kept besides the best; the second is read if the first is damaged
+    keep_every: PositiveInt | None = None  # checkpoints at multiples of this many steps are never deleted; None: none
+    sample_prompt: str = ""  # prompt of the sample at the end; empty: the tokenizer's start token
+    sample_tokens: Annotated[int, Interval(ge=0, le=LARGEST_SIZE)] = MAX_NEW_TOKENS  # tokens of the sample at the end
+    sample_temperature: NonNegativeFloat = 0.8  # temperature of the sample at the end
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self)
+        if self.init_from == "":
+            raise UserError("train.init_from is empty: name a run or a model, or leave the option out")
