@@ -13,16 +13,16 @@ pytest.importorskip("playwright", reason="playwright drives the browser: pip ins
 
 from playwright.sync_api import expect
 
-from jaxgpt.config import GPTConfig
+from jaxgpt.config import DataConfig, GPTConfig
+from jaxgpt.data.dataset import prepare
 from jaxgpt.data.tokenizer import WORDS, BPETokenizer, ByteTokenizer, CharTokenizer, train_bpe
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.interventions import edit, zero
 from jaxgpt.sample.quantize import unstack_layers
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.live import Matrix, hold, make_page
 from tests.browser import unnamed
-from tests.helpers import apply, make_model, stack_layers, tiny_experiment
+from tests.helpers import apply, make_model, recorded_run, stack_layers
 
 CHARACTERS = "\n 1<>/=()abcdefghijklmnopqrstuvwxyzñ"
 NARROW = GPTConfig(vocab_size=len(CHARACTERS) + 3, block_size=24, n_layer=2, n_head=2, n_embd=16)  # 3 of padding
@@ -55,8 +55,8 @@ def base(tmp_path_factory):
     """A run of characters, whose model is replaced by others."""
     directory = tmp_path_factory.mktemp("live")
     (directory / "text.txt").write_text(CHARACTERS * 20)
-    experiment = tiny_experiment(directory / "text.txt", steps=2, eval_every=2)
-    return fit(dataclasses.replace(experiment, name="live"), directory / "run", progress=False)
+    config = DataConfig(path=str(directory / "text.txt"))
+    return recorded_run(directory / "run", config, prepare(config, block_size=24), block_size=24)
 
 
 def with_model(base, config, tokenizer=None):
@@ -107,7 +107,13 @@ GREEDY = """([prompts, length]) => prompts.map((prompt) => {
 READ = "(tokens) => { engine.tokens.length = 0; tokens.forEach((token) => engine.step(token)); }"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("quickstart", "gemma", "neox") else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def test_greedy_tokens_and_activations_are_pythons(base, visit, name):
     run = with_model(base, dataclasses.replace(NARROW, **ARCHITECTURES[name]))
     weights = "float32" if name == "learned" else "int8"
@@ -323,6 +329,7 @@ def test_it_writes_what_is_most_probable_and_stops(typed):
     assert page.input_value("#text") == "ab"
 
 
+@pytest.mark.slow
 def test_characters_of_several_bytes_are_written_whole(base, visit):
     """By a model that writes ñ forever, of a byte and then the other."""
     config = dataclasses.replace(NARROW, vocab_size=256, position="none", tie_embeddings=False, n_embd=16)

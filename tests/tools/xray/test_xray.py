@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgpt.config import DataConfig
+from jaxgpt.data.dataset import prepare
 from jaxgpt.errors import UserError
-from jaxgpt.fitting import fit
 from jaxgpt.sample import Sampling
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.tools.xray.activations import capture_activations
 from jaxgpt.tools.xray.xray import attention_shares, project_to_plane, read_embedding, xray
 from tests.browser import unnamed, unreadable
-from tests.helpers import make_model, tiny_experiment
+from tests.helpers import TINY, make_model, recorded_run
 
 SCRIPT = "<script>pwned=1</script>"
 PROMPT = "la Mancha " + SCRIPT + "\n"
@@ -29,11 +30,11 @@ def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("xray")
     text = directory / "text.txt"
     text.write_text(TEXT)
-    e = tiny_experiment(text, steps=2, eval_every=2)
-    model = dataclasses.replace(e.model, block_size=48, activation="relu")
-    run = fit(dataclasses.replace(e, name="seen", model=model), directory / "run", progress=False)
-    _, params = make_model(run.model.config)  # with opinions, which two steps do not give
-    return dataclasses.replace(run, params=jax.tree.map(lambda x: x if x.ndim < 2 else 5 * x, params))
+    config = DataConfig(path=str(text))
+    run = recorded_run(directory / "run", config, prepare(config, block_size=48), block_size=48)
+    sizes = {"vocab_size": run.tokenizer.vocab_size, "block_size": 48, "activation": "relu"}
+    model, params = make_model(dataclasses.replace(TINY, **sizes))  # with opinions
+    return dataclasses.replace(run, model=model, params=jax.tree.map(lambda x: x if x.ndim < 2 else 5 * x, params))
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +297,6 @@ def data_of(html):
 def test_a_packed_run_is_seen_as_it_reads(run):
     """Its embeddings to the half of a step of 8 bits, and no scale counted as a parameter."""
     html = xray(run, "la", corpus_tokens=0)
-    assert xray(run, run.tokenizer.encode("la").tolist(), corpus_tokens=0) == html
     packed, whole = run.for_decoding("int8"), data_of(html)
     found = data_of(xray(packed, "la", corpus_tokens=0))
     assert found["facts"] == whole["facts"]
