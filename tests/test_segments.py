@@ -11,7 +11,6 @@ import pytest
 
 from jaxgpt.batch import Batch
 from jaxgpt.head_loss import chunked_next_token_loss
-from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.position import positions_from_segments
 from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import KERNELS

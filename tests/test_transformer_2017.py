@@ -160,7 +160,8 @@ def with_opinions(config, seed):
     return model, jax.tree.map(lambda x: x if x.ndim < 2 else 4 * x, params)
 
 
-@pytest.mark.parametrize("alpha", [0.6, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.6, 0.0])
 def test_a_wide_search_finds_the_best_of_all_targets(alpha):
     """Every target of up to block_size tokens, scored by the whole model."""
     model, params = with_opinions(dataclasses.replace(CONFIG, vocab_size=5, block_size=3), 3)

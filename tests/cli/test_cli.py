@@ -101,7 +101,6 @@ def test_mistakes_that_the_table_of_bad_inputs_has_no_place_for(trained, tmp_pat
     files = sorted((str(p), p.stat().st_mtime_ns) for p in directory.rglob("*"))
     offline = {"https_proxy": "http://127.0.0.1:9", "JAXGPT_CACHE": str(tmp_path)}
     for line, said, env in (
-        ("sample", "no run under runs/", {"cwd": tmp_path}),
         ("sample --prompt a --draft runs/other", "the tokenizer of the draft runs/other is not that of", {}),
         ("train --data.corpus shakespeare", "To give it by hand, save the text as", {"cwd": tmp_path} | offline),
     ):

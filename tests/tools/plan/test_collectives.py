@@ -39,7 +39,7 @@ def test_nvlink_ends_at_the_host():
     assert ring_bandwidth(h200, range(16)) == 8 * 50e9  # eight network cards, which are slower than NVLink
     assert ring_bandwidth(h200, (0, 8)) == 50e9  # one: the other seven carry the other groups
     assert ring_bandwidth(h200, (0, 1, 2, 8)) == 50e9  # the host with the fewest
-    assert ring_bandwidth(h200, (0,)) is ring_bandwidth(devices("NVIDIA H20", 2), (0, 1)) is None
+    assert ring_bandwidth(devices("TPU v4", 2, 2, 1), (0,)) is ring_bandwidth(devices("NVIDIA H20", 2), (0, 1)) is None
     nvl = devices("NVIDIA H200 NVL", 8) + devices("NVIDIA H200 NVL", 8, process_index=1)
     assert ring_bandwidth(nvl, range(8)) == 64e9
     assert ring_bandwidth(nvl, range(16)) is None  # nothing is known of the network between such hosts
