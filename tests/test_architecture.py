@@ -190,21 +190,21 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 1_980,
+    "the flat files": 1_960,
     "config": 1_020,
-    "layers": 1_130,
-    "parallel": 1_790,
-    "data": 1_960,
-    "sample": 1_980,
-    "runs": 1_860,
-    "hf": 1_300,
-    "gguf": 840,
-    "interventions": 920,
-    "serve": 1_340,
-    "cli": 1_260,
-    "tools": 4_220,
-    "all of jaxgpt": 21_500,
-    "tests": 24_490,
+    "layers": 1_100,
+    "parallel": 1_590,
+    "data": 1_910,
+    "sample": 1_850,
+    "runs": 1_530,
+    "hf": 1_280,
+    "gguf": 680,
+    "interventions": 860,
+    "serve": 1_280,
+    "cli": 1_070,
+    "tools": 3_830,
+    "all of jaxgpt": 19_910,
+    "tests": 20_140,
 }
 FILES = 130  # of the package
 
@@ -228,7 +228,7 @@ def test_the_house_keeps_its_budget():
 
 # The core is what these modules bring in: all of it is read in an evening, and needs jax, flax and optax alone.
 CORE = ("train", "loop", "loss", "model", "optim", "plain_generate")
-CORE_LINES = 2_480
+CORE_LINES = 2_160
 
 
 def test_the_core_is_read_in_an_evening_and_imports_little(tmp_path):
