@@ -1,5 +1,6 @@
 """Checks on several CPU devices, each run by test_strategies.py in a process: single = accumulation = pmap = mesh."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, ParallelConfig, TrainConfig
+from jaxgpt.fitting import fit
 from jaxgpt.hf.families import GPT2, GPT_NEOX, LLAMA
 from jaxgpt.hf.weights import list_tensors, read_params, shapes_of, to_tensors, write
 from jaxgpt.layers.kernels.plain import plain_attention
@@ -20,9 +22,12 @@ from jaxgpt.loss import make_loss
 from jaxgpt.parallel.device import bytes_per_device, count_parameters
 from jaxgpt.parallel.multihost import ReplicasDiffer, check_replicas
 from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.run import load
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.metrics import MetricsFile, read_metrics
 from jaxgpt.tools.plan.hlo import read_program
 from jaxgpt.train import NOT_FINITE, TAKEN
+from tests.helpers import tiny_experiment
 
 # Sums over a batch in another order: a few units in the last place, grown over 20 steps of Adam. Seen: 3.8e-6.
 CURVES_EQUAL = dict(rtol=1e-5, atol=1e-5)
@@ -341,6 +346,39 @@ def check_drift() -> None:
             run.run(0, 2)
             assert words in compare()
     assert all(Run(name, "adamw").trainer.checksums is None for name in ("fsdp", "single"))
+
+
+def check_resumed() -> None:
+    """A run left after step 3 of 6, its checkpoint being of step 2, goes on bit for bit, with dropout."""
+    Path("text.txt").write_text("En un lugar de la Mancha, de cuyo nombre no quiero acordarme.\n" * 40)
+    write_line = MetricsFile.write
+
+    def leave(self: MetricsFile, **values: object) -> None:
+        if values["step"] == 4:
+            raise InterruptedError
+        write_line(self, **values)
+
+    def ended(directory: Path) -> tuple[list, dict]:
+        lines = [
+            (line["step"], line.get("loss"), line.get("val_loss")) for line in read_metrics(directory / "metrics.jsonl")
+        ]
+        return lines, load(directory, which="last").params
+
+    for parallel in (ParallelConfig(strategy="pmap"), ParallelConfig(strategy="mesh", data=4, fsdp=2)):
+        plain = tiny_experiment(Path("text.txt"), batch_size=8)
+        model = dataclasses.replace(plain.model, n_layer=1, n_head=2, dropout=0.2, vocab_size=32)
+        experiment = dataclasses.replace(plain, model=model, parallel=parallel)
+        whole, again = Path(parallel.strategy), Path(f"{parallel.strategy}-again")
+        fit(experiment, whole, progress=False)
+        MetricsFile.write = leave  # type: ignore[method-assign]
+        with contextlib.suppress(InterruptedError):
+            fit(experiment, again, progress=False)
+        MetricsFile.write = write_line  # type: ignore[method-assign]
+        assert read_metrics(again / "metrics.jsonl")[-1]["step"] == 3
+        fit(experiment, again, progress=False)
+        (lines, params), (lines_again, params_again) = ended(whole), ended(again)
+        assert lines[-1][0] == 6 and lines == lines_again, parallel
+        jax.tree.map(np.testing.assert_array_equal, params, params_again)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from jaxgpt.parallel.mesh import GPU_OPTIONS
 from jaxgpt.parallel.multihost import checksum
 from tests.helpers import run_command
 
-SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift".split()
+SLOW = "all_curves collectives crossings init dropout imports bad_step adapters drift resumed".split()
 
 
 @pytest.mark.parametrize("name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
