@@ -27,7 +27,7 @@ ROWS = table()
 REMEDY = re.compile(
     r"needs?\b|needed|give|take|see |did you mean|name |repair|delete|put back|there (is|are)|it has|outside|reads|lies|"
     r"train (it|one)|known are|download|of another model|import those|leave|lower|correct it|unset|Look at|fetch|unpack|"
-    r"exceeds|is not|damaged|cannot|only",
+    r"exceeds|is not|damaged|cannot|only|are for",
     re.I,
 )
 
