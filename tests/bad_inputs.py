@@ -14,7 +14,7 @@ BROKEN = {
     "format": "has format 99",
     "width": "n_embd=1152921504606846976",
     "infinite": "dropout=inf",
-    "unknown": "did you mean experiment.model.n_layer?",
+    "unknown": "unknown field experiment.model.n_layers (did you mean n_layer?)",
     "twice": "'format' appears twice",
     "name": "name='../../x'",
     "pipe": "is a pipe, needs a regular file",

@@ -158,4 +158,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     lesson = (tmp_path / "site" / "lessons" / "es" / "3_attention.html").read_text(encoding="utf-8")
     assert '<img alt="' in lesson, "the plots that the lesson is stored with"
     core = (tmp_path / "site" / "api" / "core.html").read_text(encoding="utf-8")
-    assert 'id="jaxgpt.model.GPT.decode"' in core and 'id="jaxgpt.model.GPT.attention_fn"' not in core
+    assert 'id="jaxgpt.model.GPT.unembed"' in core and 'id="jaxgpt.model.GPT.attention_fn"' not in core

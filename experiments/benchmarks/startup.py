@@ -36,7 +36,7 @@ def started():
     configure_jax()
     reached("jax is imported")
     import jax.monitoring
-    from jaxgpt import fitting
+    from jaxgpt import DataConfig, fitting
     from jaxgpt.runs import checkpoint, training
     reached("all is imported")
     names = {"jaxpr_trace_duration": "tracing", "jaxpr_to_mlir_module_duration": "lowering",

@@ -115,13 +115,12 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
         say(f"sampling from an empty prompt instead of {prompt!r}: {e}")
         prompt = ""
     if config.sample_tokens:
-        sampled = run.sample(
-            prompt,
-            chat=data.is_chat,
-            temperature=config.sample_temperature,
-            max_new_tokens=config.sample_tokens,
-            seed=config.seed,
-        )
+        how = {"temperature": config.sample_temperature, "max_new_tokens": config.sample_tokens, "seed": config.seed}
+        try:
+            sampled = run.sample(prompt, chat=data.is_chat, **how)
+        except UserError as e:  # a model of the experiment's own needs more than a prompt
+            say(f"no sample: {e}")
+            return ""
         text = f"{prompt}\n\n{sampled}" if data.is_packed else f"{prompt}{sampled}"
         with contextlib.suppress(OSError):  # it is printed anyway
             write_whole(run.directory / "sample.txt", text + "\n")

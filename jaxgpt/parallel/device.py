@@ -207,7 +207,7 @@ def check_memory(state: Any, activations: int, devices: Sequence[jax.Device]) ->
     needed, memory = bytes_per_device(state) + activations, memory_of(devices[0])
     if memory is not None and needed > memory:
         what = f"need at least {needed / 2**30:,.1f} GiB on each of {len(devices)} devices, which have {memory / 2**30:,.1f}"
-        raise UserError(f"this model and batch {what}: lower --parallel.micro-batch-size, --train.batch-size or the model")
+        raise UserError(f"this model and batch {what}: lower --parallel.micro-batch-size or --model.n-embd")
 
 
 def count_parameters(params: Params) -> int:

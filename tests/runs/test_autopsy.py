@@ -56,7 +56,9 @@ def test_a_corrupt_parameter_is_found(experiment, tmp_path, monkeypatch, capsys,
 
     monkeypatch.setattr(jaxgpt.parallel.trainer, "init_state", planted)
     with pytest.raises(Diverged, match="steps in a row were skipped, up to step .*: loss is nan"):
-        fit(changed(experiment, **SCANNED if layer else {"optim": {"max_skipped": 3}}), tmp_path / "r")  # of no other test
+        fit(
+            changed(experiment, **SCANNED if layer else {"optim": {"max_skipped": 3}}), tmp_path / "r"
+        )  # of no other test
     told = [line for line in capsys.readouterr().err.splitlines() if "step 1 skipped" in line]
     first = f"h_{layer}/mlp/c_fc (Dense)"
     assert len(told) == 1 and first in told[0] and f"jaxgpt replay {tmp_path / 'r'} --step 1" in told[0]

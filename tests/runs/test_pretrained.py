@@ -235,7 +235,11 @@ def test_what_cannot_be_started_from_is_told(source, exported, tuned, text_file,
 def test_adapters_without_their_base_are_told(source, tuned, tmp_path):
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(tuned.directory, run)
-    edit_record(run, lambda record: record["experiment"]["train"].update(init_from=str(base)))
+
+    def began_from_base(record):
+        record["experiment"]["train"]["init_from"] = record["origin"]["directory"] = str(base)
+
+    edit_record(run, began_from_base)
     with pytest.raises(UserError, match="the run has only adapters, for .*base: no directory at .*base"):
         jaxgpt.load(run)
     shutil.copytree(source.directory, base)
