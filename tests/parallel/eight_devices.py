@@ -152,7 +152,7 @@ def compare_curves(strategies: list[tuple[str, str]], model: GPTConfig = CONFIG)
 
 def check_quick() -> None:
     """By the strategies that have most in common with the others, and a model that is compiled in half the time."""
-    small = dataclasses.replace(CONFIG, n_layer=1, scan_layers=False, qk_norm=False, position="learned")
+    small = dataclasses.replace(CONFIG, n_layer=1, scan_layers=False, qk_norm=False)
     single, first_loss = compare_curves([("pmap", "adamw"), ("all, in pieces", "adamw")], small)
     loss = jax.jit(functools.partial(make_loss(single.trainer.model, label_smoothing=SMOOTHING), key=None))
     nats, count, _ = loss(single.init().params, single.batch(0))
