@@ -22,19 +22,19 @@ from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
-from jaxgpt.tools.overview import runs
 
 
 class Command(NamedTuple):
     """A command of the command line."""
 
-    run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools` that imports jax, see TOOLS
+    run: Callable[..., Any] | str  # or the name of a function of `jaxgpt.tools`, see TOOLS
     operand: str
     example: str  # a line for its help
 
 
-# First lines of the help of tools that import jax.
+# First lines of the help of tools that are imported when they are called.
 TOOLS = {
+    "runs": "List all runs below a directory.",
     "report": "Summarise a run as an HTML page and JSON.",
     "sweep": "Search for the best learning rate, or other values.",
     "replay": "Repeat one training step of a run, writing nothing.",
@@ -49,7 +49,7 @@ COMMANDS = {
     "report": Command("report.report", "[RUN]", "jaxgpt report runs/mine"),
     "xray": Command(commands.xray, "[RUN]", 'jaxgpt xray --prompt "The value of the" --out xray.html'),
     "page": Command(commands.page, "[RUN]", "jaxgpt page --out page.html"),
-    "runs": Command(runs, "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
+    "runs": Command("overview.runs", "[DIRECTORY]", "jaxgpt runs --sort loss --filter 'status=complete'"),
     "plan": Command(commands.plan, "[EXPERIMENT]", "jaxgpt plan quickstart --train.batch-size 64"),
     "sweep": Command(
         "sweep.sweep", "[EXPERIMENT]", "jaxgpt sweep quickstart --over optim.learning-rate=1e-4..1e-1 --trials 20"
@@ -104,7 +104,8 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             metadata = resumed_run(arguments) if name == "train" else None
             defaults["experiment"] = quickstart() if metadata is None else metadata.given
     if isinstance(run, str):
-        configure_jax()
+        if name != "runs":  # which imports no jax
+            configure_jax()
         module, _, function = run.partition(".")
         run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)
     return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
