@@ -319,3 +319,14 @@ def test_a_run_is_opened_extended_and_translates(trained):
     assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
     done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
     assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_command_trains_it_and_goes_on(trained, tmp_path):
+    """By options of the configuration's own, after the file has been left."""
+    options = "--model.n-layer 1 --model.n-encoder-layer 1 --model.n-head 2 --model.n-embd 8 --train.batch-size 2"
+    more = ["--optim.warmup-steps", "1", "--data.path", trained[0].data.path, "--data.tokenizer", "char"]
+    command = ("-m", "jaxgpt", "train", f"{FOLDER}/train.py:experiment", *options.split(), *more, "--run-dir", "r")
+    for steps in ("2", "3"):
+        done = run_command(*command, "--train.steps", steps, "--extend", cwd=tmp_path)
+        assert done.returncode == 0 and f"step {steps}/{steps}" in done.stderr, done.stderr

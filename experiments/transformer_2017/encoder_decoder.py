@@ -1,9 +1,8 @@
 """The encoder-decoder of Vaswani et al. 2017, arXiv:1706.03762: a GPT whose blocks also attend to an encoder's states.
 
-It is built by a configuration of its own, from the norms, attention and MLP of `GPTConfig`.
+It is built by a configuration of its own, from the norms, attention and MLP of `GPTConfig`. Annotations are no strings
+here: the command line reads those of the configuration when the file has been left.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -51,7 +50,7 @@ class EncoderDecoderConfig(GPTConfig):
                 f"scan_layers={self.scan_layers}, sliding_window={self.sliding_window}: an encoder-decoder has neither"
             )
 
-    def make_model(self, compute: Compute | None = None) -> EncoderDecoder:
+    def make_model(self, compute: Compute | None = None) -> "EncoderDecoder":
         """Return the encoder-decoder."""
         return EncoderDecoder(self, *(compute or Compute()))
 
@@ -65,7 +64,7 @@ class EncoderDecoderConfig(GPTConfig):
         del fields["n_encoder_layer"]
         return EncoderConfig(**fields).make_block(layer, compute)
 
-    def make_cross_attention(self, compute: Compute) -> CrossAttention:
+    def make_cross_attention(self, compute: Compute) -> "CrossAttention":
         """Return the attention to the encoder's states."""
         c = self.explicit()
         assert c.query_scale
@@ -265,7 +264,7 @@ class EncoderDecoder(GPT):
             x_BSD = run_block(block, x_BSD)
         return x_BSD if self.config.norm_position == "post" else self.encoder_ln_f(x_BSD)
 
-    def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> CrossCache:
+    def init_cross_cache(self, cache: KVCache, source_BS: jax.Array, segments_BS: jax.Array) -> "CrossCache":
         """Encode a source. Return the cache with each layer's keys and values of it.
 
         segments_BS: 1 for the source's tokens, then 0 for padding.
