@@ -43,7 +43,8 @@ def beam_search(
     The score of a target is its log-probability, divided by ((5 + tokens) / 6) ^ length_penalty; both include the end
     (Wu et al. 2016, arXiv:1609.08144, equation 14; 0.6 is Vaswani et al. 2017's). The search for a source ends when no
     unfinished target could still beat the finished ones. At block_size tokens unfinished targets compete as they are.
-    The result for a source does not depend on the others. With one beam it is what greedy decoding writes.
+    The result for a source does not depend on the others. With one beam and no length
+    penalty, the target is what greedy decoding writes.
 
     Args:
         model: the encoder-decoder, and `params`: see `for_decoding`.

@@ -1,7 +1,7 @@
 """The encoder-decoder of Vaswani et al. 2017, arXiv:1706.03762: a GPT whose blocks also attend to an encoder's states.
 
-It is built by a configuration of its own, from the norms, attention and MLP of `GPTConfig`. Annotations are no strings
-here: the command line reads those of the configuration when the file has been left.
+It is built by a configuration of its own, from the norms, attention and MLP of `GPTConfig`. Annotations are not
+strings here: the command line reads them later, when this module is no longer imported.
 """
 
 import dataclasses

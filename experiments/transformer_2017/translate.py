@@ -19,7 +19,13 @@ PAIRS_AT_ONCE = 256  # pairs that are decoded together
 def search(run: jaxgpt.Run, sources: list[list[int]], beams: int) -> list[list[int]]:
     """Return the ids of the best target of each source, without its start and its end."""
     start, end = target_ids(run.tokenizer)
-    how = {"beams": beams, "start": start, "end": end, "vocab_size": run.tokenizer.vocab_size}
+    how = {
+        "beams": beams,
+        "length_penalty": 0.6 if beams > 1 else 0.0,
+        "start": start,
+        "end": end,
+        "vocab_size": run.tokenizer.vocab_size,
+    }
     return [best for best, *_ in beam_search(*run.decode_params, sources, **how).tokens]
 
 

@@ -94,7 +94,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What training minimises: the cross-entropy of the next token. A subclass may have another one, and options."""
+    """What training minimises: the cross-entropy of the next token. A subclass may minimise something else."""
 
     def make_loss(self, model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
         """Return the loss: (params, batch, key) -> (summed loss, number of targets, metrics). Arguments: `loss.make_loss`."""
