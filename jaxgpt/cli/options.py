@@ -125,14 +125,17 @@ def _common_options() -> ConstructorRegistry:
 
     @registry.struct_rule
     def suppress(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if info.type not in COMMON or suppress in info.markers:
+        known = next((cls for cls in COMMON if isinstance(info.type, type) and issubclass(info.type, cls)), None)
+        if known is None or suppress in info.markers:
             return None
+        own = {f.name for f in dataclasses.fields(info.type)} - {f.name for f in dataclasses.fields(known)}
+        names = own | set(COMMON[known].split())
         # The marker makes this rule pass, so that tyro's rule for dataclasses answers.
         found = ConstructorRegistry.get_struct_spec(dataclasses.replace(info, markers=(*info.markers, suppress)))
         assert isinstance(found, StructConstructorSpec)
         fields = []
         for field in found.fields:
-            kind: Any = field.type if field.name in COMMON[info.type].split() else Suppress[field.type]
+            kind: Any = field.type if field.name in names else Suppress[field.type]
             helptext = "" if kind in COMMON else field.helptext  # the title of a group is enough here
             fields.append(dataclasses.replace(field, type=kind, helptext=helptext))
         return dataclasses.replace(found, fields=tuple(fields))

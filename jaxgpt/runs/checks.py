@@ -56,8 +56,10 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
             raise UserError(f"the objective's metric {name!r} has the shape {list(x.shape)}: needs a scalar")
 
 
-def check_causal(experiment: Experiment, batch: Batch) -> None:
+def check_model(experiment: Experiment, batch: Batch) -> None:
     """Raise `UserError` if a model of a user's own reads later tokens, which the next token's loss would reward.
+
+    Or if its logits are not those by which it is sampled.
 
     One row is read twice, with other tokens in its second half. An objective of the user's own may want such a model:
     then this is only a warning.
@@ -79,7 +81,7 @@ def check_causal(experiment: Experiment, batch: Batch) -> None:
         parts = [x[:, :half].astype(jnp.float32) for x in arrays]
         return jnp.asarray([jnp.abs(p[0] - p[1]).max() > DIFFERS * jnp.abs(p).max() for p in parts]).any()
 
-    def read(params: Any) -> tuple[jax.Array, jax.Array]:
+    def read(params: Any) -> tuple[jax.Array, ...]:
         flags = []
 
         def watch(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -91,7 +93,10 @@ def check_causal(experiment: Experiment, batch: Batch) -> None:
         extras: dict[str, Any] = {"segments_BT": rows.segments_BT} | (rows.extras or {})
         with nn.intercept_methods(watch):
             x_BTD = model.apply({"params": params}, jnp.asarray(tokens_BT), method="hidden_states", **extras)
-        return early_differs(x_BTD), jnp.stack(flags)
+        logits_BTV = model.apply({"params": params}, jnp.asarray(tokens_BT), **extras)
+        parts_BTV = model.apply({"params": params}, x_BTD, method="unembed")
+        is_sum = jnp.allclose(logits_BTV, parts_BTV, rtol=1e-3, atol=1e-3)
+        return early_differs(x_BTD), jnp.stack(flags), is_sum
 
     def draw(key: jax.Array) -> Any:
         """Return parameters with noise: projections that begin as zero would hide what their inputs are."""
@@ -100,7 +105,12 @@ def check_causal(experiment: Experiment, batch: Batch) -> None:
         return jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), params)
 
     with blame_own_classes(experiment):
-        differs, flags = jax.jit(lambda key: read(draw(key)))(jax.random.key(0))
+        differs, flags, is_sum = jax.jit(lambda key: read(draw(key)))(jax.random.key(0))
+    if not bool(is_sum):
+        kind = type(model).__name__
+        raise UserError(
+            f"{kind}.__call__ is not unembed(hidden_states(tokens)), by which models are sampled: move it there"
+        )
     if not bool(differs):
         return
     named = [name for name, (before, after) in zip(names, np.asarray(flags), strict=True) if after and not before]

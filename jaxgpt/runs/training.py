@@ -24,7 +24,7 @@ from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
-from jaxgpt.runs.checks import blame_own_classes, check_causal, check_step
+from jaxgpt.runs.checks import blame_own_classes, check_model, check_step
 from jaxgpt.runs.code import check_same_code
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
@@ -176,7 +176,7 @@ def open_training(
         checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
     )
     if recorded is None and resolved.model.is_foreign:
-        check_causal(resolved, training.whole_batch(1))
+        check_model(resolved, training.whole_batch(1))
     return training
 
 
