@@ -158,7 +158,9 @@ def fit(
             if is_first and not is_run(directory):
                 raise CheckpointSaveError(f"{directory} was deleted or moved, so step {step} is not saved")
             with log.clock.paused():
-                checkpoints.save(trainer.strategy.to_checkpoint(state), step, val_loss)
+                to_checkpoint = trainer.strategy.to_checkpoint
+                others = None if trainer.eval_params is None else to_checkpoint(trainer.eval_params(state))
+                checkpoints.save(to_checkpoint(state), step, val_loss, eval_params=others)
             log.tell({"step": step, "saved": step})
 
         def stop(step: int | None) -> str | None:

@@ -22,6 +22,8 @@ Line = dict[str, Any]  # what happened at a step: see `train`
 # enough to hide the host's work; more would only queue memory, and several fake devices on few cores hang when hundreds
 # of steps are in flight.
 IN_FLIGHT = 2
+LOGGED = ("loss", "grad_norm", "learning_rate")
+UNLOGGED = ("skipped", "in_a_row", "median", "checksums")  # metrics of a step
 LONG_STEP = 1.0  # seconds: such steps are not left in flight, since a signal would have to wait for them
 # Steps between two decisions of process 0 on how many steps may be in flight. All processes settle the same steps at
 # the same time: when one raises, all have dispatched the same steps.
@@ -56,8 +58,8 @@ def train(
         max_skipped: skipped steps in a row that end the run.
         start: steps taken so far.
         best: the lowest validation loss of earlier checkpoints.
-        log: takes a line for each step that is done, with "loss", "grad_norm" and "learning_rate", or "skipped", the
-            reason; for the first one "compiled", its seconds; and for each validation "val_loss".
+        log: takes a line for each step that is done, with "loss", "grad_norm", "learning_rate" and the loss's
+            own metrics, or "skipped", the reason; for the first one "compiled", its seconds; and for each validation "val_loss".
         validate: returns the validation loss, or None if a signal interrupted it.
         save: starts to save a checkpoint. Its loss is None if it was not measured at this step, or is not finite.
         stop: returns the signal that is to end the run, if any, on all processes; or on this one only if step is None.
@@ -80,7 +82,8 @@ def train(
             on_metrics(done, metrics, state, [later for _, later in in_flight])
             skipped_in_a_row = int(metrics["in_a_row"])
             if not skipped_in_a_row:
-                log({"step": done} | {name: float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")})
+                own = sorted(metrics.keys() - {*LOGGED, *UNLOGGED})  # of the objective
+                log({"step": done} | {name: float(metrics[name]) for name in (*LOGGED, *own)})
                 continue
             log({"step": done, "skipped": why_skipped(metrics)})
             if skipped_in_a_row >= max_skipped:

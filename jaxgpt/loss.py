@@ -12,6 +12,8 @@ from flax import linen as nn
 from jaxgpt.batch import Batch
 from jaxgpt.train import LossFn, Metrics, Params
 
+SOWN = ("losses", "metrics")  # collections of what modules sow in training
+
 # The loss of hidden states, such as `head_loss.chunked_next_token_loss`:
 # (model, head, x_BTD, targets_BT, mask_BT, *, smoothing) -> (summed nats, number of targets)
 HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
@@ -19,6 +21,10 @@ HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
 
 def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
     """Return the loss that training minimises: the next token's. It applies dropout if it is given a key.
+
+    In training, what modules sow counts too. Of the collection "losses" each scalar, in nats per target and a mean over
+    the micro-batch, is added; "metrics" is reported only. Both are reported by name: losses summed over the modules
+    that sow them, metrics averaged.
 
     Args:
         model: a `GPT`, or a module with the same methods.
@@ -28,20 +34,36 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
 
     def loss(params: Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Metrics]:
         inputs: dict[str, Any] = {"segments_BT": batch.segments_BT} | (batch.extras or {})
-        rngs = None if key is None else {"dropout": key}
-        forward: Any = functools.partial(
-            model.apply, {"params": params}, batch.inputs_BT, train=key is not None, rngs=rngs, **inputs
-        )
+        if key is not None:
+            inputs |= {"train": True, "rngs": {"dropout": key}, "mutable": SOWN}
+        forward: Any = functools.partial(model.apply, {"params": params}, batch.inputs_BT, **inputs)
+        result = forward() if head_loss is None else forward(method="hidden_states")
+        output_BTX, sown = (result, {}) if key is None else result
         if head_loss is None:
-            nats, count = next_token_loss(forward(), batch.targets_BT, batch.mask_BT, smoothing=label_smoothing)
+            nats, count = next_token_loss(output_BTX, batch.targets_BT, batch.mask_BT, smoothing=label_smoothing)
         else:
             gpt: Any = model
             sums = gpt.sharding.reduce_loss(functools.partial(head_loss, model, smoothing=label_smoothing))
             head = {name: params[name] for name in gpt.unembed_params}
-            nats, count = sums(head, forward(method="hidden_states"), batch.targets_BT, batch.mask_BT)
-        return nats, count, {}
+            nats, count = sums(head, output_BTX, batch.targets_BT, batch.mask_BT)
+        auxiliary, metrics = _sum_by_name(sown.get("losses", {})), _sum_by_name(sown.get("metrics", {}))
+        for value, _ in auxiliary.values():
+            nats += count * value
+        metrics = {name: total / times for name, (total, times) in metrics.items()}
+        metrics |= {name: total for name, (total, _) in auxiliary.items()}
+        return nats, count, {name: count * value for name, value in metrics.items()}
 
     return loss
+
+
+def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:
+    """Return {name: (sum of the values sown under it in all modules, their number)}; scanned layers stack theirs."""
+    found: dict[str, tuple[jax.Array, int]] = {}
+    for path, x in jax.tree.leaves_with_path(sown):
+        name = next(entry.key for entry in reversed(path) if isinstance(entry, jax.tree_util.DictKey))
+        total, times = found.get(name, (jnp.zeros(()), 0))
+        found[name] = total + x.sum(), times + x.size
+    return found
 
 
 def next_token_loss(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,21 +107,27 @@ class GPT(nn.Module):
             positions_BT = jnp.arange(T)[None] if segments_BT is None else positions_from_segments(segments_BT)
         x_BTD = self.embed(tokens_BT, positions_BT, train)
 
-        def run_block(block: nn.Module, x_BTD: jax.Array) -> jax.Array:
-            return block(x_BTD, positions_BT, segments_BT=segments_BT, train=train)
+        def run_block(block: nn.Module, x_BTD: jax.Array, **more: Any) -> jax.Array:
+            return block(x_BTD, positions_BT, segments_BT=segments_BT, train=train, **more)
 
-        run_block = remat(run_block, self.config)
+        return self.norm_output(self.run_blocks(x_BTD, remat(run_block, self.config), tokens_BT))
+
+    def run_blocks(self, x_BTD: jax.Array, run_block: Callable[..., jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        """Run the blocks `h` in turn. A subclass may connect them otherwise.
+
+        run_block: (block, x_BTD, **more) -> x_BTD, where `more` are further arguments of the block.
+        """
         if self.config.scan_layers:
             x_BTD, _ = nn.scan(
                 lambda layers, x_BTD: (run_block(layers.block, x_BTD), None),
-                variable_axes={"params": 0, "losses": 0},
+                variable_axes={"params": 0, "losses": 0, "metrics": 0},
                 split_rngs={"params": True, "dropout": True},
                 length=self.config.n_layer,
             )(self.h, x_BTD)
         else:
             for block in self.h:
                 x_BTD = run_block(block, x_BTD)
-        return self.norm_output(x_BTD)
+        return x_BTD
 
     def check_length(self, tokens_BT: jax.Array) -> None:
         """Raise `UserError` for more than block_size tokens."""

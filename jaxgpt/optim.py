@@ -1,12 +1,18 @@
 """The optimiser, as one optax.chain, and its schedule."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxgpt.config.model import GPTConfig
 from jaxgpt.config.training import OptimConfig
+from jaxgpt.errors import UserError
 
-MATRICES = ("kernel", "embedding", "lora_a", "lora_b")  # names of parameters that are matrices
+LabelParameter = Callable[[tuple[str, ...], tuple[int, ...]], str]  # see `GPTConfig.label_parameter`
+by_rank: LabelParameter = GPTConfig().label_parameter
+LABELS = ("matrix", "table", "vector")
 
 
 def relative_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -53,24 +59,28 @@ def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     return lambda step: config.learning_rate * relative(step)
 
 
-def make_optimizer(config: OptimConfig, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, steps: int, *, width_ratio: float = 1.0, label_parameter: LabelParameter = by_rank
+) -> optax.GradientTransformation:
     """Chain clipping and AdamW, or with name="muon" Muon for the blocks' matrices and AdamW for the rest.
 
     AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101, with weight decay on matrices only. Muon: Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/. Both decays are multiplied by the learning rate. Muon's Newton-Schulz
     products have JAX's default precision: float32 on CPU, TF32 on GPU, bfloat16 on TPU.
 
-    width_ratio: that of `GPTConfig`, for `scale_by_width`. It scales neither the decay, whose time scale should not
+    label_parameter: that of `GPTConfig`. width_ratio: that of `GPTConfig`, for `scale_by_width`. It scales neither the decay, whose time scale should not
     depend on the width (arXiv:2405.13698), nor Muon, whose updates have one spectral norm at all widths, as muP needs
     (arXiv:2310.17813).
     """
     relative = relative_schedule(config, steps)
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
     adamw = optax.chain(
-        adam if width_ratio == 1.0 else optax.chain(adam, scale_by_width(width_ratio)),
+        adam if width_ratio == 1.0 else optax.chain(adam, scale_by_width(width_ratio, label_parameter)),
         optax.add_decayed_weights(
             config.weight_decay,
-            mask=lambda params: jax.tree.map_with_path(lambda path, _: _name(path[-1]) in MATRICES, params),
+            mask=lambda params: jax.tree.map(
+                lambda label: label != "vector", label_parameters(params, label_parameter)
+            ),
         ),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
     )
@@ -83,34 +93,43 @@ def make_optimizer(config: OptimConfig, steps: int, *, width_ratio: float = 1.0)
             lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params
         ),
     )
-    update = adamw if config.name == "adamw" else optax.partition({"adamw": adamw, "muon": muon}, muon_labels)
+
+    def choose(params: optax.Params) -> dict:
+        labels = label_parameters(params, label_parameter)
+        return jax.tree.map(lambda label: "muon" if label == "matrix" else "adamw", labels)
+
+    update = adamw if config.name == "adamw" else optax.partition({"adamw": adamw, "muon": muon}, choose)
     return optax.chain(
         optax.identity() if config.grad_clip is None else optax.clip_by_global_norm(config.grad_clip), update
     )
 
 
-def scale_by_width(ratio: float) -> optax.GradientTransformation:
+def scale_by_width(ratio: float, label_parameter: LabelParameter = by_rank) -> optax.GradientTransformation:
     """Multiply Adam's updates of matrices in blocks and of the last norm by muP's ratio, base width / width.
 
     Table 8 of arXiv:2203.03466: initial variance and learning rate of the blocks' matrices take the ratio. So do the logits, by the last norm: its
     scale starts at the ratio, with a learning rate of the same factor (lemma J.1). All else is the same at every width.
     """
 
-    def scale(path, x: jax.Array) -> jax.Array:
-        in_block = _name(path[-1]) == "kernel" and _name(path[0]) != "lm_head"
+    def scale(path, x: jax.Array, label: str) -> jax.Array:
+        in_block = label == "matrix" and _name(path[-1]) not in ("lora_a", "lora_b")
         return ratio * x if in_block or _name(path[0]) == "ln_f" else x
 
-    return optax.stateless(lambda updates, _: jax.tree.map_with_path(scale, updates))
+    return optax.stateless(
+        lambda updates, _: jax.tree.map_with_path(scale, updates, label_parameters(updates, label_parameter))
+    )
 
 
-def muon_labels(params: optax.Params) -> dict:
-    """Label kernels in blocks, and their adapters, "muon", and all other parameters "adamw"."""
+def label_parameters(params: optax.Params, label: LabelParameter = by_rank) -> dict:
+    """Return the label of each parameter. Raises `UserError` for one that is not a label."""
 
-    def label(path, _) -> str:
-        in_block = _name(path[0]).split("_")[0] in ("h", "encoder")
-        return "muon" if in_block and _name(path[-1]) in ("kernel", "lora_a", "lora_b") else "adamw"
+    def find(path, x: jax.Array) -> str:
+        names = tuple(_name(entry) for entry in path)
+        if (found := label(names, x.shape)) not in LABELS:
+            raise UserError(f"label_parameter says {found!r} of {'/'.join(names)}: needs one of {', '.join(LABELS)}")
+        return found
 
-    return jax.tree.map_with_path(label, params)
+    return jax.tree.map_with_path(find, params)
 
 
 def _name(entry) -> str:

@@ -1,5 +1,6 @@
 """One training step, as pure functions. `parallel` applies transformations: jit, donation, devices."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -98,7 +99,7 @@ def train_step(
     would take 1.4 ms in nanoGPT's CPU configuration, 2.5% of its step.
 
     Metrics are scalars: "loss" in nats per target; those of `loss_fn`, also per target; "grad_norm"; "learning_rate",
-    which the optimizer used, or would have used; "skipped": TAKEN, NOT_FINITE or SPIKE; "in_a_row", the steps skipped
+    which the optimizer used, or would have used: its state's, if there is one of that name, else the schedule's; "skipped": TAKEN, NOT_FINITE or SPIKE; "in_a_row", the steps skipped
     since the last one taken; and with `skip_spikes` "median", that of the norms before the step.
 
     Args:
@@ -126,15 +127,21 @@ def train_step(
         grads, sums = jax.grad(loss, has_aux=True)(state.params)
         return sums, grads
 
-    if grad_accum_steps == 1:
-        sums, grads = mean(gradients(batch, 0))
-    else:
+    def over_batch(function: Callable[[Batch, jax.Array | int], Any]) -> Any:
+        """Return the sum of a function of (micro-batch, its number) over this batch, as an average over devices."""
+        if grad_accum_steps == 1:
+            return mean(function(batch, 0))
         turns = (batch.micro_batches(grad_accum_steps), jnp.arange(grad_accum_steps))
-        shapes = jax.eval_shape(gradients, *jax.tree.map(lambda x: x[0], turns))
+        shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], turns))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, gradients(*x)), None), zero, turns)
-        sums, grads = mean(total)
+        return mean(jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, function(*x)), None), zero, turns)[0])
 
+    def mean_loss(params: Params) -> jax.Array:
+        keys = functools.partial(jax.random.fold_in, step_key)
+        nats, count = over_batch(lambda micro, index: loss_fn(params, micro, keys(index))[:2])
+        return nats / jnp.where(count > 0, count, 1.0)
+
+    sums, grads = over_batch(gradients)
     nats, count, more = sums
     count = jnp.where(count > 0, count, 1.0)  # a fully masked batch gives zero gradients, not NaN
     loss, grads = nats / count, jax.tree.map(lambda g: g / count, grads)
@@ -151,7 +158,10 @@ def train_step(
     def choose(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
 
-    updates, inner_state = optimizer.update(grads, before.inner_state, state.params)
+    # What optimizers with a line search, a Hessian or a step size of their own ask for; others ignore it.
+    extra = {"value": loss, "grad": grads, "value_fn": mean_loss, "obj_fn": mean_loss}
+    update = optax.with_extra_args_support(optimizer).update
+    updates, inner_state = update(grads, before.inner_state, state.params, **extra)
     opt_state = SkipState(
         inner_state=choose(inner_state, before.inner_state),
         skipped=choose(before.skipped, before.skipped + 1),
@@ -161,7 +171,8 @@ def train_step(
     # Parameters are chosen after the sum, not their updates before it: the compiler fuses the optimizer's last product
     # and this sum into one instruction with one rounding.
     params = choose(optax.apply_updates(state.params, updates), state.params)
-    metrics["learning_rate"] = schedule(steps_taken)
+    reported = optax.tree.get_all_with_path(inner_state, "learning_rate")  # by optax.inject_hyperparams
+    metrics["learning_rate"] = reported[0][1] if reported else schedule(steps_taken)
     metrics["skipped"] = jnp.where(is_taken, TAKEN, jnp.where(is_finite, SPIKE, NOT_FINITE))
     metrics["in_a_row"] = opt_state.in_a_row
     return TrainState(state.step + 1, params, opt_state, state.frozen_params), metrics

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.config import OptimConfig
 from jaxgpt.model import GPT
-from jaxgpt.optim import learning_rate, make_optimizer, muon_labels
+from jaxgpt.optim import label_parameters, learning_rate, make_optimizer
 from tests.helpers import TINY, make_model, stack_layers
 
 
@@ -57,14 +57,14 @@ def test_weight_decay_is_on_matrices_only(name, scan_layers):
         assert moved == (path[-1].key in ("kernel", "embedding", "lora_a", "lora_b")), jax.tree_util.keystr(path)
 
 
-def test_muon_has_the_blocks_matrices_and_nothing_else():
+def test_parameters_are_labelled_by_their_rank_and_place():
     for scan_layers in (False, True):
         config = dataclasses.replace(TINY, scan_layers=scan_layers, tie_embeddings=False)
         params = jax.eval_shape(GPT(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-        for path, label in jax.tree.leaves_with_path(muon_labels(params)):
+        for path, label in jax.tree.leaves_with_path(label_parameters(params)):
             names = [entry.key for entry in path]
-            assert (label == "muon") == (names[0].startswith("h") and names[-1] == "kernel"), names
-    assert muon_labels({"h_0": {"lora_a": 0, "lora_b": 0}}) == {"h_0": {"lora_a": "muon", "lora_b": "muon"}}
+            assert (label == "matrix") == (names[0].startswith("h") and names[-1] == "kernel"), names
+            assert (label == "table") == (names[0] in ("wte", "wpe", "lm_head")), names
 
 
 def test_muon_treats_scanned_layers_one_by_one():

@@ -16,7 +16,7 @@ from jaxgpt.data.pipeline import training_batches, validation_batches
 from jaxgpt.data.tokenizer import ByteTokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.fitting import fit
-from jaxgpt.optim import learning_rate, muon_labels
+from jaxgpt.optim import label_parameters, learning_rate
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import load
 from jaxgpt.sample.cache import KVCache
@@ -131,9 +131,9 @@ def test_the_base_model_of_2017():
     assert set(shapes["h_0"]) == {"attn", "cross", "mlp", "ln_1", "ln_cross", "ln_2"} and "lm_head" not in shapes
     expected = 37_000 * D + 6 * (attention + mlp + 2 * norm) + 6 * (2 * attention + mlp + 3 * norm)
     assert count_parameters(shapes) == expected == 63_082_496
-    labels = muon_labels(shapes)
-    assert labels["encoder_1"]["mlp"]["c_fc"] == {"kernel": "muon", "bias": "adamw"}
-    assert labels["h_0"]["cross"]["v"]["kernel"] == "muon" and labels["wte"]["embedding"] == "adamw"
+    labels = label_parameters(shapes)
+    assert labels["encoder_1"]["mlp"]["c_fc"] == {"kernel": "matrix", "bias": "vector"}
+    assert labels["h_0"]["cross"]["v"]["kernel"] == "matrix" and labels["wte"]["embedding"] == "table"
 
 
 def test_the_schedule_of_2017():

@@ -142,6 +142,11 @@ class GPTConfig:
         return "glu" in self.activation
 
     @property
+    def is_foreign(self) -> bool:
+        """Return whether this is a subclass, so that what is known of GPTConfig's modules need not hold."""
+        return type(self) is not GPTConfig
+
+    @property
     def width_ratio(self) -> float:
         """Return muP's base width / n_embd; 1.0 without muP."""
         return 1.0 if self.mup_base_width is None else self.mup_base_width / self.n_embd
@@ -166,6 +171,26 @@ class GPTConfig:
         if self.global_every is not None and (layer + 1) % self.global_every == 0:
             return None
         return self.sliding_window
+
+    def label_parameter(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Literal["matrix", "table", "vector"]:
+        """Return how optimizers treat a parameter: Muon takes a "matrix", weight decay a "matrix" and a "table".
+
+        By its rank: 2 or more, without the axis of stacked layers, is a matrix in a block and a table elsewhere. Muon
+        takes the last two axes as the matrix, and those before as a batch of them. A subclass may know better.
+        """
+        rank = len(shape) - (path[:2] == ("h", "block"))
+        return "vector" if rank < 2 else "matrix" if path[0].split("_")[0] in ("h", "encoder") else "table"
+
+    def shard_parameter(self, path: tuple[str, ...], shape: tuple[int, ...], *, fsdp: int) -> tuple[str | None, ...]:
+        """Return the mesh axis, or None, of each axis of a parameter that jaxgpt's own rules do not name.
+
+        The largest axis that fsdp divides is sharded over it; without one the parameter is on every device. A subclass
+        may shard over "tensor" as well: the compiler then inserts what its products need.
+        """
+        stacked = path[:2] == ("h", "block")
+        axes = [axis for axis in range(stacked, len(shape)) if fsdp > 1 and shape[axis] % fsdp == 0]
+        largest = max(axes, key=lambda axis: shape[axis], default=None)
+        return tuple("fsdp" if axis == largest else None for axis in range(len(shape)))
 
     def make_model(self, compute: Compute | None = None) -> GPT:
         """Return the model: a linen module with the methods of `GPT`. compute: None means float32 and the plain kernel."""

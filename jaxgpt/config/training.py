@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxgpt.config.validate import (
     LARGEST_SIZE,
@@ -20,6 +20,9 @@ from jaxgpt.errors import UserError
 
 if TYPE_CHECKING:
     import optax
+
+    from jaxgpt.config.model import GPTConfig
+    from jaxgpt.train import Params
 
 MAX_NEW_TOKENS = 400  # default length of a sample
 # A decay that float32 rounds to 1 would make the optimiser divide by 0.
@@ -60,17 +63,25 @@ class OptimConfig:
             if decayed > 1.0:  # a step takes more than all of a matrix off, and makes it grow
                 raise UserError(f"weight_decay={self.weight_decay} times {name}={rate} is {decayed:g}: needs at most 1")
 
-    def make_optimizer(self, steps: int, *, width_ratio: float = 1.0) -> optax.GradientTransformation:
-        """Return the optimizer of a run of `steps` steps. width_ratio: that of the model, see `GPTConfig`."""
+    def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
+        """Return the optimizer of a run of `steps` steps, which trains this model.
+
+        Its update is given the optional arguments `value`, `grad` and `value_fn` (also as `obj_fn`), which Optax's line
+        searches and Sophia take: the mean loss of the batch, its gradient, and the loss as a function of parameters.
+        """
         from jaxgpt.optim import make_optimizer  # a configuration is read without JAX
 
-        return make_optimizer(self, steps, width_ratio=width_ratio)
+        return make_optimizer(self, steps, width_ratio=model.width_ratio, label_parameter=model.label_parameter)
 
     def make_schedule(self, steps: int) -> optax.Schedule:
-        """Return the optimizer's learning rate by the number of steps taken."""
+        """Return the optimizer's learning rate by the number of steps taken: what is logged, unless its state has one."""
         from jaxgpt.optim import learning_rate
 
         return learning_rate(self, steps)
+
+    def eval_params(self, opt_state: Any, params: Params) -> Params:
+        """Return the parameters that are validated, saved as the model and sampled: a subclass may average, for example."""
+        return params
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""

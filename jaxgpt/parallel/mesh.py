@@ -5,6 +5,7 @@ need ring attention (arXiv:2310.01889), in which devices pass keys and values ar
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -215,7 +216,10 @@ def _shard_attention(mesh: Mesh, attention_fn: AttentionFn) -> AttentionFn:
 
 
 def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
-    """Return a tree with the logical axes of each parameter as a P. The rank of adapters is not sharded."""
+    """Return a tree with the logical axes of each parameter as a P. The rank of adapters is not sharded.
+
+    P() is that of a parameter that no rule names: it belongs to a module of a user's own.
+    """
     rules = dict(PARAMETER_AXES)
     if config.qk_norm_over == "heads":
         rules[r"(attn|cross)/[qk]_norm/scale"] = ("heads_bias",)
@@ -223,13 +227,42 @@ def parameter_axes(params: Params, config: GPTConfig) -> dict[str, Any]:
     def find_axes(path: tuple, x: Any) -> P:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         matrix = re.sub("(lora_[ab]|kernel_scale)$", "kernel", name)
-        [axes] = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
+        found = [axes for rule, axes in rules.items() if re.fullmatch(f"(.*/)?{rule}", matrix)]
+        if not found or len(found[0]) > x.ndim:
+            return P()
+        [axes] = found
         if name != matrix:
             ends = {"lora_a": (axes[0], None), "lora_b": (None, axes[1]), "kernel_scale": (axes[1],)}
             axes = ends[name.rpartition("/")[2]]
         return P(*["layers"] * (x.ndim - len(axes)), *axes)  # scan_layers stacks the blocks
 
     return jax.tree.map_with_path(find_axes, params)
+
+
+def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
+    """Return the sharding of each parameter: by `parameter_axes`, and where that says nothing by the configuration."""
+    axes = parameter_axes(params, config)
+
+    def shard(path: tuple, x: Any, axes: P, sharding: NamedSharding) -> NamedSharding:
+        names = tuple(str(entry.key) for entry in path)
+        if len(axes) and _divides(mesh, sharding.spec, x.shape):
+            return sharding
+        if len(spec := config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"])) > x.ndim:
+            raise UserError(f"shard_parameter says {spec} of {'/'.join(names)}, whose shape is {x.shape}")
+        if not _divides(mesh, P(*spec), x.shape):
+            raise UserError(
+                f"shard_parameter says {spec} of {'/'.join(names)}: {x.shape} does not divide over {mesh.shape}"
+            )
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree.map_with_path(shard, params, axes, nn.logical_to_mesh_sharding(axes, mesh, RULES))
+
+
+def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
+    """Return whether each axis of a shape is divisible over its devices."""
+    over = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes if axis is not None) for axes in over]
+    return all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
 
 
 def _state_shardings(
@@ -239,12 +272,8 @@ def _state_shardings(
 
     `state` holds shapes; `config` is the model's.
     """
-
-    def shard(params: Params) -> Any:
-        return nn.logical_to_mesh_sharding(parameter_axes(params, config), mesh, RULES)
-
-    params = shard(state.params)
-    frozen_params = None if state.frozen_params is None else shard(state.frozen_params)
+    params = _shard_params(mesh, state.params, config)
+    frozen_params = None if state.frozen_params is None else _shard_params(mesh, state.frozen_params, config)
     replicated = NamedSharding(mesh, P())
     inner_state = optax.tree.map_params(
         optimizer.init,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, ParallelConfig
+from jaxgpt.config import Experiment, OptimConfig, ParallelConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss, fused_next_token_loss
 from jaxgpt.layers.block import NO_SHARDING, Compute
@@ -32,7 +32,7 @@ from jaxgpt.parallel.strategy import (
     split_batch,
     with_shardings,
 )
-from jaxgpt.train import Metrics, Params, TrainState, eval_step, init_state, train_step
+from jaxgpt.train import LossFn, Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
 
@@ -48,7 +48,9 @@ class Trainer:
     init_state: InitFn  # (key, params=None) -> the state of step 0
     train_step: StepFn  # (state, batch, key) -> (state, metrics); donates the old state
     eval_step: EvalFn  # (params, batch) -> (summed nats, number of targets)
+    make_loss: Callable[..., LossFn]  # model -> the objective's loss
     merge: Callable[[Params, Params | None], Params]  # see `merged_params`
+    eval_params: Callable[[TrainState], Params] | None  # see `OptimConfig`; None: those that are trained
     checksums: Callable[[TrainState], jax.Array] | None  # see `Strategy`
     abstract_state: TrainState  # shapes and shardings to restore checkpoints with
     abstract_batch: Batch  # shapes and shardings of a training batch
@@ -56,7 +58,7 @@ class Trainer:
 
     def merged_params(self, state: TrainState) -> Params:
         """Return the parameters for `eval_step`: the model's, with adapters, if any, beside their kernels."""
-        return self.merge(state.params, state.frozen_params)
+        return self.merge(self.eval_params(state) if self.eval_params else state.params, state.frozen_params)
 
     def lower(self) -> Any:
         """Lower `train_step` for this experiment's states and batches, to be compiled by XLA."""
@@ -94,7 +96,7 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
     def merge(params: Params, frozen_params: Params | None) -> Params:
         return params if frozen_params is None else join_adapters(lora, params, frozen_params)
 
-    optimizer = experiment.optim.make_optimizer(train.steps, width_ratio=experiment.model.width_ratio)
+    optimizer = experiment.optim.make_optimizer(train.steps, model=experiment.model)
     schedule = experiment.optim.make_schedule(train.steps)
     init = functools.partial(
         init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
@@ -117,6 +119,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             **options,
         )
 
+    def eval_params(state: TrainState) -> Params:
+        return experiment.optim.eval_params(state.opt_state.inner_state, state.params)
+
     step, evaluate = one_train_step, functools.partial(eval_step, loss_fn=make_loss())
     if lora.rank is not None:
         step, evaluate = with_adapters(step), with_adapters(evaluate)
@@ -131,7 +136,9 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
             step, shardings, split.grad_accum_steps > 1 and not experiment.model.dropout
         ),
         eval_step=strategy.jit_eval_step(evaluate),
+        make_loss=experiment.objective.make_loss,
         merge=merge,
+        eval_params=None if type(experiment.optim).eval_params is OptimConfig.eval_params else jax.jit(eval_params),
         checksums=strategy.jit_checksums(shardings),
         abstract_state=with_shardings(shapes, strategy.checkpoint_sharding or shardings),
         abstract_batch=experiment.data.shape_batch(tokens),

@@ -18,7 +18,6 @@ from jaxgpt.errors import first_line, shell_line
 from jaxgpt.files import render_json, write_whole
 from jaxgpt.layers.block import NO_SHARDING
 from jaxgpt.lora import thaw, with_adapters
-from jaxgpt.loss import make_loss
 from jaxgpt.parallel.trainer import Trainer
 from jaxgpt.runs.training import Training
 from jaxgpt.sample.quantize import unstack_layers
@@ -69,7 +68,7 @@ def debug_step(trainer: Trainer, params: Params, batch: Batch, key: jax.Array, s
             return out
 
         with nn.intercept_methods(watch):
-            nats, count, _ = with_adapters(make_loss(model))(params, micro, key)
+            nats, count, _ = with_adapters(trainer.make_loss(model))(params, micro, key)
         return nats, (count, jnp.stack(flags))
 
     watched = jax.jit(jax.value_and_grad(loss, has_aux=True))

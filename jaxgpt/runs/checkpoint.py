@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # 0.5 s to import, so functions that need it import it
 MANIFEST = "manifest.json"
 FORMAT = 1  # version of the manifest and of the files it lists
 PARAMS, REST = "params", "rest"
+TRAINED = "trained"  # in REST: the parameters that are trained, where `OptimConfig.eval_params` makes others of them
 # Bytes to read or write concurrently, or the largest array, or a sixteenth of all, whichever is most. Without a limit
 # Orbax copies and compresses all arrays at once: another model in memory.
 AT_ONCE = 2**26
@@ -172,12 +173,13 @@ class Checkpoints:
         (self._directory / str(step)).rename(doomed)
         shutil.rmtree(doomed)
 
-    def save(self, state: TrainState, step: int, val_loss: float | None) -> None:
+    def save(self, state: TrainState, step: int, val_loss: float | None, *, eval_params: Params | None = None) -> None:
         """Start to save a state. Raises `CheckpointSaveError`, for this save or for the previous one.
 
         val_loss: of this step, to choose the best checkpoint. None means it was not measured.
+        eval_params: the parameters that are loaded as the model, beside the trained ones. None means the trained ones.
         """
-        self._save(_to_items(state), step, val_loss)
+        self._save(_to_items(state, eval_params), step, val_loss)
 
     def save_params(self, params: Params, step: int) -> None:
         """Start to save only parameters, of any dtype: they can be loaded, but training cannot resume from them."""
@@ -256,10 +258,11 @@ class Checkpoints:
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Restore a state without frozen parameters, which are not saved. like: its shapes, dtypes and shardings."""
-        items = self._restore(step, _to_items(like))
+        has_both = any(path.startswith(f"[{TRAINED!r}]") for path in self.manifest(step)["arrays"][REST])
+        items = self._restore(step, _to_items(like, like.params if has_both else None))
         rest, guard = items[REST], items[REST]["guard"]
         opt_state = SkipState(rest["opt_state"], guard.skipped, guard.in_row, guard.norms)
-        return TrainState(rest["step"], items[PARAMS], opt_state)
+        return TrainState(rest["step"], rest.get(TRAINED, items[PARAMS]), opt_state)
 
     def restore_params(self, step: int, like: Params) -> Params:
         """Restore only the parameters, in the dtype in which they were saved. like: their shapes and shardings."""
@@ -312,11 +315,14 @@ def _handler(items: dict[str, Any]) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(**handlers)
 
 
-def _to_items(state: TrainState) -> dict[str, Any]:
-    """Return the parts of a state to save, all but frozen parameters."""
+def _to_items(state: TrainState, eval_params: Params | None) -> dict[str, Any]:
+    """Return the parts of a state to save, all but frozen parameters. eval_params: see `Checkpoints.save`."""
     s = state.opt_state
     guard = _Guard(skipped=s.skipped, in_row=s.in_a_row, norms=s.norms)
-    return {PARAMS: state.params, REST: {"step": state.step, "opt_state": s.inner_state, "guard": guard}}
+    rest = {"step": state.step, "opt_state": s.inner_state, "guard": guard}
+    if eval_params is None:
+        return {PARAMS: state.params, REST: rest}
+    return {PARAMS: eval_params, REST: rest | {TRAINED: state.params}}
 
 
 def _describe(tree: Any) -> dict[str, str]:

@@ -20,7 +20,6 @@ from jaxgpt.data.pipeline import PREFETCH, Dataset, training_batches, validation
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import cache_directory, is_there
 from jaxgpt.lora import freeze, thawed_shapes
-from jaxgpt.optim import learning_rate
 from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
@@ -184,7 +183,7 @@ def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool
     if experiment.train.steps == steps or extend is False:
         return dataclasses.replace(experiment, optim=dataclasses.replace(experiment.optim, horizons=recorded.horizons))
     optim = dataclasses.replace(experiment.optim, horizons=(*recorded.horizons, steps))
-    rates = [np.asarray(learning_rate(optim, experiment.train.steps)(step)) for step in (steps - 1, steps)]
+    rates = [np.asarray(optim.make_schedule(experiment.train.steps)(step)) for step in (steps - 1, steps)]
     if rates[1] > rates[0] and extend is None:
         raise UserError(
             f"{metadata.directory}: its {optim.schedule} schedule ends at step {steps} with a learning rate of {rates[0]:.3g}. "

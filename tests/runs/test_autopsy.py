@@ -129,9 +129,9 @@ def whole(bumpy, bad_batch, tmp_path_factory):
     saved, losses = [], iter([float("nan")])
     save, mean_loss = Checkpoints.save, fitting.mean_loss
 
-    def noted(self, state, step, val_loss):
+    def noted(self, state, step, val_loss, **more):
         saved.append((step, val_loss))
-        save(self, state, step, val_loss)
+        save(self, state, step, val_loss, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "save", noted)
