@@ -87,7 +87,10 @@ class MLA(nn.Module):
         k_BTNH, v_BTNW = (jnp.einsum("BTC,CNX->BTNX", c_BTC, kernel) for kernel in (self.k_CNH, self.v_CNW))
         k_BTNR = jnp.broadcast_to(k_BTR[:, :, None], q_BTNR.shape)
         q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_BTNH, q_BTNR), (k_BTNH, k_BTNR)))
-        dropout: Any = {"dropout": self.config.dropout, "key": self.make_rng("dropout") if train else None}
+        dropout: Any = {
+            "dropout": self.config.dropout,
+            "key": self.make_rng("dropout") if train and self.config.dropout else None,
+        }
         return self.merge(plain_attention(q, k, v_BTNW, segments_BT=segments_BT, scale=self.scale, **dropout), train)
 
     @nn.nowrap
