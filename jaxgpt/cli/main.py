@@ -22,6 +22,7 @@ from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.code import trust_code
 
 
 class Command(NamedTuple):
@@ -66,6 +67,7 @@ MOVED = {
     "scale": "python experiments/scaling_laws.py quickstart --data.path mytext.txt",
     "track": "python experiments/track.py RUN --to tensorboard",
 }
+TRUST = "--trust-code"  # an option of all commands that read a run
 # Older names, with the words that they stand for.
 ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
 
@@ -95,6 +97,9 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
     command, arguments = COMMANDS[name], [*expanded, *options]
+    if TRUST in arguments:
+        arguments.remove(TRUST)
+        trust_code()
     run, defaults, operand = command.run, {}, ""
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
@@ -125,4 +130,5 @@ usage: jaxgpt COMMAND [OPTIONS]
 `jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.
 RUN is a run directory; without it, the newest under runs/.
+--trust-code runs the code that a RUN brings for classes of its own.
 EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

@@ -24,6 +24,7 @@ from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.code import check_same_code
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
 from jaxgpt.train import Metrics, TrainState, init_and_dropout_keys
@@ -150,6 +151,7 @@ def open_training(
     """
     if recorded is not None:
         experiment = with_horizons(recorded, experiment, extend=extend)
+        check_same_code(experiment, directory, recorded.code)
         check_same_configuration(recorded, experiment)
     resolved, weights = resolve_init_from(experiment, recorded)
     if recorded is None:
