@@ -1,15 +1,14 @@
 """Read the weights of a model that transformers saved into a model of this shelf, by a table of names.
 
-A page names its family in a list of `Rule`, one for each kind of tensor:
-    [
-        Rule("model.embed_tokens.weight", "wte/embedding", same),
-        Rule("model.layers.{layer}.self_attn.q_proj.weight", "h_{layer}/attn/q/kernel"),
-        Rule("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", "h_{layer}/mlp/fc"),
-    ]
+A page that brings a family has `import_rules(config.json) -> {"config": ..., "table": [Rule(...), ...]}`. Then
+python experiments/zoo/import_hf.py PAGE DIR RUN_DIR [TOKENIZER] makes a run of a model, for jaxgpt sample, evaluate, serve.
 """
 
 import contextlib
+import importlib
+import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,16 +45,9 @@ class Rule(NamedTuple):
 
 
 def read_params(name: str, config: GPTConfig, table: Sequence[Rule], *, skip: str = "") -> dict[str, Any]:
-    """Return the parameters of `config.make_model()` in float32.
+    """Return the parameters of `config.make_model()` in float32. Raises `UserError` unless all of them are there.
 
-    Args:
-        name: the directory of the model, or its id on the Hub.
-        config: the architecture, with its vocab_size.
-        table: the rules; the first that matches a tensor's name holds.
-        skip: a regular expression for the names of tensors that our model does not use.
-
-    Raises:
-        UserError: a tensor has no rule, or a parameter has no tensor or another shape.
+    name: a directory, or an id on the Hub. skip: a regular expression for the names of tensors that are not used.
     """
     if config.scan_layers:
         raise UserError("scan_layers=True: in the files each layer has its own names; import with scan_layers=False")
@@ -87,14 +79,19 @@ def read_params(name: str, config: GPTConfig, table: Sequence[Rule], *, skip: st
     return traverse_util.unflatten_dict({path: np.ascontiguousarray(x) for path, x in params.items()}, sep="/")
 
 
-def write_run(name: str, run_dir: str, params: dict[str, Any], config: GPTConfig, tokenizer: str | None = None) -> None:
-    """Write an imported model as a run, for `jaxgpt sample`. tokenizer: a tokenizer.json, or "ids"; None: the model's."""
+def write_run(page: Any, name: str, run_dir: str, tokenizer: str | None = None) -> None:
+    """Write a model as a run. page: the module with `import_rules`. tokenizer: a tokenizer.json, or "ids" for none."""
     source, directory = find_directory(name), Path(run_dir)
-    chosen = load_named_tokenizer(str(source / "tokenizer.json") if tokenizer is None else tokenizer, config)
+    rules = page.import_rules(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    chosen = load_named_tokenizer(str(source / "tokenizer.json") if tokenizer is None else tokenizer, rules["config"])
+    params, experiment = read_params(name, **rules), Experiment(name="imported", model=rules["config"])
     with lock_run(directory, fresh=False):
         with contextlib.closing(Checkpoints(directory / "checkpoints")) as checkpoints:
             checkpoints.save_params(params, 0)
         keep_companions(source, directory)
-        experiment = Experiment(name="imported", model=config)
         about: Any = {"data": {"tokenizer_sha256": fingerprint(chosen)}, "imported": {"from": name}}
-        write_metadata(directory, experiment, chosen, vocab_size=config.vocab_size, **about)
+        write_metadata(directory, experiment, chosen, vocab_size=experiment.model.vocab_size, **about)
+
+
+if __name__ == "__main__":
+    write_run(importlib.import_module(sys.argv[1]), *sys.argv[2:])

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 import jaxgpt
 from jaxgpt import GPTConfig, UserError
-from jaxgpt.config.validate import Size
+from jaxgpt.config.validate import PositiveFloat, Size
 from jaxgpt.layers.block import Compute
 from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.layers.linear import Dense
@@ -55,7 +55,7 @@ class MLA(nn.Module):
         self.c_proj = dense(c.n_embd, use_bias=bool(c.out_bias), kernel_init=c.make_residual_init())
         self.drop = nn.Dropout(c.dropout)
         self.rotation = c.make_rope(None)._replace(size=c.rope_dim)
-        self.scale = (c.head_dim + c.rope_dim) ** -0.5
+        self.scale = c.score_scale * (c.head_dim + c.rope_dim) ** -0.5
 
     def queries(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return each head's query, the part without and the rotated part with a position: (q_BTNH, q_BTNR)."""
@@ -121,6 +121,7 @@ class MLAConfig(GPTConfig):
     q_rank: Size | None = None  # numbers in the latent of queries; None: none, queries are made from the stream
     rope_dim: Size = 8  # rotated numbers of a head's query and key, with one key for all heads: even
     value_dim: Size = 16  # numbers of a head's value
+    score_scale: PositiveFloat = 1.0  # factor of the scores, next to 1 / sqrt(head_dim + rope_dim)
 
     def __post_init__(self) -> None:
         """Check the fields."""
