@@ -14,7 +14,6 @@ Verdict     not run yet
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal
 
 import base
@@ -26,6 +25,7 @@ import numpy as np
 import qwen3_moe
 from flax import linen as nn
 from import_hf import Rule, same
+from yarn import Yarn, read_rope
 
 import jaxgpt
 from jaxgpt import UserError
@@ -33,21 +33,6 @@ from jaxgpt.config.validate import Count
 from jaxgpt.hf.family import always, fields, never
 from jaxgpt.layers.block import Compute
 from jaxgpt.layers.position import Rope
-
-
-class Yarn(Rope):
-    """Rotations that are as they were if they turn often in the original context, and slower by `factor` if they do not."""
-
-    def frequencies(self) -> jax.Array:
-        """Return radians per token of each pair: between high_freq_factor and low_freq_factor turns, a mixture of both."""
-        pair = jnp.arange(self.size // 2, dtype=jnp.float32)
-
-        def find(turns: float) -> float:  # the pair, not a whole number, that makes so many turns
-            return self.size * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        first, last = max(math.floor(find(self.high_freq_factor)), 0), math.ceil(find(self.low_freq_factor))
-        slow = jnp.clip((pair - first) / max(min(last, self.size - 1) - first, 0.001), 0.0, 1.0)
-        return self.theta ** (-2.0 * pair / self.size) * (slow / self.factor + 1.0 - slow)
 
 
 class DeepSeekMoE(moe.MoE):
@@ -71,8 +56,8 @@ class DeepSeekMoE(moe.MoE):
             choice_UE = jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(choice_UE.shape)
         experts_UC = jax.lax.top_k(choice_UE, c.top_k)[1]
         weights_UC = jnp.take_along_axis(scores_UE, experts_UC, axis=1)
-        total_U1 = weights_UC.sum(axis=1, keepdims=True) + 1e-20 if c.normalise_top_k else 1.0
-        return scores_UE / scores_UE.sum(axis=1, keepdims=True), weights_UC / total_U1, experts_UC
+        weights_UC /= weights_UC.sum(axis=1, keepdims=True) + 1e-20 if c.normalise_top_k else 1.0
+        return scores_UE / scores_UE.sum(axis=1, keepdims=True), weights_UC, experts_UC
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +69,17 @@ class DeepSeekConfig(mla.MLAConfig, moe.MoEConfig):
     top_group: Count = 1  # groups from which a token's experts are
     yarn: bool = False  # rope by YaRN, with rope_factor, rope_original_context, rope_low_freq_factor and _high_
 
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        size, rest = divmod(self.n_expert, self.n_group)
+        if rest or self.top_group > self.n_group or self.top_k > self.top_group * size:
+            said = f"n_expert={self.n_expert}, n_group={self.n_group}, top_group={self.top_group}, top_k={self.top_k}"
+            raise UserError(f"{said}: needs groups of one size, and enough experts in top_group of them")
+
     def make_rope(self, window: int | None) -> Rope | None:
         """Return the rotation."""
-        rotation = super().make_rope(window)
-        return Yarn(*rotation) if self.yarn and rotation is not None else rotation
+        return Yarn(*(super().make_rope(window) or ())) if self.yarn else super().make_rope(window)
 
     def make_mlp(self, layer: int, compute: Compute) -> nn.Module:
         """Return a mixture of experts; in the first n_dense layers an MLP."""
@@ -96,11 +88,13 @@ class DeepSeekConfig(mla.MLAConfig, moe.MoEConfig):
 
 CONFIG_RULES = (
     fields(vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers"),
-    fields(n_head="num_attention_heads", n_embd="hidden_size", mlp_dim="intermediate_size"),
-    fields(kv_rank="kv_lora_rank", q_rank=("q_lora_rank", None), rope_dim="qk_rope_head_dim"),
-    fields(head_dim="qk_nope_head_dim", value_dim="v_head_dim", n_expert="n_routed_experts"),
-    fields(top_k="num_experts_per_tok", expert_dim="moe_intermediate_size", expert_scale="routed_scaling_factor"),
+    fields(n_head="num_attention_heads", n_embd="hidden_size", mlp_dim="intermediate_size", kv_rank="kv_lora_rank"),
+    fields(
+        rope_dim="qk_rope_head_dim", head_dim="qk_nope_head_dim", value_dim="v_head_dim", top_k="num_experts_per_tok"
+    ),
+    fields(n_expert="n_routed_experts", expert_dim="moe_intermediate_size", expert_scale="routed_scaling_factor"),
     fields(tie_embeddings=("tie_word_embeddings", False), n_dense=("first_k_dense_replace", 0)),
+    fields(q_rank=("q_lora_rank", None)),
     never(attention_bias=False, mlp_bias=False, hidden_act="silu", rms_norm_eps=1e-6),
     always(bias=False, norm="rmsnorm", norm_eps=1e-6, activation="swiglu", position="rope"),
 )
@@ -108,23 +102,13 @@ CONFIG_RULES = (
 
 def import_rules(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the architecture that a config.json describes, the table of its tensors, and the names of those not used."""
-    is_v3, turns = hf["model_type"] == "deepseek_v3", hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    kind, mscale = turns.get("rope_type", turns.get("type", "default")), turns.get("mscale_all_dim")
-    if kind not in ("default", "yarn") or (kind == "yarn" and not (mscale and mscale == turns.get("mscale"))):
-        raise UserError(f"{turns}: needs the default rope, or YaRN's with mscale equal to mscale_all_dim")
-    read: dict[str, Any] = {name: value for rule in CONFIG_RULES for name, value in rule.read(hf).items()}
-    read["rope_theta"] = float(turns.get("rope_theta", hf.get("rope_theta", 10_000.0)))
+    is_v3, read = hf["model_type"] == "deepseek_v3", read_rope(hf)
+    for rule in CONFIG_RULES:
+        read |= rule.read(hf)
     read["shared_dim"] = (hf.get("n_shared_experts") or 0) * read["expert_dim"]
     read |= {"scores": "sigmoid" if is_v3 else "softmax", "normalise_top_k": is_v3 and hf["norm_topk_prob"]}
-    if is_v3 or hf.get("topk_method") == "group_limited_greedy":
-        read |= {"n_group": hf["n_group"], "top_group": hf["topk_group"]}
-    if kind == "yarn":
-        slow, fast, factor = (
-            float(turns.get(key) or x) for key, x in (("beta_slow", 1), ("beta_fast", 32), ("factor", 1))
-        )
-        read |= {"yarn": True, "rope_factor": factor, "rope_low_freq_factor": slow, "rope_high_freq_factor": fast}
-        read |= {"rope_original_context": turns["original_max_position_embeddings"]}
-        read["score_scale"] = (0.1 * mscale * math.log(factor) + 1.0) ** 2
+    has_groups = is_v3 or hf.get("topk_method") == "group_limited_greedy"
+    read |= {"n_group": hf["n_group"], "top_group": hf["topk_group"]} if has_groups else {}
     R, is_interleaved = read["rope_dim"], not is_v3 or hf.get("rope_interleave", True)
 
     def rotated(x: np.ndarray, heads: int) -> np.ndarray:  # neighbours turn together: with us, halves do
@@ -132,23 +116,24 @@ def import_rules(hf: dict[str, Any]) -> dict[str, Any]:
         order = np.arange(R).reshape(-1, 2).T.ravel() if is_interleaved else np.arange(R)
         return np.concatenate([x_NXD[:, :-R], x_NXD[:, -R:][:, order]], axis=1).reshape(x.shape).T
 
-    a, b = "model.layers.{layer}.self_attn.", "h_{layer}/attn/"
-    query = f"{a}q_proj.weight" if read["q_rank"] is None else f"{a}q_b_proj.weight"
-    names = {"gate_proj": "c_gate", "up_proj": "c_fc", "down_proj": "c_proj"}
+    a, b, shared = "model.layers.{layer}.self_attn.", "h_{layer}/attn/", "model.layers.{layer}.mlp.shared_experts."
+    queries = functools.partial(rotated, heads=read["n_head"])
     table = [
-        Rule(query, f"{b}q/kernel", functools.partial(rotated, heads=read["n_head"])),
+        Rule(f"{a}q_proj.weight", f"{b}q/kernel", queries),
         Rule(f"{a}q_a_proj.weight", f"{b}q_down/kernel"),
         Rule(f"{a}q_a_layernorm.weight", f"{b}q_norm/scale", same),
+        Rule(f"{a}q_b_proj.weight", f"{b}q/kernel", queries),
         Rule(f"{a}kv_a_proj_with_mqa.weight", f"{b}kv_down/kernel", functools.partial(rotated, heads=1)),
         Rule(f"{a}kv_a_layernorm.weight", f"{b}kv_norm/scale", same),
         Rule(f"{a}kv_b_proj.weight", f"{b}kv_up"),
         Rule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "h_{layer}/mlp/router_bias", same),
+        Rule(f"{shared}gate_proj.weight", "h_{layer}/mlp/shared/c_gate/kernel"),
+        Rule(f"{shared}up_proj.weight", "h_{layer}/mlp/shared/c_fc/kernel"),
+        Rule(f"{shared}down_proj.weight", "h_{layer}/mlp/shared/c_proj/kernel"),
+        *qwen3_moe.table,  # the other names are the same
     ]
-    shared = "model.layers.{layer}.mlp.shared_experts."
-    table += [Rule(f"{shared}{x}.weight", f"h_{{layer}}/mlp/shared/{y}/kernel") for x, y in names.items()]
-    # The other names are Qwen3-MoE's. V3's layer after the last predicts a second token.
-    skip = rf"model\.layers\.{read['n_layer']}\..*"
-    return {"config": DeepSeekConfig(**read), "table": [*table, *qwen3_moe.table], "skip": skip}
+    skip = rf"model\.layers\.{read['n_layer']}\..*"  # V3's prediction of a second token is a layer after the last
+    return {"config": DeepSeekConfig(**read), "table": table, "skip": skip}
 
 
 model = DeepSeekConfig(
