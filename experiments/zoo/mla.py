@@ -5,9 +5,8 @@ Question    How much does a model lose when each token leaves a latent of 16 num
 Reference   DeepSeek-AI 2024, arXiv:2405.04434, section 2.1: equations 9 to 13 (latents) and 14 to 19 (decoupled rotation).
 Change      c = norm(W x) has C = kv_rank numbers. A head's key is W_k c next to a rotated key of R = rope_dim numbers that
             all heads share; its value is W_v c. With `q_rank` queries have a latent, too. `decode` keeps c and the rotated
-            key only: it multiplies queries by W_k and weighted latents by W_v, so that earlier tokens' keys are never made
-            again. Keys cannot be normed then; a variant without that norm tells the two changes apart. The model has 5%
-            fewer parameters. Left out: biases, grouped heads, fused kernels.
+            key only: it multiplies queries by W_k and weighted latents by W_v. Keys cannot be normed then; a variant
+            without that norm tells both changes apart. 5% fewer parameters. Left out: biases, grouped heads, fused kernels.
 Command     jaxgpt study experiments/zoo/mla.py
 Expected    0.01 to 0.03 worse than the baseline, half of it for the missing norm.
 Result      not run yet
