@@ -13,7 +13,6 @@ import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
 from jaxgpt.config import GPTConfig, OptimConfig
-from jaxgpt.errors import UserError
 from jaxgpt.loss import make_loss
 from jaxgpt.optim import make_optimizer
 from jaxgpt.train import init_state
@@ -95,15 +94,19 @@ def test_a_piece_of_ones_own_is_scanned_and_recomputed_as_others_are(kind, how):
     chex.assert_trees_all_equal_shapes(state.params, stacked(params))
 
 
-def test_an_attention_without_keys_and_values_is_sampled_by_computing_again():
+def test_an_attention_without_keys_and_values_is_sampled_by_computing_again(caplog):
+    """The engine then draws what the plain `generate` does, on which the whole forward pass is the judge."""
     model, params = make_model(FOREIGN["attention"])
-    prompts = jnp.asarray([[1, 2, 3]])
-    with pytest.raises(UserError, match="DistanceConfig: 0 of 2 blocks attend by jaxgpt.*plain_generate"):
-        jaxgpt.generate(model, params, [[1, 2, 3]], key=jax.random.key(0), max_new_tokens=2)
-    found = plain_generate.generate(model, params, prompts, jax.random.key(0), max_new_tokens=4, temperature=0.0)
-    assert found.shape == (1, 7)
-    for t in range(3, 7):
+    found = plain_generate.generate(
+        model, params, jnp.asarray([[1, 2, 3]]), jax.random.key(0), max_new_tokens=5, temperature=0.0
+    )
+    for t in range(3, 8):
         assert found[0, t] == apply(model, params, found[:, :t])[0, -1].argmax()
+    greedy = jaxgpt.Sampling(greedy=True)
+    prompts = [[1, 2, 3], [4, 4, 10, 1, 1]]
+    drawn = jaxgpt.generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=5, sampling=greedy)
+    assert drawn.tokens[0] == found[0, 3:].tolist()
+    assert "DistanceConfig: each token computes its context again" in caplog.text
 
 
 def test_the_plain_generate_is_the_engine_without_a_cache():

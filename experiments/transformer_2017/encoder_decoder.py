@@ -282,7 +282,7 @@ class CrossCache(KVCache):
     source_length_B: jax.Array = flax.struct.field(kw_only=True)  # tokens; padding follows them
 
     def decode(
-        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
+        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
         """Return the decoder's states of the next tokens, which read this source. Arguments: see `KVCache.decode`."""
         S, number = self.encoder_kv[0].columns, 0
@@ -303,4 +303,4 @@ class CrossCache(KVCache):
             return call(*args, **kwargs)
 
         with nn.intercept_methods(read_cache):
-            return super().decode(model, params, tokens_BT, positions_BT)
+            return super().decode(model, params, tokens_BT, positions_BT, valid_BT)

@@ -142,6 +142,11 @@ class GPTConfig:
         return "glu" in self.activation
 
     @property
+    def is_foreign(self) -> bool:
+        """Return whether this is a subclass, so that what is known of GPTConfig's modules need not hold."""
+        return type(self) is not GPTConfig
+
+    @property
     def width_ratio(self) -> float:
         """Return muP's base width / n_embd; 1.0 without muP."""
         return 1.0 if self.mup_base_width is None else self.mup_base_width / self.n_embd

@@ -1,16 +1,27 @@
-"""The KV cache: a value that decoding takes and returns.
+"""The cache: a value that decoding takes and returns, mostly keys and values.
 
 Each row of the batch is a ring of S columns: the token at position p lies in column p % S, whatever the other rows hold.
 What a query attends to follows from its position alone, so that columns without a token of this sequence need neither
 zeros nor a mask of their own.
+
+A module of a user's own that mixes tokens may have a cache of its own, by two methods, which `__call__` must agree with:
+
+    init_cache(batch, columns, dtype) -> a tree of zeros with the leading axis `batch`, from the module's fields alone
+    decode(x_BTD, positions_BT, cache, *, valid_BT) -> (x_BTD, cache)
+
+They read the next T tokens of each row. valid_BT is False for padding behind a prompt, which must not change a state; a
+row whose position is 0 begins another sequence. Without them, the context is computed again for each token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import logging
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -23,8 +34,11 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.kernels.plain import cap_scores
 from jaxgpt.layers.linear import to_int8
 from jaxgpt.model import GPT
-from jaxgpt.sample.quantize import apply_model
+from jaxgpt.sample.quantize import apply_model, unstack_layers
 
+LOG = logging.getLogger(__name__)
+# Of `can_cache`: rounding differs between the two, a wrong module by more than a tenth.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 LOWEST = jnp.finfo(jnp.float32).min
 
 
@@ -116,10 +130,15 @@ class LayerCache(flax.struct.PyTreeNode):
 
 
 class KVCache(flax.struct.PyTreeNode):
-    """Keys and values of all layers."""
+    """Keys and values of all layers, or what `init_cache` returned, in the order in which tokens are mixed."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Any, ...]
     block: int = flax.struct.field(pytree_node=False)  # columns that attention reads at a time; divides S
+
+    @property
+    def is_columns(self) -> bool:
+        """Return whether all that it has are keys and values, in columns: their order in time can be seen and undone."""
+        return all(isinstance(layer, LayerCache) for layer in self.layers)
 
     @staticmethod
     def empty(
@@ -145,22 +164,34 @@ class KVCache(flax.struct.PyTreeNode):
         return KVCache(layers=tuple(layer() for _ in range(n_layer)), block=columns if block is None else block)
 
     def decode(
-        self, model: GPT, params: dict, tokens_BT: jax.Array, positions_BT: jax.Array
+        self,
+        model: GPT,
+        params: dict,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        valid_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Return `GPT.hidden_states` x_BTD of the next T tokens of the sequences in the cache, and the updated cache.
 
         A token attends to itself and the block_size - 1 before it. Positions are consecutive in each row and below
         block_size, except with rope and none, which have no limit. Needs `scan_layers=False` (see
         `quantize.unstack_layers`): slices of stacked parameters would be copied for each token.
+
+        valid_BT: False for padding. None means none is.
         """
         assert not model.config.scan_layers, "unstack the layers first"
+        valid_BT = jnp.ones(tokens_BT.shape, bool) if valid_BT is None else valid_BT
         model = model.clone(config=dataclasses.replace(model.config, remat="none"))  # the cache would stay in a remat
         context, layers = model.config.block_size, []
 
         def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, method: Any) -> Any:
             module = method.module
-            if not isinstance(module, Attention) or method.method_name != "attend":
+            if (kind := _mixer(module, method.method_name)) is None:
                 return call(*args, **kwargs)
+            if kind != "attention":
+                x_BTD, layer = module.decode(args[0], positions_BT, self.layers[len(layers)], valid_BT=valid_BT)
+                layers.append(layer)
+                return x_BTD
             q_BTNH, k_BTKH, v_BTKH = args
             layer = self.layers[len(layers)].write(k_BTKH, v_BTKH, positions_BT)
             layers.append(layer)
@@ -170,15 +201,14 @@ class KVCache(flax.struct.PyTreeNode):
 
         with nn.intercept_methods(attend_to_cache):
             x_BTD = apply_model(model, params, tokens_BT, positions_BT=positions_BT, method="hidden_states")
-        if len(layers) != len(self.layers):
-            raise UserError(
-                f"{type(model.config).__name__}: {len(layers)} of {len(self.layers)} blocks attend by jaxgpt's Attention, so "
-                "that keys and values cannot be cached: use jaxgpt.plain_generate.generate, which computes them again"
-            )
+        assert len(layers) == len(self.layers), "see `find_mixers`"
         return x_BTD, self.replace(layers=tuple(layers))
 
     def insert(self, row: KVCache, number: jax.Array, columns: jax.Array) -> KVCache:
         """Return the cache with the first `columns` columns of the one row of another in row `number`, or a few more."""
+        if not self.is_columns:  # a state, of all tokens
+            put_row = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=0)
+            return self.replace(layers=jax.tree.map(put_row, self.layers, row.layers))
 
         def copy(block: jax.Array, cache: KVCache) -> KVCache:
             def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
@@ -189,6 +219,127 @@ class KVCache(flax.struct.PyTreeNode):
             return cache.replace(layers=jax.tree.map(put, cache.layers, row.layers))
 
         return jax.lax.fori_loop(0, -(-columns // self.block), copy, self)
+
+
+class ContextCache(KVCache):
+    """The tokens alone, for models whose modules cannot be cached: their context is computed again for each token."""
+
+    def decode(
+        self,
+        model: GPT,
+        params: dict,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        valid_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Return what `KVCache.decode` does, by a forward pass over the whole context."""
+        tokens_B1S = _put(self.layers[0], tokens_BT[..., None], columns_BT=positions_BT)
+        context_BS = tokens_B1S[:, 0, : model.config.block_size]
+        x_BSD = apply_model(model, params, context_BS, method="hidden_states")
+        return jnp.take_along_axis(x_BSD, positions_BT[..., None], axis=1), self.replace(layers=(tokens_B1S,))
+
+
+def _mixer(module: nn.Module, method: str) -> Literal["attention", "own"] | None:
+    """Return how the call of a module's method is cached, if it mixes tokens in a way that can be."""
+    if method == "__call__" and hasattr(type(module), "decode") and hasattr(type(module), "init_cache"):
+        return "own"
+    # A subclass with another `attend` does not attend as the cache does.
+    is_ours = isinstance(module, Attention) and module.causal and type(module).attend is Attention.attend
+    return "attention" if is_ours and method == "attend" else None
+
+
+def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
+    """Return (a module with a cache of its own or None, the shape [B, T, K, H] of an `Attention`'s keys), in order."""
+    found, inside = [], False
+
+    def note(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+        nonlocal inside
+        kind = None if inside else _mixer(context.module, context.method_name)
+        if kind is None:
+            return call(*args, **kwargs)
+        found.append((context.module.clone(parent=None), ()) if kind == "own" else (None, args[1].shape))
+        inside, out = True, call(*args, **kwargs)
+        inside = False
+        return out
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return found
+
+
+def make_cache(model: GPT, *, batch: int, columns: int, dtype: DTypeLike, block: int | None, cached: bool) -> KVCache:
+    """Return an empty cache for a model without scanned layers. cached: see `can_cache`."""
+    c = model.config.explicit()
+    assert c.n_kv_head and c.head_dim
+    if not cached:
+        return ContextCache(layers=(jnp.zeros((batch, 1, columns), jnp.int32),), block=columns)
+    heads = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
+    if not c.is_foreign:
+        return KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype, block=block)
+    layers = []
+    for module, shape in find_mixers(model):
+        if module is not None:
+            layers.append(module.init_cache(batch, columns, dtype))  # type: ignore[not-callable]
+            continue
+        heads = {"n_layer": 1, "n_kv_head": shape[2], "head_dim": shape[3]}
+        layers += KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype).layers
+    return KVCache(layers=tuple(layers), block=columns if block is None else block)
+
+
+_COMPARED: dict[GPT, bool] = {}  # what `can_cache` found
+
+
+def can_cache(model: GPT, params: dict) -> bool:
+    """Return whether cached decoding computes what the whole forward pass does; for `GPTConfig` tests have shown it.
+
+    For a model with modules of a user's own both are computed once. Raises `UserError` if a `decode` of theirs differs.
+    """
+    if not model.config.is_foreign:
+        return True
+    model, params = unstack_layers(model, params)
+    name = type(model.config).__name__
+    if model not in _COMPARED:
+        mixers = find_mixers(model)
+        difference = float(_compare(model, params)) if mixers else math.inf
+        _COMPARED[model] = difference < TOLERANCE[jnp.dtype(model.dtype).name]
+        own = sorted({type(module).__name__ for module, _ in mixers if module is not None})
+        if not _COMPARED[model] and own:
+            raise UserError(
+                f"{name}: cached decoding by {', '.join(own)}.decode differs from the whole forward pass by "
+                f"{difference:.2g} of its size: repair `decode`, or leave it out, and the context is computed again"
+            )
+        if not _COMPARED[model]:
+            why = "it mixes tokens outside of jaxgpt's Attention, in modules without `decode`"
+            LOG.warning("%s: each token computes its context again, since %s", name, why)
+    return _COMPARED[model]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compare(model: GPT, params: dict) -> jax.Array:
+    """Return the largest difference between cached decoding and the whole pass, relative to the largest value.
+
+    Noise is added to the parameters: projections that are still zero would hide a difference.
+    """
+    T, V = min(model.config.block_size, 16), model.config.vocab_size or 1
+    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    keys = iter(jax.random.split(jax.random.key(0), len(floats)))
+    params = jax.tree.map(
+        lambda x: (
+            x + 0.05 * jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        ),
+        params,
+    )
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, T), 0, V)
+    whole_BTD = apply_model(model, params, tokens_BT, method="hidden_states")
+    cache = make_cache(model, batch=2, columns=T, dtype=model.dtype, block=None, cached=True)
+    ends = [0, T // 2, *range(T // 2 + 1, T + 1)]  # a prompt, then token by token
+    parts = []
+    for start, end in itertools.pairwise(ends):
+        positions_BT = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
+        x_BTD, cache = cache.decode(model, params, tokens_BT[:, start:end], positions_BT)
+        parts.append(x_BTD)
+    difference = jnp.abs(jnp.concatenate(parts, axis=1).astype(jnp.float32) - whole_BTD.astype(jnp.float32))
+    return difference.max() / jnp.abs(whole_BTD.astype(jnp.float32)).max()
 
 
 def _put(buffer: jax.Array, new: jax.Array, *, columns_BT: jax.Array) -> jax.Array:

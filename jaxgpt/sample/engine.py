@@ -24,7 +24,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import BUCKET, Decoding, Sampling
 from jaxgpt.sample import state as programs
-from jaxgpt.sample.cache import KVCache
+from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.score import score
 from jaxgpt.sample.state import cache_columns, check_ids, check_prompt, chunk_size, next_bucket
@@ -99,14 +99,14 @@ class Engine:
         self.model, self.params, self.slots = model, params, slots
         self.vocab_size, self.max_stops, self.slides = programs.known_ids(model, vocab_size), max_stops, slides
         columns = cache_columns(model) if columns is None else columns
-        like = jax.tree.leaves(params)[0]
+        like, cached = jax.tree.leaves(params)[0], can_cache(model, params)
         # Of the prompt that is being read.
-        self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype)
+        self._scratch: KVCache = programs.allocate_cache(like, model, 1, columns, cache_dtype, cached)
         self._state = programs.DecodeState(
-            programs.allocate_cache(like, model, slots, columns, cache_dtype),
+            programs.allocate_cache(like, model, slots, columns, cache_dtype, cached),
             programs.allocate_rows(like, slots, max_stops, self.vocab_size),
         )
-        self._prefixes = programs.PrefixStore(prefix_bytes)
+        self._prefixes = programs.PrefixStore(prefix_bytes if self._scratch.is_columns else 0)
         self._slots: list[_Slot | None] = [None] * slots
         self._cached = [0] * slots  # tokens of each prompt whose keys and values were not computed again
         self._waiting: collections.deque[_Slot] = collections.deque()
@@ -210,8 +210,9 @@ class Engine:
             self._reading = programs.split_chunks(unread, chunk_size(self.model))
         for chunk in self._reading:
             start, size = np.int32(chunk.start), chunk.tokens_1T.size
+            length = np.int32(min(size, len(unread) - chunk.start))
             if (restored := self._prefixes.restore(self._scratch, chunk)) is None:
-                self._scratch = programs.prefill(self.model, self.params, self._scratch, chunk.tokens_1T, start)
+                self._scratch = programs.prefill(self.model, self.params, self._scratch, chunk.tokens_1T, start, length)
                 self._prefixes.keep(self._scratch, chunk)
                 if chunk.start + size < len(unread):
                     return

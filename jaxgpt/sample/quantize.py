@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -19,6 +20,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.linear import Dense, Embedding, Head, to_int8
 from jaxgpt.model import GPT
 
+LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DECODE_MATRIX = "decode_matrix"  # name in the parameters of a `DecodeMatrix`, in place of a kernel or an embedding
 QKV = "qkv"  # name in the parameters of self-attention of one projection in place of q, k and v
@@ -33,12 +35,42 @@ def for_decoding(model: GPT, params: dict, weights: Precision | None = None) -> 
     """
     if weights not in (None, *get_args(Precision)):
         raise UserError(f"weights={weights!r}: needs one of {', '.join(get_args(Precision))}")
-    if (table := params["wte"].get(DECODE_MATRIX)) is not None:
+    if (table := params.get("wte", {}).get(DECODE_MATRIX)) is not None:
         if weights not in (None, held := table.values_FD.dtype.name):
             raise UserError(f"weights={weights!r}: these are {held} already; start from the trained ones")
         return model, params
     model, params = unstack_layers(model, params)
-    return model, _quantize(params, weights or jnp.dtype(model.dtype).name)
+    own = find_own_modules(model) if model.config.is_foreign else None
+    quantized = _quantize(params, weights or jnp.dtype(model.dtype).name, own)
+    if own is not None and weights is not None:
+        matrices = [path for path, x in jax.tree.leaves_with_path(quantized) if x.ndim > 1]
+        left = [
+            name for p in matrices if "values_FD" not in (name := jax.tree_util.keystr(p, simple=True, separator="/"))
+        ]
+        if left:
+            said = f"{', '.join(left[:4])}{' ...' * (len(left) > 4)}"
+            LOG.warning(
+                "%s: %d arrays of its own modules stay as they are: %s", type(model.config).__name__, len(left), said
+            )
+    return model, quantized
+
+
+def find_own_modules(model: GPT) -> frozenset[tuple[str, ...]]:
+    """Return the paths of jaxgpt's own dense layers, embeddings and heads, and of attention with its own projections."""
+    found = set()
+
+    def note(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
+        kind, module = type(context.module), context.module
+        is_plain = isinstance(module, Attention) and all(
+            getattr(kind, name) is getattr(Attention, name) for name in ("__call__", "project", "qkv")
+        )
+        if is_plain or kind in (Dense, Embedding, Head):
+            found.add(module.path)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    return frozenset(found)
 
 
 def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
@@ -51,22 +83,29 @@ def unstack_layers(model: GPT, params: dict) -> tuple[GPT, dict]:
     return model.clone(config=dataclasses.replace(model.config, scan_layers=False)), rest | each
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _quantize(params: dict, dtype: str) -> dict:
-    def quantize(name: str, value: Any) -> tuple[str, Any]:
-        if isinstance(value, dict):
-            if name == "attn" and "kernel" in value["q"]:
-                qkv = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *(value[part] for part in "qkv"))
-                value = {QKV: qkv} | {k: v for k, v in value.items() if k not in ("q", "k", "v")}
-            if "kernel" in value:
-                rest = {k: v for k, v in value.items() if k != "kernel"}
-                return name, rest | {DECODE_MATRIX: DecodeMatrix.quantize(value["kernel"].T, dtype)}
-            if name == "wte" and "embedding" in value:
-                return name, {DECODE_MATRIX: DecodeMatrix.quantize(value["embedding"], dtype)}
-            return name, dict(quantize(k, v) for k, v in value.items())
-        return name, value
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(params: dict, dtype: str, own: frozenset[tuple[str, ...]] | None) -> dict:
+    """Return parameters with decode matrices. own: the only modules to have them; None: all that have the names."""
 
-    return dict(quantize(name, value) for name, value in params.items())
+    def quantize(path: tuple[str, ...], value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        is_own = own is None or path in own
+        if is_own and path[-1:] == ("attn",) and "kernel" in value["q"]:
+            qkv = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *(value[part] for part in "qkv"))
+            rest = {k: v for k, v in value.items() if k not in ("q", "k", "v")}
+            return {QKV: to_decode_matrix(qkv)} | {k: quantize((*path, k), v) for k, v in rest.items()}
+        if is_own and "kernel" in value:
+            return to_decode_matrix(value)
+        if is_own and path == ("wte",) and "embedding" in value:
+            return {DECODE_MATRIX: DecodeMatrix.quantize(value["embedding"], dtype)}
+        return {k: quantize((*path, k), v) for k, v in value.items()}
+
+    def to_decode_matrix(value: dict) -> dict:
+        rest = {k: v for k, v in value.items() if k != "kernel"}
+        return rest | {DECODE_MATRIX: DecodeMatrix.quantize(value["kernel"].T, dtype)}
+
+    return quantize((), params)
 
 
 def multiply_by_decode_matrix(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:

@@ -21,7 +21,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import Decoding
 from jaxgpt.sample import state as programs
-from jaxgpt.sample.cache import KVCache
+from jaxgpt.sample.cache import KVCache, can_cache
 from jaxgpt.sample.engine import prompt_keys, truncate_prompts
 from jaxgpt.sample.filters import SamplingRows, draw
 from jaxgpt.sample.quantize import apply_model, unstack_layers
@@ -108,7 +108,13 @@ def init_sequence(
     tokens_X = np.zeros(room + programs.chunk_size(model), np.int32)  # slices of a chunk may begin at the last token
     tokens_X[: len(prompt)] = prompt
     # More columns than a round reads: rejected tokens must not overwrite columns that the window still needs.
-    columns = cache_columns(model, room) + cache_columns(model, G + 1)
+    columns, cached = cache_columns(model, room) + cache_columns(model, G + 1), can_cache(model, params)
+    cache = programs.allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype, cached)
+    if cached and not cache.is_columns:
+        name = type(model.config).__name__
+        raise UserError(
+            f"{name}: speculative decoding takes tokens back, which its module's cache cannot: leave the draft out"
+        )
     return SequenceState(
         tokens_X=jnp.asarray(tokens_X),
         length=jnp.int32(len(prompt)),
@@ -117,7 +123,7 @@ def init_sequence(
         count=jnp.int32(0),
         stopped=jnp.asarray(False),
         seen_1V=jnp.asarray(np.isin(np.arange(V), prompt)[None]),
-        cache=programs.allocate_cache(jax.tree.leaves(params)[0], model, 1, columns, decoding.cache_dtype),
+        cache=cache,
     )
 
 

@@ -7,6 +7,7 @@ cache of one row, in chunks of one size, and chunks that later prompts may share
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from jaxgpt.config.validate import LARGEST_SIZE, short
 from jaxgpt.errors import UserError
 from jaxgpt.model import GPT
 from jaxgpt.sample import Sampling
-from jaxgpt.sample.cache import KVCache
+from jaxgpt.sample.cache import KVCache, make_cache
 from jaxgpt.sample.filters import SamplingRows
 from jaxgpt.sample.quantize import apply_model, unstack_layers
 
@@ -75,7 +76,7 @@ def next_bucket(least: int, wanted: int) -> int:
 
 def has_unbounded_positions(model: GPT) -> bool:
     """Return whether the window can slide without end. If not, text past the last position is read anew."""
-    return model.config.position in ("rope", "none")
+    return model.config.position in ("rope", "none") and not model.config.is_foreign
 
 
 def chunk_size(model: GPT) -> int:
@@ -91,18 +92,18 @@ def cache_columns(model: GPT, tokens: int | None = None) -> int:
     return -(-tokens // block) * block
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4), keep_unused=True)
-def allocate_cache(like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None) -> KVCache:
-    """Return an empty cache for `model.decode`. dtype: None means the model's.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5), keep_unused=True)
+def allocate_cache(
+    like: jax.Array, model: GPT, batch: int, columns: int, dtype: Precision | None, cached: bool = True
+) -> KVCache:
+    """Return an empty cache for `model.decode`. dtype: None means the model's. cached: see `can_cache`.
 
     like: any parameter, so that the cache is committed to a device if it is.
     """
-    c = model.config.explicit()
-    assert c.n_kv_head and c.head_dim
     # On CPU attention takes the time of what it reads; elsewhere one pass is faster than a loop.
     block = cache_columns(model, 1) if jax.default_backend() == "cpu" else None
-    heads = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
-    return KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype or model.dtype, block=block)
+    model = model.clone(config=dataclasses.replace(model.config, scan_layers=False))
+    return make_cache(model, batch=batch, columns=columns, dtype=dtype or model.dtype, block=block, cached=cached)
 
 
 class Chunk(NamedTuple):
@@ -211,15 +212,28 @@ def allocate_rows(like: jax.Array, slots: int, stops: int, vocab_size: int) -> R
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> KVCache:
-    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding may follow the prompt."""
-    return read(model, params, cache, tokens_1T, start)[1]
+def prefill(
+    model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array, length: jax.Array
+) -> KVCache:
+    """Read a chunk of one prompt, from position `start` on, into a cache of one row. Padding follows `length` tokens."""
+    return read(model, params, cache, tokens_1T, start, length)[1]
 
 
-def read(model: GPT, params: dict, cache: KVCache, tokens_1T: jax.Array, start: jax.Array) -> tuple[Any, KVCache]:
-    """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on."""
+def read(
+    model: GPT,
+    params: dict,
+    cache: KVCache,
+    tokens_1T: jax.Array,
+    start: jax.Array,
+    length: jax.Array | None = None,
+) -> tuple[Any, KVCache]:
+    """Return (hidden states x_1TD, updated cache) of T tokens of one sequence from position `start` on.
+
+    length: tokens that are no padding. None means all.
+    """
     model, params = unstack_layers(model, params)
-    return cache.decode(model, params, tokens_1T, start + jnp.arange(tokens_1T.shape[1])[None])
+    each_1T = jnp.arange(tokens_1T.shape[1])[None]
+    return cache.decode(model, params, tokens_1T, start + each_1T, None if length is None else each_1T < length)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
