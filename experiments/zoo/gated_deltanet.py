@@ -3,9 +3,8 @@
 Question    Does a state that every token corrects learn as much as attention from the same tokens?
 Reference   Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464: equation 10, in chunks in section 3.3. Hybrid: Qwen3-Next.
 Change      Each head has a state S, first 0: S <- a S; S <- S + k (b (v - k S)); output q S. The token decides the decay
-            a and the strength b. A causal convolution over four tokens comes before; q and k have length 1. The output
-            is normed, gated and projected. Keys have half the width, so the five matrices have attention's size; the
-            rest adds 772 parameters to each such layer. The fused kernels are left out.
+            a and the strength b. A causal convolution of four tokens comes before; q and k have length 1. The output is
+            normed and gated. Keys have half the width: 772 parameters more per layer than attention. No fused kernels.
 Command     jaxgpt study experiments/zoo/gated_deltanet.py
 Expected    A little behind attention at 64 characters of context, even with it if one layer attends, slower by the clock.
 Result      not run yet
@@ -14,7 +13,6 @@ Verdict     not run yet
 
 import dataclasses
 import functools
-from typing import Any
 
 import base
 import jax
@@ -23,7 +21,6 @@ from flax import linen as nn
 
 import jaxgpt
 from jaxgpt.config.validate import Count, Size
-from jaxgpt.errors import UserError
 from jaxgpt.layers.block import Compute
 from jaxgpt.layers.linear import Dense
 from jaxgpt.layers.norm import RMSNorm
@@ -32,8 +29,7 @@ from jaxgpt.layers.norm import RMSNorm
 def gated_delta_rule(q_BTNH, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_BT, state_BNHF, *, chunk: int):
     """Return (out_BTNF, the state after the last token), in float32. The first token of a document finds S = 0.
 
-    F is the size of a value head. The corrections u of a chunk solve (I + lower(b k k' decay)) u = b (v - decay k S),
-    so that only chunks run one after another.
+    The corrections u of a chunk solve (I + lower(b k k' decay)) u = b (v - decay k S). F is the size of a value head.
     """
     T, size = q_BTNH.shape[1], min(chunk, q_BTNH.shape[1])
 
@@ -54,8 +50,7 @@ def gated_delta_rule(q_BTNH, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_B
         out_BNTF = since_BNT1 * (q_BNTH @ state_BNHF) + ((q_BNTH @ k_BNTH.mT) * decay_BNTS) @ u_BNTF
         return since_BNT1[:, :, -1:] * state_BNHF + (decay_BNTS[:, :, -1, :, None] * k_BNTH).mT @ u_BNTF, out_BNTF
 
-    inputs = (q_BTNH, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN)
-    inputs = *(split(x.astype(jnp.float32)) for x in inputs), split(is_first_BT[..., None].astype(jnp.int32))
+    inputs = tuple(map(split, (q_BTNH, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_BT[..., None])))
     state_BNHF, out = jax.lax.scan(step, state_BNHF, inputs)
     return jnp.moveaxis(out, (0, 3), (1, 2)).reshape(out.shape[1], -1, out.shape[2], out.shape[4])[:, :T], state_BNHF
 
@@ -70,8 +65,8 @@ def causal_conv(before_BWF, x_BTF, kernel_WF, positions_BT):
 class GatedDeltaNet(nn.Module):
     """x_BTD -> x_BTD by the gated delta rule: K key heads of size H, N value heads of size F."""
 
-    config: Any  # a `GatedDeltaNetConfig`
-    dtype: Any = jnp.float32
+    config: "GatedDeltaNetConfig"
+    dtype: jax.typing.DTypeLike = jnp.float32
 
     def setup(self) -> None:
         c, N = self.config, self.config.n_value_head
@@ -86,28 +81,26 @@ class GatedDeltaNet(nn.Module):
         self.decay_bias = self.param("decay_bias", lambda _: jnp.log(jnp.expm1(jnp.geomspace(0.001, 0.1, N))))
         self.norm, self.drop = RMSNorm(c.norm_eps), nn.Dropout(c.dropout)
 
-    def __call__(self, x_BTD, positions_BT=None, *, segments_BT=None, train: bool = False):
+    def __call__(self, x_BTD, positions_BT, *, segments_BT=None, train: bool = False):
         """Mix the tokens of each document. Position 0 begins one, so that segments are not needed."""
-        B, T = x_BTD.shape[:2]
-        positions_BT = jnp.broadcast_to(jnp.arange(T)[None] if positions_BT is None else positions_BT, (B, T))
-        x_BTD, _ = self.decode(x_BTD, positions_BT, self.init_cache(B, T, None), valid_BT=jnp.ones((B, T), bool))
+        positions_BT, cache = jnp.broadcast_to(positions_BT, x_BTD.shape[:2]), self.init_cache(len(x_BTD), 0, None)
+        x_BTD, _ = self.decode(x_BTD, positions_BT, cache, valid_BT=jnp.ones(positions_BT.shape, bool))
         return self.drop(x_BTD, deterministic=not train)
 
     @nn.nowrap
     def init_cache(self, batch: int, columns: int, dtype) -> dict:
         """Return the convolution's last inputs, and S in 32 bits whatever `dtype`, since it sums."""
-        c = self.config
-        shape = batch, c.conv_size - 1, 2 * c.n_key_head * c.key_size + c.n_value_head * c.value_size
-        state_BNHF = jnp.zeros((batch, c.n_value_head, c.key_size, c.value_size))
-        return {"conv": jnp.zeros(shape, self.dtype), "state": state_BNHF}
+        c, N = self.config, self.config.n_value_head
+        shape = batch, c.conv_size - 1, 2 * c.n_key_head * c.key_size + N * c.value_size
+        return {"conv": jnp.zeros(shape, self.dtype), "state": jnp.zeros((batch, N, c.key_size, c.value_size))}
 
     def decode(self, x_BTD, positions_BT, cache, *, valid_BT):
         """Return the output of the next T tokens, and the cache after those that are valid."""
         (B, T), c = x_BTD.shape[:2], self.config
         qkv_BTF = jnp.concatenate([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], axis=-1)
         mixed_BTF, inputs_BSF = causal_conv(cache["conv"], qkv_BTF, self.conv, positions_BT)
-        qk_BTF, v_BTF = jnp.split(nn.silu(mixed_BTF), [2 * c.n_key_head * c.key_size], axis=-1)
-        qk_BTKH = qk_BTF.astype(jnp.float32).reshape(B, T, 2 * c.n_key_head, -1)
+        qk_BTF, v_BTF = jnp.split(nn.silu(mixed_BTF).astype(jnp.float32), [2 * c.n_key_head * c.key_size], axis=-1)
+        qk_BTKH = qk_BTF.reshape(B, T, 2 * c.n_key_head, -1)
         qk_BTKH *= jax.lax.rsqrt(jnp.sum(jnp.square(qk_BTKH), axis=-1, keepdims=True) + 1e-6)
         q_BTNH, k_BTNH = jnp.split(jnp.repeat(qk_BTKH, c.n_value_head // c.n_key_head, axis=2), 2, axis=2)
         step_BTN = nn.softplus(self.decay(x_BTD).astype(jnp.float32) + self.decay_bias[None, None])
@@ -117,8 +110,8 @@ class GatedDeltaNet(nn.Module):
         inputs = q_BTNH * c.key_size**-0.5, k_BTNH, v_BTNF, log_decay_BTN, beta_BTN, is_first_BT, cache["state"]
         out_BTNF, state_BNHF = gated_delta_rule(*inputs, chunk=c.chunk)
         out_BTNF = self.norm(out_BTNF) * nn.silu(self.gate(x_BTD).astype(jnp.float32).reshape(v_BTNF.shape))
-        last_BW = valid_BT.sum(axis=1)[:, None] + jnp.arange(c.conv_size - 1)[None]
-        cache = {"conv": jnp.take_along_axis(inputs_BSF, last_BW[..., None], axis=1), "state": state_BNHF}
+        last_BW1 = (valid_BT.sum(axis=1)[:, None] + jnp.arange(c.conv_size - 1)[None])[..., None]
+        cache = {"conv": jnp.take_along_axis(inputs_BSF, last_BW1, axis=1), "state": state_BNHF}
         return self.c_proj(out_BTNF.reshape(B, T, -1).astype(self.dtype)), cache
 
 
@@ -136,10 +129,9 @@ class GatedDeltaNetConfig(jaxgpt.GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n_value_head % self.n_key_head:
-            raise UserError(f"n_value_head={self.n_value_head} is not divisible by n_key_head={self.n_key_head}")
-        if self.scan_layers and self.attend_every is not None:
-            raise UserError(f"scan_layers=True with attend_every={self.attend_every}: one block runs all layers")
+        if self.n_value_head % self.n_key_head or (self.scan_layers and self.attend_every):
+            got = f"n_value_head={self.n_value_head}, n_key_head={self.n_key_head}, attend_every={self.attend_every}"
+            raise jaxgpt.UserError(f"{got}: n_key_head must divide n_value_head, scan_layers is without attend_every")
 
     def make_attention(self, layer: int, compute: Compute) -> nn.Module:
         attends = self.attend_every is not None and (layer + 1) % self.attend_every == 0

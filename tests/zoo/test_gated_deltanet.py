@@ -78,7 +78,7 @@ def test_a_token_reads_itself_and_all_before_it():
     mixer, params = make_mixer()
 
     def features(x_BTD, t):
-        return jnp.sum(jnp.sin(mixer.apply({"params": params}, x_BTD)[0, t]))
+        return jnp.sum(jnp.sin(mixer.apply({"params": params}, x_BTD, jnp.arange(6)[None])[0, t]))
 
     x_BTD = jax.random.normal(jax.random.key(1), (1, 6, CONFIG.n_embd))
     reach = jax.jit(jax.vmap(jax.grad(features), in_axes=(None, 0)))(x_BTD, jnp.arange(6))[:, 0]
@@ -89,7 +89,7 @@ def test_the_cache_gives_the_same_as_the_whole_sequence():
     """A prompt of 5 tokens with padding in one row, single tokens, then a new sequence in the used cache."""
     mixer, params = make_mixer()
     x_BTD = jax.random.normal(jax.random.key(1), (2, 10, CONFIG.n_embd))
-    whole_BTD = jax.jit(mixer.apply)({"params": params}, x_BTD)
+    whole_BTD = jax.jit(mixer.apply)({"params": params}, x_BTD, jnp.arange(10)[None])
     decode = jax.jit(functools.partial(mixer.apply, method="decode"))
     cache = mixer.init_cache(2, 10, jnp.float32)
     for _ in range(2):  # the second time on what the first left behind
@@ -108,9 +108,9 @@ def test_the_cache_gives_the_same_as_the_whole_sequence():
 def test_every_second_layer_attends_and_all_in_one_block_if_none_does():
     model, params = make_model(dataclasses.replace(CONFIG, attend_every=2))
     assert ["conv" in params[f"h_{layer}"]["attn"] for layer in range(2)] == [True, False]
-    with pytest.raises(UserError, match="one block"):
+    with pytest.raises(UserError, match="without attend_every"):
         dataclasses.replace(CONFIG, attend_every=2, scan_layers=True)
-    with pytest.raises(UserError, match="divisible"):
+    with pytest.raises(UserError, match="must divide"):
         dataclasses.replace(CONFIG, n_key_head=2, n_value_head=3)
     scanned, stacked = make_model(dataclasses.replace(CONFIG, scan_layers=True, remat="full"))
     logits = apply(scanned, stacked, jnp.arange(8)[None])
