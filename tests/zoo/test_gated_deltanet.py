@@ -13,6 +13,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.optim import label_parameters
 from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
+from tests.zoo.decoding import check_decoding
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
@@ -85,24 +86,9 @@ def test_a_token_reads_itself_and_all_before_it():
     np.testing.assert_array_equal(np.abs(reach).sum(axis=-1) > 0, np.tri(6, dtype=bool))
 
 
-def test_the_cache_gives_the_same_as_the_whole_sequence():
-    """A prompt of 5 tokens with padding in one row, single tokens, then a new sequence in the used cache."""
+def test_cached_decoding_is_the_whole_pass():
     mixer, params = make_mixer()
-    x_BTD = jax.random.normal(jax.random.key(1), (2, 10, CONFIG.n_embd))
-    whole_BTD = jax.jit(mixer.apply)({"params": params}, x_BTD, jnp.arange(10)[None])
-    decode = jax.jit(functools.partial(mixer.apply, method="decode"))
-    cache = mixer.init_cache(2, 10, jnp.float32)
-    for _ in range(2):  # the second time on what the first left behind
-        lengths_B = jnp.array([5, 3])
-        valid_BT = jnp.arange(5)[None] < lengths_B[:, None]
-        positions_BT = jnp.broadcast_to(jnp.arange(5)[None], (2, 5))
-        out, cache = decode({"params": params}, x_BTD[:, :5], positions_BT, cache, valid_BT=valid_BT)
-        np.testing.assert_allclose(out[valid_BT], whole_BTD[:, :5][valid_BT], **FLOAT32_REORDERED)
-        for step in range(5):
-            at = lengths_B + step
-            token = x_BTD[jnp.arange(2), at][:, None]
-            out, cache = decode({"params": params}, token, at[:, None], cache, valid_BT=jnp.ones((2, 1), bool))
-            np.testing.assert_allclose(out[:, 0], whole_BTD[jnp.arange(2), at], **FLOAT32_REORDERED)
+    check_decoding(mixer, params, jax.random.normal(jax.random.key(1), (2, 10, CONFIG.n_embd)))
 
 
 def test_every_second_layer_attends_and_all_in_one_block_if_none_does():
