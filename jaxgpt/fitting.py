@@ -27,6 +27,7 @@ from jaxgpt.parallel.signals import catch_signals
 from jaxgpt.parallel.trainer import mean_loss
 from jaxgpt.run import Run, load_run
 from jaxgpt.runs.autopsy import write_autopsy
+from jaxgpt.runs.code import is_trusting, with_classes_of
 from jaxgpt.runs.directory import RUNS, extend_metadata, is_resumable, is_run, lock_run, read_metadata, write_metadata
 from jaxgpt.runs.log import RunLog
 from jaxgpt.runs.metrics import plot_losses, rewind_metrics
@@ -40,6 +41,7 @@ def fit(
     *,
     fresh: bool = False,
     extend: bool | None = None,
+    trust_code: bool = False,
     progress: bool = True,
     setup: bool = True,
     callbacks: Sequence[Callable[[loop.Line], None]] = (),
@@ -51,6 +53,7 @@ def fit(
         run_dir: the run directory. None means `runs/NAME`, by the name of the experiment.
         fresh: move an old run aside and start over.
         extend: whether a run may go on to more steps. None means unless its learning rate would rise again.
+        trust_code: resume a run with its own copy of the code of its classes, whatever the experiment's is.
         progress: show a live bar on a terminal, or lines elsewhere.
         setup: call `configure_jax` first. False leaves the process as it is.
         callbacks: functions that take each line of metrics.jsonl, and {"step": N, "saved": N} for a checkpoint, in
@@ -71,7 +74,9 @@ def fit(
     with watch(experiment.parallel.watchdog) as watchdog, contextlib.ExitStack() as stack:
         # Resolve the experiment, open its data, build and check all that is compiled. The user can repair what fails
         # here, so nothing is written yet.
-        recorded = read_metadata(directory) if is_resumable(directory, fresh) else None
+        recorded = read_metadata(directory, trust_code=trust_code) if is_resumable(directory, fresh) else None
+        if recorded is not None and (trust_code or is_trusting()):
+            experiment = with_classes_of(recorded.given, experiment)
         training = open_training(experiment, directory, recorded, extend=extend)
         experiment, trainer, checkpoints = training.experiment, training.trainer, training.checkpoints
         config, check_every = experiment.train, experiment.parallel.check_replicas_every
@@ -219,7 +224,7 @@ def fit(
             if is_first:
                 with contextlib.suppress(OSError):  # a full disk has been reported by now
                     plot_losses(log.lines, directory / "loss.png", experiment.name)
-        return load_run(read_metadata(directory))
+        return load_run(read_metadata(directory, trust_code=trust_code))
 
 
 def introduction(training: Training, start: int) -> Iterator[str]:

@@ -246,7 +246,12 @@ class Run:
 
 
 def load(
-    run: str | Path | None = None, *, which: str | int = "best", average: int | None = None, setup: bool = True
+    run: str | Path | None = None,
+    *,
+    which: str | int = "best",
+    average: int | None = None,
+    trust_code: bool = False,
+    setup: bool = True,
 ) -> Run:
     """Load the run in a directory, ready to sample on this machine. Raises `UserError` if it has no checkpoint.
 
@@ -255,11 +260,12 @@ def load(
         which: "best" for the checkpoint with the lowest validation loss, "last" for the newest, or a step.
         average: return the mean of the parameters of this many checkpoints, the last ones, which is less noisy while
             the learning rate is still high (Vaswani et al. 2017 average 5). `train.keep_last` must keep as many.
+        trust_code: run the code that a run brings for classes of its own, although you have not trained with it here.
         setup: call `configure_jax` first. False leaves the process as it is.
     """
     if setup:
         configure_jax()
-    return load_run(read_metadata(find_run(run)), which=which, average=average)
+    return load_run(read_metadata(find_run(run), trust_code=trust_code), which=which, average=average)
 
 
 def load_run(metadata: RunMetadata, *, which: str | int = "best", average: int | None = None) -> Run:

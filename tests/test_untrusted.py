@@ -73,7 +73,7 @@ def test_only_the_experiment_that_the_user_names_is_run():
             if name.endswith((".load", ".fromfile", ".loads")) and not name.endswith(("json.load", "json.loads")):
                 safe = any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords)
                 found |= set() if safe else {name}
-    assert found == {"cli.experiment_file: exec", "cli.experiment_file: compile"}
+    assert found == {"runs.code: exec", "runs.code: compile"}
 
 
 @pytest.fixture(scope="module")

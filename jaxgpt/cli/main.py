@@ -6,6 +6,7 @@ that help and errors are printed at once.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxgpt.cli import commands
 from jaxgpt.cli.console import report_errors
-from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.cli.experiment_file import load_file
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
 from jaxgpt.cli.serve import serve
@@ -22,6 +23,7 @@ from jaxgpt.config.presets import EXPERIMENTS, quickstart
 from jaxgpt.config.validate import suggest
 from jaxgpt.errors import UserError
 from jaxgpt.parallel.jax_setup import configure_jax
+from jaxgpt.runs.code import trust_code
 
 
 class Command(NamedTuple):
@@ -66,6 +68,7 @@ MOVED = {
     "scale": "python experiments/scaling_laws.py quickstart --data.path mytext.txt",
     "track": "python experiments/track.py RUN --to tensorboard",
 }
+TRUST = "--trust-code"  # an option of all commands that read a run
 # Older names, with the words that they stand for.
 ALIASES = {"import-hf": ("import",), "export-hf": ("export", "--to", "hf")}
 
@@ -95,11 +98,14 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             f"unknown command {name!r}{suggest(name, COMMANDS)}. There are {', '.join(COMMANDS)}: see jaxgpt --help"
         )
     command, arguments = COMMANDS[name], [*expanded, *options]
-    run, defaults, operand = command.run, {}, ""
+    if TRUST in arguments:
+        arguments.remove(TRUST)
+        trust_code()
+    run, defaults, operand, callbacks = command.run, {}, "", []
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
         if arguments and not arguments[0].startswith("-"):
-            defaults["experiment"] = load_experiment(arguments.pop(0))
+            defaults["experiment"], callbacks = load_file(arguments.pop(0))
         else:
             metadata = resumed_run(arguments) if name == "train" else None
             defaults["experiment"] = quickstart() if metadata is None else metadata.given
@@ -108,6 +114,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             configure_jax()
         module, _, function = run.partition(".")
         run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)
+    run = functools.partial(train, callbacks=callbacks) if name == "train" else run
     return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
 
 
@@ -125,4 +132,5 @@ usage: jaxgpt COMMAND [OPTIONS]
 `jaxgpt COMMAND --help` lists its options. import-hf and export-hf still work.
 `jaxgpt --version` prints the version.
 RUN is a run directory; without it, the newest under runs/.
+--trust-code runs the code that a RUN brings for classes of its own.
 EXPERIMENT: a Python file with `experiment`, or {", ".join(EXPERIMENTS)}, depth:N."""

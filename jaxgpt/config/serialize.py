@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxgpt.config.validate import field_hints, short, suggest
@@ -18,23 +21,41 @@ GONE = {"n_encoder_layer": (0, "models with an encoder are experiments/transform
 def to_dict(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration as JSON values, with the name of each class that is not ours as "class"."""
     cls = type(config)
-    values: dict[str, Any] = {} if cls.__module__.startswith("jaxgpt.") else {"class": _name(cls)}
+    values: dict[str, Any] = {} if cls.__module__.startswith("jaxgpt.") else {"class": class_name(cls)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if not (dataclasses.is_dataclass(value) or _is_json(value)):
+            needed = "a number, a text, true or false, None, or a tuple of them"
+            raise UserError(f"{cls.__name__}.{field.name}={short(value)}: experiment.json needs {needed}")
         values[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return values
 
 
-def from_dict(cls: type[T], values: Any, where: str = "") -> T:
+def _is_json(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, str | int | float)
+        or (isinstance(value, tuple) and all(map(_is_json, value)))
+    )
+
+
+def from_dict(
+    cls: type[T], values: Any, where: str = "", *, find_class: Callable[[type, str], type] | None = None
+) -> T:
     """Build a configuration from the result of `to_dict`. `where` precedes field names in messages.
 
-    `values` may be anything that `json.load` returns; it need not be trusted: a class that is not ours must have been
-    imported already. Raises `UserError` for unknown keys, missing fields and wrong types.
+    `values` may be anything that `json.load` returns; it need not be trusted. Raises `UserError` for unknown keys, missing
+    fields and wrong types.
+
+    find_class: returns the subclass of a class by its name, for classes that are not ours. None means there are none.
     """
     if not isinstance(values, dict):
         raise UserError(f"{where or cls.__name__}: got {type(values).__name__}, needs an object")
     if (name := values.get("class")) is not None:
-        cls, values = _find_subclass(cls, name, where), {key: x for key, x in values.items() if key != "class"}
+        if find_class is None or not isinstance(name, str) or ":" not in name:
+            raise UserError(f"{where}class={short(name)}: needs the name of a class in the run's own code")
+        found: Any = find_class(cls, name)
+        cls, values = found, {key: x for key, x in values.items() if key != "class"}
     hints = field_hints(cls)
     for key in GONE.keys() & values.keys() - hints.keys():
         harmless, instead = GONE[key]
@@ -52,31 +73,22 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
     arguments = dict(values)
     for key, value in values.items():
         if dataclasses.is_dataclass(hints[key]):
-            arguments[key] = from_dict(hints[key], value, f"{where}{key}.")
+            arguments[key] = from_dict(hints[key], value, f"{where}{key}.", find_class=find_class)
         elif isinstance(value, list):
             arguments[key] = tuple(value)
     return cls(**arguments)
 
 
-def _name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _find_subclass(cls: type, name: Any, where: str) -> Any:
-    """Return the subclass of that name, "module:Class", among those that were imported. Nothing is imported here."""
-    found, seen = [cls], set[type]()
-    while found:
-        one = found.pop()
-        if _name(one) == name:
-            return one
-        found += [other for other in one.__subclasses__() if other not in seen]
-        seen.add(one)
-    raise UserError(f"{where}class={str(name)[:80]}: it is not one of jaxgpt's: import its module first")
+def class_name(cls: type) -> str:
+    """Return the name of a class in `experiment.json`: "moe:MoEConfig". A program's own module has its file's name."""
+    module = cls.__module__.partition("@")[0]
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return f"{Path(file).stem if module == '__main__' and file else module}:{cls.__qualname__}"
 
 
 def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
     """Return the fields in which two configurations differ: `{"model.n_layer": (4, 6)}`."""
-    if _name(type(a)) != _name(type(b)):  # by name: a file that is run twice defines two classes
+    if class_name(type(a)) != class_name(type(b)):  # by name: a file that is run twice defines two classes
         return {f"{where}class": (type(a).__name__, type(b).__name__)}
     found: dict[str, tuple[Any, Any]] = {}
     for field in dataclasses.fields(a):
@@ -89,12 +101,16 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def to_source(experiment: Any) -> str:
-    """Return Python source that defines `experiment`, with the fields that differ from their defaults."""
-    classes: set[str] = set()
+    """Return Python source that defines `experiment`, with the fields that differ from their defaults.
+
+    Classes that are not ours are imported from their modules, which must lie beside the file.
+    """
+    classes: dict[str, set[str]] = {}
 
     def render(config: Any, indent: str) -> str:
         name = type(config).__name__
-        classes.add(name)
+        is_ours = type(config).__module__.startswith("jaxgpt.")
+        classes.setdefault("jaxgpt" if is_ours else class_name(type(config)).partition(":")[0], set()).add(name)
         lines = []
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
@@ -105,9 +121,10 @@ def to_source(experiment: Any) -> str:
         return f"{name}(\n{''.join(lines)}{indent})"
 
     body = render(experiment, "")
+    imports = "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(classes.items()))
     return f"""\
 import jaxgpt
-from jaxgpt import {", ".join(sorted(classes))}
+{imports}
 
 experiment = {body}
 

@@ -21,6 +21,7 @@ from jaxgpt.config import Experiment, GPTConfig, from_dict, to_dict
 from jaxgpt.config.validate import Size, check_fields, short
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, json_sha256, read_json, write_whole
+from jaxgpt.runs.code import find_class, keep_code, own_code
 
 if TYPE_CHECKING:  # 0.1 s to import
     import filelock
@@ -33,7 +34,7 @@ PATIENCE = 0.2  # seconds: `is_training` holds the lock for an instant
 FORMAT = 2  # version of experiment.json and the run directory; raised when an older reader would misread it
 # Names of files in the directory of a run that was killed before it wrote experiment.json.
 BEGINNINGS = re.compile(
-    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf"
+    r"\.lock|(tokenizer|tokenizer_config|special_tokens_map|experiment)\.json(\..*)?|chat_template\.jinja|hf|code"
 )
 LARGEST_METADATA = 2**24  # longest experiment.json to read, in bytes: about 100,000 token files
 
@@ -137,6 +138,7 @@ class RunMetadata:
     versions: dict  # of Python, jaxgpt and the packages that it computed with when the run was started
     device: str  # device kind on which the run was started
     command: str | None  # command that started the run
+    code: dict | None  # SHA-256 of each file of its own classes, kept in code/; None: it has none, or no file
 
     def __post_init__(self) -> None:
         """Check the fields. Raises `UserError`."""
@@ -162,7 +164,7 @@ def write_metadata(
     imported: dict[str, Any] | None = None,
     origin: Origin | None = None,
 ) -> None:
-    """Write `experiment.json`, `tokenizer.json` and, for conversations, the chat template.
+    """Write `experiment.json`, `tokenizer.json`, the code of classes that are not jaxgpt's and, for conversations, the chat template.
 
     `data` is the fingerprint of the dataset, or of an imported model's tokenizer; `imported` the source of such a
     model; `origin` the weights that the run starts from. See `Dataset` for `tokenizer_config`.
@@ -186,6 +188,9 @@ def write_metadata(
         "device": device_kind(),
         "command": shell_line(*words) if name else None,
     }
+    if (code := own_code(experiment)) is not None:
+        keep_code(directory, code)
+        record["code"] = code.digests
     write_whole(directory / "tokenizer.json", tokenizer.to_json())
     if tokenizer_config is not None:
         write_template(directory, tokenizer_config)
@@ -215,10 +220,10 @@ def _write(directory: Path, record: dict[str, Any]) -> None:
     write_whole(directory / "experiment.json", json.dumps(sealed, indent=2) + "\n")
 
 
-def read_metadata(directory: Path) -> RunMetadata:
+def read_metadata(directory: Path, *, trust_code: bool = False) -> RunMetadata:
     """Read and check the `experiment.json` of a run directory, which may be somebody else's.
 
-    Raises `UserError` if it is damaged.
+    Raises `UserError` if it is damaged, or needs code that is not trusted: see `runs.code.find_class`.
     """
     path = directory / "experiment.json"
     record = read_json(path, LARGEST_METADATA)
@@ -230,9 +235,22 @@ def read_metadata(directory: Path) -> RunMetadata:
     if digest is not None and digest != json_sha256(record):
         remedy = 'Restore a copy, or, if you have changed it yourself, delete its "sha256"'
         raise UserError(f"{path} is not what was written: its own SHA-256 does not match. {remedy}")
+    digests = record.get("code")
+    if digests is not None and not (isinstance(digests, dict) and all(isinstance(x, str) for x in digests.values())):
+        raise UserError(f"{path} is damaged: code={short(digests)}: needs the SHA-256 of files")
+    untrusted: list[UserError] = []
+
+    def find(base: type, name: str) -> type:
+        try:
+            return find_class(base, name, directory, digests, trusted=trust_code)
+        except UserError as e:
+            untrusted.append(e)
+            raise
+
     try:
-        given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.")
-        origin = None if record.get("origin") is None else from_dict(Origin, record["origin"], "origin.")
+        given = experiment = from_dict(Experiment, record.get("experiment"), "experiment.", find_class=find)
+        found = record.get("origin")
+        origin = None if found is None else from_dict(Origin, found, "origin.", find_class=find)
         if origin is not None:
             experiment = dataclasses.replace(experiment, model=origin.model)
         if origin is not None or given.data.tokenizer_file is not None:
@@ -245,9 +263,11 @@ def read_metadata(directory: Path) -> RunMetadata:
             origin=origin,
             versions=record.get("versions") or {},
             device=str(record.get("device")),
-            **{name: record.get(name) for name in ("vocab_size", "data", "imported", "command")},
+            **{name: record.get(name) for name in ("vocab_size", "data", "imported", "command", "code")},
         )
     except UserError as e:
+        if untrusted:
+            raise
         raise UserError(f"{path} is damaged, or of another version: {e}") from None
 
 

@@ -1,0 +1,355 @@
+"""The code of an experiment's own classes: run from a file, kept in a run directory, trusted by its digest.
+
+A file is run as `python FILE` runs it, except that its modules are called NAME@DIGEST in `sys.modules`: two versions of
+a module, or two files of one name, are there at the same time, and each class finds the module that it comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping
+from importlib.util import decode_source
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import Experiment
+from jaxgpt.config.serialize import class_name, from_dict, to_dict
+from jaxgpt.config.validate import short
+from jaxgpt.errors import UserError
+from jaxgpt.files import cache_directory, is_there, json_sha256, make_cache, read_bytes
+
+FOLDER = "code"  # in a run directory
+LARGEST_FILE = 2**22  # bytes
+_TRUSTED: list[bool] = []  # of this process: see `trust_code`
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """Python files that belong together: the one that was named, and those of its folder that it imports."""
+
+    folder: Path
+    files: Mapping[str, bytes]  # by path from the folder, such as "moe.py" or "lab/moe.py"
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each file."""
+        return {name: hashlib.sha256(raw).hexdigest() for name, raw in sorted(self.files.items())}
+
+    @property
+    def tag(self) -> str:
+        """Return what follows the names of these modules in `sys.modules`."""
+        return f"@{json_sha256(self.digests)[:16]}"
+
+    def write(self, directory: Path) -> None:
+        """Write the files into a directory."""
+        for name, raw in self.files.items():
+            place = directory / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(raw)
+
+    def find(self, module: str) -> str | None:
+        """Return the file of a module: a.b is a/b.py or a/b/__init__.py."""
+        path = module.replace(".", "/")
+        return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.files), None)
+
+
+def collect(path: Path) -> Code:
+    """Read a file, and those that it imports from its folder, or of its package, as the text of the imports says."""
+    own = path.stem
+    folder = path.resolve().parent
+    while (folder / "__init__.py").exists():
+        own, folder = folder.name, folder.parent
+    is_installed = "site-packages" in folder.parts  # beside it are all other packages
+    files: dict[str, bytes] = {}
+
+    def add(name: str, file: Path) -> None:
+        if name in files or not file.is_file():
+            return
+        files[name] = read_bytes(file, LARGEST_FILE)
+        with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
+            for module in _imports(ast.parse(files[name]), name):
+                top, inner = module.partition(".")[0], module.replace(".", "/")
+                if top == own or not (is_installed or _is_elsewhere(top, folder)):
+                    parts = module.split(".")
+                    for n in range(1, len(parts) + 1):
+                        package = "/".join(parts[:n])
+                        add(f"{package}/__init__.py", folder / package / "__init__.py")
+                    add(f"{inner}.py", folder / f"{inner}.py")
+
+    resolved = path.resolve()
+    add(resolved.relative_to(folder).as_posix(), resolved)
+    return Code(folder, files)
+
+
+def _imports(tree: ast.Module, name: str) -> Iterator[str]:
+    """Yield the modules that a file's import statements may name; `name` is its path, for relative ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split("/")[: -node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _is_elsewhere(top: str, folder: Path) -> bool:
+    """Return whether a name is that of the standard library, of jaxgpt, or of a module that was imported from elsewhere."""
+    found = _folder_of(sys.modules.get(top))
+    return top == "jaxgpt" or top in sys.stdlib_module_names or (found is not None and found != folder)
+
+
+def _folder_of(module: types.ModuleType | None) -> Path | None:
+    """Return the folder in which a module or package was found; None if it has no file."""
+    folders = list(getattr(module, "__path__", []))
+    file = folders[0] if folders else getattr(module, "__file__", None)
+    return None if file is None else Path(file).resolve().parent
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import modules of a `Code`, and others of its folder, under names of their own."""
+
+    def __init__(self, code: Code, others: bool):
+        """Begin. others: also files of the folder that no import statement names."""
+        self.code, self.others, self.served = code, others, set[str]()
+        self.before = {name.partition(".")[0] for name in sys.modules if "@" not in name}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module of this code."""
+        if fullname.partition(".")[0] in self.before:
+            return None
+        inner = fullname.replace(".", "/")
+        file, place = self.code.find(fullname), self.code.folder / inner
+        if file is None and self.others:
+            both = (f"{inner}.py", f"{inner}/__init__.py")
+            file = next((name for name in both if (self.code.folder / name).is_file()), None)
+        is_namespace = file is None and (any(n.startswith(f"{inner}/") for n in self.code.files) or self._has(place))
+        if file is None and not is_namespace:
+            return None
+        self.served.add(fullname)
+        is_package = is_namespace or Path(file or "").name == "__init__.py"
+        loader = None if is_namespace else self
+        spec = importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
+        if is_package:
+            spec.submodule_search_locations = [str(place)]
+        if file is not None:
+            spec.origin, spec.has_location = str(self.code.folder / file), True
+        return spec
+
+    def _has(self, place: Path) -> bool:
+        return self.others and place.is_dir() and any(place.glob("*.py"))
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Run a module's source."""
+        assert module.__spec__ is not None and module.__spec__.origin is not None
+        origin = Path(module.__spec__.origin)
+        name = origin.relative_to(self.code.folder).as_posix()
+        raw = self.code.files[name] if name in self.code.files else read_bytes(origin, LARGEST_FILE)
+        run_source(module, raw, str(origin), self.code.tag)
+
+
+def run_source(module: types.ModuleType, raw: bytes, file: str, tag: str) -> None:
+    """Run source in a module, which from now on is in `sys.modules` under its name and the tag."""
+    module.__name__ = f"{module.__name__.partition('@')[0]}{tag}"
+    sys.modules[module.__name__] = module
+    exec(compile(decode_source(raw), file, "exec"), vars(module))
+
+
+@contextlib.contextmanager
+def _importing(code: Code, *, others: bool) -> Iterator[_Finder]:
+    """Let imports find this code first. Afterwards only the names with its tag are left in `sys.modules`."""
+    finder = _Finder(code, others)
+    search_path = list(sys.path)
+    sys.meta_path.insert(0, finder)
+    if others:  # whatever else Python finds beside a program
+        sys.path.insert(0, str(code.folder))
+    importlib.invalidate_caches()  # a module may have been written since the folder was last read
+    try:
+        yield finder
+    finally:
+        sys.meta_path.remove(finder)
+        sys.path[:] = search_path
+        for name in finder.served:
+            sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Turn what a user's file raises into a `UserError` of one line, with the place."""
+    try:
+        yield
+    except SyntaxError as e:
+        raise UserError(f"{e.filename or path}:{e.lineno or 1}: {e.msg}: repair the experiment file") from None
+    except (Exception, SystemExit) as e:
+        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == str(path)]
+        said = str(e) if isinstance(e, UserError) else f"{type(e).__name__}: {e}: repair the experiment file"
+        raise UserError(f"{path}:{lines[-1] if lines else 1}: {said}") from None
+
+
+def run_file(path: Path) -> types.ModuleType:
+    """Run a file as a module. The user named it, so it is trusted as a program is, but it may have errors.
+
+    It imports what `python FILE` can: modules of its folder first. What it prints goes to stderr.
+    """
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    with _one_line(path):
+        code = collect(path)
+        name = path.resolve().relative_to(code.folder).as_posix()
+        with contextlib.redirect_stdout(sys.stderr), _importing(code, others=True):
+            run_source(module, code.files[name], str(path), code.tag)
+    return module
+
+
+def code_of(cls: type) -> Code | None:
+    """Return the files of a class, as they are now; None if it is in none, such as one of a notebook."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None or not Path(file).is_file():
+        return None
+    return collect(Path(file))
+
+
+def own_code(config: Any) -> Code | None:
+    """Return the files of all classes in a configuration that are not jaxgpt's; None if there are none."""
+    files: dict[str, bytes] = {}
+    folder = None
+    for cls in own_classes(config):
+        if (code := code_of(cls)) is not None:
+            folder = folder or code.folder
+            files |= code.files
+    return None if folder is None else Code(folder, files)
+
+
+def own_classes(config: Any) -> Iterator[type]:
+    """Yield the classes in a configuration that are not jaxgpt's."""
+    if not type(config).__module__.startswith("jaxgpt."):
+        yield type(config)
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, field.name)):
+            yield from own_classes(value)
+
+
+def keep_code(directory: Path, code: Code) -> None:
+    """Write code into a run directory, and trust it on this machine from now on: it is what the user trains with."""
+    code.write(directory / FOLDER)
+    make_cache(_trusted())
+    (_trusted() / json_sha256(code.digests)).touch()
+
+
+def read_code(directory: Path) -> Code:
+    """Return the code in a run directory, which may be somebody else's. Nothing of it is run."""
+    place, files = directory / FOLDER, {}
+    if is_there(place, "It holds the code of the run's own classes.") and place.is_dir():
+        for at, folders, names in os.walk(place):  # which follows no links
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            for name in names:
+                path = Path(at) / name
+                if path.suffix == ".py" and path.is_file() and not path.is_symlink():
+                    files[path.relative_to(place).as_posix()] = read_bytes(path, LARGEST_FILE)
+    return Code(place.resolve(), files)
+
+
+def trust_code() -> None:
+    """Trust the code of all runs that this process reads: the option --trust-code."""
+    _TRUSTED.append(True)
+
+
+def is_trusting() -> bool:
+    """Return whether `trust_code` was called."""
+    return bool(_TRUSTED)
+
+
+def with_classes_of(known: Experiment, experiment: Experiment) -> Experiment:
+    """Return the experiment with the classes of another, where they have the same names: those of a run's own code."""
+    changed = {}
+    for field in dataclasses.fields(known):
+        ours, value = getattr(known, field.name), getattr(experiment, field.name)
+        if type(ours) is not type(value) and class_name(type(ours)) == class_name(type(value)):
+            changed[field.name] = from_dict(
+                type(ours), {k: v for k, v in to_dict(value).items() if k != "class"}, f"{field.name}."
+            )
+    return dataclasses.replace(experiment, **changed)
+
+
+def is_trusted(code: Code) -> bool:
+    """Return whether this user has trained with this code on this machine, or said --trust-code."""
+    return bool(_TRUSTED) or (_trusted() / json_sha256(code.digests)).exists()
+
+
+def _trusted() -> Path:
+    return cache_directory() / "trusted-code"
+
+
+def find_class(
+    base: type, name: str, directory: Path, digests: dict[str, str] | None, *, trusted: bool = False
+) -> type:
+    """Return the subclass of `base` with this name and code: one that was imported, or that of the run's own code.
+
+    Args:
+        base: the class of which it must be a subclass.
+        name: "module:Class".
+        directory: the run directory.
+        digests: those of the code that the run was trained with. None: it was in no file.
+        trusted: run the code even if this user has not trained with it here.
+
+    Raises:
+        UserError: there is no such class, or its code is not trusted. Nothing is run then.
+    """
+    for cls in _subclasses(base):
+        if class_name(cls) == name:
+            code = code_of(cls)
+            if digests is None if code is None else digests is not None and code.digests.items() <= digests.items():
+                return cls
+    if digests is None:
+        raise UserError(f"class {short(name)} was defined in no file: define it again, then load the run")
+    code, place = read_code(directory), directory / FOLDER
+    module, _, qualified = name.partition(":")
+    if (file := code.find(module)) is None:
+        raise UserError(f"class {short(name)} is needed, and {place} does not have its file: put it there again")
+    if code.digests != digests:
+        changed = sorted(n for n in {*code.digests, *digests} if code.digests.get(n) != digests.get(n))
+        raise UserError(f"{place} is not the code that the run was trained with: restore {', '.join(changed)}")
+    if not (trusted or is_trusted(code)):
+        raise UserError(
+            f"{directory} brings code of its own, {', '.join(digests)} (SHA-256 {digests[file][:12]}...), and you have not "
+            f"trained with it on this machine: read it in {place}, then add --trust-code (trust_code=True) to run it"
+        )
+    tagged = f"{module}{code.tag}"
+    if tagged not in sys.modules:
+        with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _importing(code, others=False):
+            importlib.import_module(module)
+    found: Any = sys.modules[tagged]
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"class {short(name)}: {place / file} has no subclass of {base.__name__} of that name")
+    return found
+
+
+def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
+    """Raise `UserError` unless the classes of an experiment are made of the code that a run was trained with."""
+    code = own_code(experiment)
+    if code is None or digests is None:
+        return
+    changed = [name for name, digest in code.digests.items() if digests.get(name) != digest]
+    if changed:
+        before, now = digests.get(changed[0], "absent")[:12], code.digests[changed[0]][:12]
+        raise UserError(
+            f"{changed[0]} has changed since {directory} was trained with it (SHA-256 {before} -> {now}): restore it, name "
+            "another --run-dir, or continue with the run's own copy by --trust-code (trust_code=True)"
+        )
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)

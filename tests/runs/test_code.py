@@ -1,0 +1,224 @@
+"""The code of a run's own classes: kept, found again by its digest, and not run unless it is trusted."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+
+import jaxgpt
+from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.errors import UserError
+from jaxgpt.runs import code
+from jaxgpt.runs.directory import read_metadata
+from tests.helpers import run_command
+
+# Annotations that are strings; a neighbour, which imports another; and a field that is an option.
+MINE = """
+from __future__ import annotations
+import dataclasses
+from jaxgpt import DataConfig, Experiment, GPTConfig, TrainConfig
+from jaxgpt.config.validate import Count
+from layer import Scaled
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(GPTConfig):
+    factor: Count = 2  # of the MLP
+
+    def make_mlp(self, layer, compute):
+        return Scaled(super().make_mlp(layer, compute), self.factor)
+
+experiment = Experiment(
+    name="mine",
+    model=Mine(block_size=8, n_layer=1, n_head=1, n_embd=8, factor=3),
+    data=DataConfig(path="TEXT"),
+    train=TrainConfig(steps=2, batch_size=2, sample_tokens=0, eval_tokens=16),
+)
+"""
+NOTEBOOK = """
+import dataclasses
+from jaxgpt import DataConfig, Experiment, GPTConfig, TrainConfig
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(GPTConfig):
+    factor: int = 2
+
+model, data = Mine(block_size=8, n_layer=1, n_head=1, n_embd=8), DataConfig(path="TEXT")
+experiment = Experiment(name="mine", model=model, data=data, train=TrainConfig(steps=1, batch_size=2, sample_tokens=0))
+"""
+LAYER = """
+from flax import linen as nn
+from power import up
+
+class Scaled(nn.Module):
+    inner: nn.Module
+    factor: int
+
+    def __call__(self, x_BTD, *, train=False):
+        return up(self.factor) * self.inner(x_BTD, train=train)
+"""
+POWER = "def up(x):\n    return x\n"
+
+
+def write(folder, text):
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(MINE.replace("TEXT", str(text)))
+    (folder / "layer.py").write_text(LAYER)
+    (folder / "power.py").write_text(POWER)
+    return folder / "mine.py"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("hello there, world. " * 60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A user's cache, in which the user has trained with the code of `trained`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXGPT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text, cache):
+    """(its file, its run directory)."""
+    file = write(tmp_path_factory.mktemp("lab"), text)
+    directory = file.parent / "run"
+    jaxgpt.fit(load_experiment(str(file)), directory, progress=False)
+    return file, directory
+
+
+@pytest.fixture
+def stranger(monkeypatch, tmp_path):
+    """Another user, who has trained with nothing."""
+    monkeypatch.setenv("JAXGPT_CACHE", str(tmp_path / "cache"))
+
+
+def forget(monkeypatch):
+    """As in another process: no class is imported."""
+    monkeypatch.setattr(code, "_subclasses", lambda base: iter(()))
+    for name in [name for name in sys.modules if "@" in name]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_run_keeps_what_its_classes_are_made_of(trained, cache, monkeypatch):
+    _, directory = trained
+    assert sorted(p.name for p in (directory / "code").iterdir()) == ["layer.py", "mine.py", "power.py"]
+    record = json.loads((directory / "experiment.json").read_text())
+    assert record["experiment"]["model"]["class"] == "mine:Mine" and record["code"].keys() == {
+        "mine.py",
+        "layer.py",
+        "power.py",
+    }
+    forget(monkeypatch)
+    model = read_metadata(directory).model
+    assert (type(model).__name__, model.factor) == ("Mine", 3) and type(model).__module__.startswith("mine@")
+    assert read_metadata(directory).model == model, "one class for one digest"
+
+
+def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monkeypatch, tmp_path):
+    """Its code would write a file. Nothing of it is run to say so, and with the flag it is."""
+    _, directory = trained
+    received = tmp_path / "received"
+    shutil.copytree(directory, received)
+    forget(monkeypatch)
+    with pytest.raises(
+        UserError, match=r"brings code of its own, layer.py, mine.py, power.py \(SHA-256 [0-9a-f]{12}.*--trust-code"
+    ):
+        jaxgpt.load(received)
+    place, mark = received / "code" / "power.py", tmp_path / "was-here"
+    place.write_text(f"__import__('pathlib').Path({str(mark)!r}).touch()\n" + place.read_text())
+    with pytest.raises(UserError, match=r"not the code that the run was trained with: restore power.py"):
+        jaxgpt.load(received, trust_code=True)
+    record = json.loads((received / "experiment.json").read_text())
+    del record["sha256"]
+    record["code"] = code.read_code(received).digests
+    (received / "experiment.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="trust_code=True"):
+        jaxgpt.load(received)
+    assert not mark.exists()
+    jaxgpt.load(received, trust_code=True)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "mine:Scaled", "mine:Mine.make_mlp", "jaxgpt.config.model:GPTConfig", "x", 3, "../mine:Mine"]
+)
+def test_no_name_of_a_class_leads_elsewhere(trained, cache, monkeypatch, tmp_path, name):
+    directory = tmp_path / "run"
+    shutil.copytree(trained[1], directory)
+    record = json.loads((directory / "experiment.json").read_text())
+    del record["sha256"]
+    record["experiment"]["model"]["class"] = name
+    (directory / "experiment.json").write_text(json.dumps(record))
+    forget(monkeypatch)
+    with pytest.raises(UserError, match="class"):
+        read_metadata(directory, trust_code=True)
+
+
+def test_links_and_other_files_are_no_code(trained, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(trained[1], directory)
+    (directory / "code/link.py").symlink_to(trained[0])
+    (directory / "code/notes.txt").write_text("x")
+    assert code.read_code(directory).digests == code.read_code(trained[1]).digests
+    shutil.rmtree(directory / "code")
+    with pytest.MonkeyPatch.context() as patch:
+        forget(patch)
+        with pytest.raises(UserError, match="does not have its file: put it there again"):
+            read_metadata(directory)
+
+
+def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, tmp_path):
+    """The run's own copy does, if it is asked for; and both versions are there at once."""
+    directory = tmp_path / "run"
+    shutil.copytree(trained[1], directory)
+    other = write(tmp_path / "lab", text)
+    (other.parent / "power.py").write_text("def up(x):\n    return x + 1\n")
+    experiment = load_experiment(str(other))
+    more = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=3))
+    with pytest.raises(
+        UserError, match=r"power.py has changed since .*run was trained.*[0-9a-f]{12} -> [0-9a-f]{12}.*--trust-code"
+    ):
+        jaxgpt.fit(more, directory, progress=False)
+    found = jaxgpt.fit(more, directory, progress=False, trust_code=True, extend=True)
+    assert found.step == 3
+    tags = [type(c).__module__.partition("@")[2] for c in (found.experiment.model, more.model)]
+    assert [sys.modules[f"power@{tag}"].up(1) for tag in tags] == [1, 2]
+
+
+def test_another_process_uses_the_run_and_its_options(trained, cache, tmp_path):
+    file, directory = trained
+    done = run_command(
+        "-m", "jaxgpt", "sample", str(directory), "--prompt", "he", "--max-new-tokens", "5", cwd=tmp_path
+    )
+    assert done.returncode == 0 and done.stdout.startswith("he"), done.stderr
+    done = run_command("-m", "jaxgpt", "train", str(file), "--help", cwd=tmp_path)
+    assert "--model.factor" in done.stdout and "of the MLP" in done.stdout
+    more = ("--model.factor", "4", "--run-dir", str(directory))
+    done = run_command("-m", "jaxgpt", "train", str(file), *more, cwd=tmp_path)
+    assert done.returncode == 2 and "model.factor 3 -> 4" in done.stderr
+    done = run_command("-m", "jaxgpt", "sample", str(directory), cwd=tmp_path, JAXGPT_CACHE=str(tmp_path / "stranger"))
+    assert done.returncode == 2 and "--trust-code" in done.stderr
+    done = run_command(
+        "-m", "jaxgpt", "sample", str(directory), "--trust-code", "--max-new-tokens", "5",
+        cwd=tmp_path, JAXGPT_CACHE=str(tmp_path / "stranger"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_class_of_no_file_is_used_where_it_is_defined(text, tmp_path, monkeypatch):
+    """As in a notebook: the run trains, and only a process with that class opens it."""
+    space: dict = {"__name__": "__main__"}
+    exec(NOTEBOOK.replace("TEXT", str(text)), space)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
+    run = jaxgpt.fit(space["experiment"], tmp_path / "run", progress=False)
+    assert type(run.experiment.model) is space["Mine"] and not (tmp_path / "run/code").exists()
+    forget(monkeypatch)
+    with pytest.raises(UserError, match="'__main__:Mine' was defined in no file"):
+        read_metadata(tmp_path / "run")
