@@ -13,7 +13,7 @@ from jaxgpt.errors import UserError
 from jaxgpt.optim import label_parameters
 from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model
-from tests.zoo.decoding import check_decoding
+from tests.zoo.token_mixing import check_decoding
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))

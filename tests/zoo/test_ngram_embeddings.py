@@ -12,7 +12,7 @@ import pytest
 from jaxgpt.sample.cache import can_cache
 from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT32_REORDERED, TINY, make_model
-from tests.zoo.decoding import check_decoding, find_reach
+from tests.zoo.token_mixing import check_decoding, find_reach
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
