@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxgpt.config import Experiment
 from jaxgpt.config.presets import EXPERIMENTS, find_preset
-from jaxgpt.config.validate import suggest
+from jaxgpt.config.validate import short, suggest
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there
 from jaxgpt.runs.code import run_file
@@ -14,8 +16,13 @@ from jaxgpt.runs.code import run_file
 
 def load_experiment(named: str) -> Experiment:
     """Return a built-in experiment, `experiment` of FILE.py, or NAME of FILE.py:NAME. Raises `UserError`."""
+    return load_file(named)[0]
+
+
+def load_file(named: str) -> tuple[Experiment, list[Callable[[dict[str, Any]], None]]]:
+    """Return the experiment of `load_experiment`, and `callbacks` of the file: see `jaxgpt.fit`."""
     if (preset := find_preset(named)) is not None:
-        return preset
+        return preset, []
     file, _, attribute = named.partition(".py:")
     path = Path(file + ".py") if attribute else Path(named)
     attribute = attribute or "experiment"
@@ -29,7 +36,10 @@ def load_experiment(named: str) -> Experiment:
     if not isinstance(experiment, Experiment):
         others = [name for name, value in found.items() if isinstance(value, Experiment)]
         raise UserError(f"{path} has no `{attribute} = Experiment(...)`; it has {', '.join(others) or 'none'}")
-    return experiment
+    callbacks = found.get("callbacks", [])
+    if not isinstance(callbacks, list | tuple) or not all(map(callable, callbacks)):
+        raise UserError(f"{path}: callbacks={short(callbacks)}: needs a list of functions")
+    return experiment, list(callbacks)
 
 
 def load_variants(named: str) -> dict[str, Experiment]:

@@ -6,6 +6,7 @@ that help and errors are printed at once.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxgpt.cli import commands
 from jaxgpt.cli.console import report_errors
-from jaxgpt.cli.experiment_file import load_experiment
+from jaxgpt.cli.experiment_file import load_file
 from jaxgpt.cli.options import parse
 from jaxgpt.cli.sample import sample
 from jaxgpt.cli.serve import serve
@@ -100,11 +101,11 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
     if TRUST in arguments:
         arguments.remove(TRUST)
         trust_code()
-    run, defaults, operand = command.run, {}, ""
+    run, defaults, operand, callbacks = command.run, {}, "", []
     if command.operand == "[EXPERIMENT]":
         operand = command.operand
         if arguments and not arguments[0].startswith("-"):
-            defaults["experiment"] = load_experiment(arguments.pop(0))
+            defaults["experiment"], callbacks = load_file(arguments.pop(0))
         else:
             metadata = resumed_run(arguments) if name == "train" else None
             defaults["experiment"] = quickstart() if metadata is None else metadata.given
@@ -113,6 +114,7 @@ def bind_command(name: str, *options: str) -> Callable[[], None]:
             configure_jax()
         module, _, function = run.partition(".")
         run = getattr(importlib.import_module(f"jaxgpt.tools.{module}"), function)
+    run = functools.partial(train, callbacks=callbacks) if name == "train" else run
     return parse(run, arguments, f"jaxgpt {name}", operand=operand, example=command.example, **defaults)
 
 

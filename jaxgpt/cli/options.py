@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
@@ -55,9 +55,9 @@ def parse(
     operand: what the usage line shows before the options. example: a command line for the help.
     defaults: override those in the signature.
     """
-    signature = inspect.signature(command, eval_str=True)
-    text, _, documented = inspect.cleandoc(command.__doc__ or "").partition("Args:")
-    parameters = [p for p in signature.parameters.values() if get_origin(p.annotation) is not Callable]
+    signature, doc = inspect.signature(command, eval_str=True), getattr(command, "func", command).__doc__
+    text, _, documented = inspect.cleandoc(doc or "").partition("Args:")
+    parameters = [p for p in signature.parameters.values() if "Callable" not in str(p.annotation)]
     if signature.return_annotation is not None and "json" not in signature.parameters:
         parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool))
     shown = []
@@ -84,7 +84,7 @@ def parse(
 
     vars(bind)["__signature__"] = signature.replace(parameters=shown)
     bind.__annotations__ = {p.name: p.annotation for p in shown}
-    bind.__doc__ = command.__doc__
+    bind.__doc__ = doc
     words = set(itertools.takewhile(lambda word: word != "--", argv))
     wants_help = not words.isdisjoint(("-h", "--help", "--help-all"))
     is_short = "--help-all" not in words and any(isinstance(p.default, Experiment) for p in shown)
@@ -125,14 +125,17 @@ def _common_options() -> ConstructorRegistry:
 
     @registry.struct_rule
     def suppress(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if info.type not in COMMON or suppress in info.markers:
+        known = next((cls for cls in COMMON if isinstance(info.type, type) and issubclass(info.type, cls)), None)
+        if known is None or suppress in info.markers:
             return None
+        own = {f.name for f in dataclasses.fields(info.type)} - {f.name for f in dataclasses.fields(known)}
+        names = own | set(COMMON[known].split())
         # The marker makes this rule pass, so that tyro's rule for dataclasses answers.
         found = ConstructorRegistry.get_struct_spec(dataclasses.replace(info, markers=(*info.markers, suppress)))
         assert isinstance(found, StructConstructorSpec)
         fields = []
         for field in found.fields:
-            kind: Any = field.type if field.name in COMMON[info.type].split() else Suppress[field.type]
+            kind: Any = field.type if field.name in names else Suppress[field.type]
             helptext = "" if kind in COMMON else field.helptext  # the title of a group is enough here
             fields.append(dataclasses.replace(field, type=kind, helptext=helptext))
         return dataclasses.replace(found, fields=tuple(fields))

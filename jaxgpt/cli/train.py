@@ -6,17 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import re
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxgpt.cli.console import report_errors, say
 from jaxgpt.cli.options import parse
-from jaxgpt.config import Experiment, GPTConfig
+from jaxgpt.config import Experiment
 from jaxgpt.config.presets import EXPERIMENTS
 from jaxgpt.errors import CheckpointSaveError, Diverged, Preempted, UserError, shell_line
 from jaxgpt.files import open_file, write_whole
@@ -33,6 +35,7 @@ def train(
     fresh: bool = False,
     extend: bool = False,
     experiment: Experiment,
+    callbacks: Sequence[Callable[[dict[str, Any]], None]] = (),
 ) -> None:
     """Train an experiment, or resume a run.
 
@@ -56,7 +59,7 @@ def train(
     began = time.monotonic()
     try:
         with second_leaves_at_once(say):
-            run = fit(experiment, run_dir, fresh=fresh, extend=extend or None)
+            run = fit(experiment, run_dir, fresh=fresh, extend=extend or None, callbacks=callbacks)
     except (Preempted, Diverged, ReplicasDiffer) as e:
         if is_process_0():
             say(str(e))
@@ -79,11 +82,11 @@ def train(
     say(f"done in {time.monotonic() - began:.0f} s: {t.steps:,} steps, {tokens:,} tokens")
     if run.val_loss is not None:
         say(f"best validation loss {run.val_loss:.4f} at step {run.step}")
-    prompt = _print_sample(run, experiment)
+    if (prompt := _print_sample(run, experiment)) is None:
+        return
     chat = ["--chat"] if experiment.data.is_chat else []
     words = [f"--prompt={prompt}"] if prompt.startswith("-") else ["--prompt", prompt] if prompt else []
-    if type(run.model.config) is GPTConfig:  # commands do not know the classes of an experiment's own file
-        print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
+    print(f"next: {shell_line('jaxgpt', 'sample', run.directory, *chat, *words)}")
 
 
 def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
@@ -105,8 +108,11 @@ def label_own_text(experiment: Experiment, run_dir: str | None) -> Experiment:
     return dataclasses.replace(experiment, name=name, train=dataclasses.replace(experiment.train, sample_prompt=prompt))
 
 
-def _print_sample(run: Run, experiment: Experiment) -> str:
-    """Print and save the sample that the experiment asks for; return its prompt, without trailing newlines."""
+def _print_sample(run: Run, experiment: Experiment) -> str | None:
+    """Print and save the sample that the experiment asks for; return its prompt, without trailing newlines.
+
+    None means that the model cannot be sampled.
+    """
     config, data = experiment.train, experiment.data
     prompt = config.sample_prompt
     try:
@@ -120,7 +126,7 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
             sampled = run.sample(prompt, chat=data.is_chat, **how)
         except UserError as e:  # a model of the experiment's own needs more than a prompt
             say(f"no sample: {e}")
-            return ""
+            return None
         text = f"{prompt}\n\n{sampled}" if data.is_packed else f"{prompt}{sampled}"
         with contextlib.suppress(OSError):  # it is printed anyway
             write_whole(run.directory / "sample.txt", text + "\n")
@@ -128,11 +134,15 @@ def _print_sample(run: Run, experiment: Experiment) -> str:
     return prompt.rstrip("\n") if prompt.strip() else ""
 
 
-def run_experiment(experiment: Experiment) -> None:
-    """Train an experiment with the options of the command line: the main function of an experiment file."""
+def run_experiment(experiment: Experiment, callbacks: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
+    """Train an experiment with the options of the command line: the main function of an experiment file.
+
+    callbacks: see `jaxgpt.fit`. `jaxgpt train FILE` finds them under that name in the file.
+    """
     with report_errors():
         example = f"{shell_line('python', sys.argv[0])} --train.seed 1"
-        parse(train, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
+        run = functools.partial(train, callbacks=callbacks)
+        parse(run, sys.argv[1:], Path(sys.argv[0]).name, example=example, experiment=experiment)()
 
 
 def resumed_run(argv: list[str]) -> RunMetadata | None:

@@ -101,12 +101,16 @@ def differences(a: Any, b: Any, where: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def to_source(experiment: Any) -> str:
-    """Return Python source that defines `experiment`, with the fields that differ from their defaults."""
-    classes: set[str] = set()
+    """Return Python source that defines `experiment`, with the fields that differ from their defaults.
+
+    Classes that are not ours are imported from their modules, which must lie beside the file.
+    """
+    classes: dict[str, set[str]] = {}
 
     def render(config: Any, indent: str) -> str:
         name = type(config).__name__
-        classes.add(name)
+        is_ours = type(config).__module__.startswith("jaxgpt.")
+        classes.setdefault("jaxgpt" if is_ours else class_name(type(config)).partition(":")[0], set()).add(name)
         lines = []
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
@@ -117,9 +121,10 @@ def to_source(experiment: Any) -> str:
         return f"{name}(\n{''.join(lines)}{indent})"
 
     body = render(experiment, "")
+    imports = "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(classes.items()))
     return f"""\
 import jaxgpt
-from jaxgpt import {", ".join(sorted(classes))}
+{imports}
 
 experiment = {body}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import functools
+import inspect
 import math
 import operator
 import reprlib
@@ -93,6 +94,10 @@ def field_hints(cls: type) -> dict[str, Any]:
 
 def check_fields(config: Any) -> None:
     """Check each field in the `__post_init__` of a frozen dataclass; convert NumPy and JAX scalars to Python's."""
+    cls = type(config)
+    if "__dataclass_fields__" not in vars(cls) and (lost := list(inspect.get_annotations(cls))):
+        decorate = "decorate it with @dataclasses.dataclass(frozen=True, kw_only=True)"
+        raise UserError(f"{cls.__name__}: {', '.join(lost)} would be no fields of the configuration: {decorate}")
     for name, hint in field_hints(type(config)).items():
         object.__setattr__(config, name, check_value(name, getattr(config, name), hint))
 

@@ -86,7 +86,12 @@ def add(
 
 
 def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the activations of one token at each place, by name; a pattern's is [N, 1] for any keys."""
+    """Return the shape of the activations of one token at each place, by name; a pattern's is [N, 1] for any keys.
+
+    A configuration of a user's own has the places that its modules pass through.
+    """
+    if config.is_foreign:
+        return _traced_shapes(config)
     c = config.explicit()
     assert c.n_kv_head and c.head_dim and c.mlp_dim
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PLACES[1:], (c.n_embd,))
@@ -94,6 +99,15 @@ def place_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     shapes |= dict.fromkeys(("queries", "heads"), (c.n_head, c.head_dim))
     shapes |= dict.fromkeys(("keys", "values"), (c.n_kv_head, c.head_dim))
     return {EMBEDDING: (c.n_embd,)} | {f"h_{i}/{place}": shapes[place] for place in shapes for i in range(c.n_layer)}
+
+
+@functools.cache
+def _traced_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    names = (EMBEDDING, *(f"h_{i}/{place}" for place in PLACES[1:] for i in range(config.n_layer)))
+    model = EditedGPT(dataclasses.replace(config, remat="none", scan_layers=False), read=names)
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    found: Any = jax.eval_shape(lambda token: model.init(jax.random.key(0), token)[ACTIVATIONS], token)
+    return {name: found[name].shape[2:] for name in names if name in found}
 
 
 def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
@@ -112,6 +126,8 @@ def edit_arrays(config: GPTConfig, *sets: Sequence[Edit]) -> EditArrays:
         name = EMBEDDING if is_first else f"h_{edit.layer}/{edit.place}"
         if name not in known or (is_first and edit.layer is not None):
             needed = "no layer" if is_first else f"a layer from 0 to {config.n_layer - 1}"
+            if config.is_foreign and not is_first:
+                needed = f"one of {', '.join(known)}, the places that {type(config).__name__} has"
             raise UserError(f"{edit.place}, layer={edit.layer!r}: needs {needed}")
         if not np.isfinite(edit.keep) or not np.isfinite(term).all():
             raise UserError(f"{name}: needs finite numbers")
@@ -156,12 +172,10 @@ EDITS = "edits"  # in the parameters: `EditArrays`
 ACTIVATIONS = "activations"  # the collection of activations that are read
 AT_ONCE = 16  # sets of edits in one batch
 
-# (module, method) -> the place of its result.
+# (module, method) -> the place of its result. Those of a block's `attn` and `mlp` are places of any module.
 RESULTS: dict[tuple[type[nn.Module], str], str] = {
     (GPT, "embed"): EMBEDDING,
-    (Attention, "__call__"): "attention",
     (MLP, "units"): "units",
-    (MLP, "__call__"): "mlp",
     (Block, "middle"): "middle",
     (Block, "__call__"): "stream",
 }
@@ -185,6 +199,10 @@ def edit(model: GPT, params: Params, edits: Sequence[Edit]) -> tuple[EditedGPT, 
 
 def unroll(model: GPT, params: Params) -> tuple[EditedGPT, Params]:
     """Return the model as an `EditedGPT`, with its edits, and without scan and remat, in which nothing can be edited."""
+    if type(model) not in (GPT, EditedGPT):
+        raise UserError(
+            f"{type(model).__name__}: activations are read and edited in a GPT, not in another class of model"
+        )
     model, params = unstack_layers(model, params)
     return EditedGPT(dataclasses.replace(model.config, remat="none"), model.dtype, model.attention_fn), params
 
@@ -253,7 +271,8 @@ class EditedGPT(GPT):
             if (isinstance(module, GPT) and method == "embed") or (isinstance(module, Block) and method == "__call__"):
                 positions_BT = args[1]
             layer = f"{module.path[0]}/" if module.path else ""
-            if isinstance(module, Attention) and method == "attend" and f"{layer}pattern" in wanted:
+            is_known = type(module).attend is Attention.attend if isinstance(module, Attention) else False
+            if is_known and method == "attend" and f"{layer}pattern" in wanted:
                 q_BTNH, k_BSKH, v_BSKH = args
                 weights_BTNS = touch(f"{layer}pattern", module.weights(q_BTNH, k_BSKH, **kwargs))
                 v_BSNH = jnp.repeat(v_BSKH, q_BTNH.shape[2] // v_BSKH.shape[2], axis=2)
@@ -265,6 +284,8 @@ class EditedGPT(GPT):
                 return tuple(
                     touch(layer + place, x) for place, x in zip(("queries", "keys", "values"), out, strict=True)
                 )
+            if method == "__call__" and module.path[1:] in (("attn",), ("mlp",)):
+                out = touch(layer + {"attn": "attention", "mlp": "mlp"}[module.path[1]], out)
             for (kind, of), place in RESULTS.items():
                 if isinstance(module, kind) and method == of:
                     out = touch(layer + place, out)
@@ -295,8 +316,8 @@ def run(model: GPT, params: Params, tokens_BT: Any, edits: Sequence[Edit] = (), 
     """
     model, params = unroll(model, params)
     for name in set(read) - place_shapes(model.config).keys():
-        last = model.config.n_layer - 1
-        raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(PLACES)}")
+        last, places = model.config.n_layer - 1, dict.fromkeys(x.split("/")[-1] for x in place_shapes(model.config))
+        raise UserError(f"read={name!r}: needs the form h_0/heads, to h_{last}, with one of {', '.join(places)}")
     tokens_BT = check_tokens(model, tokens_BT)
     arrays = jax.tree.map(lambda x: x[0], edit_arrays(model.config, edits))
     return forward(model.clone(read=tuple(read)), params | {EDITS: arrays}, tokens_BT)

@@ -215,15 +215,17 @@ def count_parameters(params: Params) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0) -> float:
+def train_flops_per_token(config: GPTConfig, n_params: int, in_adapters: int = 0) -> float | None:
     """Return the FLOPs per token of both passes: 6 per weight in matrix products, 12 L N H T for attention's products.
 
     Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Embedding lookups count as 0, but a tied table counts as
     the output matrix. The masked half of attention, which kernels skip, counts too, as is usual.
 
     in_adapters: number of parameters in adapters, beside the model's `n_params`, if only these are trained. The others
-    then need no gradient, which is 2 of their 6 FLOPs.
+    then need no gradient, which is 2 of their 6 FLOPs. None: a configuration of a user's own, whose products are unknown.
     """
+    if config.is_foreign:
+        return None
     looked_up = config.block_size * config.n_embd if config.position == "learned" else 0
     if not config.tie_embeddings and config.vocab_size is not None:
         looked_up += config.vocab_size * config.n_embd

@@ -32,6 +32,7 @@ from jaxgpt.parallel.strategy import (
     split_batch,
     with_shardings,
 )
+from jaxgpt.sample.quantize import find_own_modules
 from jaxgpt.train import LossFn, Metrics, Params, TrainState, eval_step, init_state, train_step
 
 Devices = Sequence[jax.Device] | None  # None: those of all processes; a topology's: to compile for absent ones
@@ -102,6 +103,8 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         init_state, model, optimizer, adapt=None if lora.rank is None else adapt, batch_size=strategy.data_parallel_size
     )
     shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0), None)
+    if lora.rank is not None and experiment.model.is_foreign:
+        _check_adapters(model, shapes.params)
     shardings = jax.tree.broadcast(strategy.state_shardings(shapes, experiment.model, optimizer), shapes)
     make_loss = functools.partial(experiment.objective.make_loss, model, head_loss=head_loss)
     loss_fn = make_loss(label_smoothing=experiment.optim.label_smoothing)
@@ -144,6 +147,17 @@ def make_trainer(experiment: Experiment, devices: Devices = None, *, recorded: E
         abstract_batch=experiment.data.shape_batch(tokens),
         fallback=fallback,
     )
+
+
+def _check_adapters(model: GPT, adapters: Params) -> None:
+    """Raise `UserError` for an adapter of a module that is not jaxgpt's `Dense`: nothing would add it."""
+    own = find_own_modules(model)
+    for path, _ in jax.tree.leaves_with_path(adapters):
+        names = tuple(str(entry.key) for entry in path[:-1])
+        if names not in own:
+            raise UserError(
+                f"lora.targets has {'/'.join(names)}: only jaxgpt.layers.linear.Dense adds adapters to its kernel"
+            )
 
 
 def mean_loss(eval_step: Callable, params: Params, batches: Iterable[Batch]) -> tuple[float, int]:

@@ -49,6 +49,13 @@ class Code:
         """Return what follows the names of these modules in `sys.modules`."""
         return f"@{json_sha256(self.digests)[:16]}"
 
+    def write(self, directory: Path) -> None:
+        """Write the files into a directory."""
+        for name, raw in self.files.items():
+            place = directory / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(raw)
+
     def find(self, module: str) -> str | None:
         """Return the file of a module: a.b is a/b.py or a/b/__init__.py."""
         path = module.replace(".", "/")
@@ -233,10 +240,7 @@ def own_classes(config: Any) -> Iterator[type]:
 
 def keep_code(directory: Path, code: Code) -> None:
     """Write code into a run directory, and trust it on this machine from now on: it is what the user trains with."""
-    for name, raw in code.files.items():
-        place = directory / FOLDER / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(raw)
+    code.write(directory / FOLDER)
     make_cache(_trusted())
     (_trusted() / json_sha256(code.digests)).touch()
 

@@ -33,8 +33,8 @@ class RunLog:
         self._callbacks = callbacks
         self.lines = read_metrics(training.metrics)  # losses of this session are appended
         limits = PEAKS.get(device_kind())  # None: an unknown device, without MFU
-        flops_per_token = train_flops_per_token(model, *training.trainer.parameters)
-        self._mfu_of_rate = None if limits is None else flops_per_token / (limits.flops * len(devices))
+        flops = train_flops_per_token(model, *training.trainer.parameters)
+        self._mfu_of_rate = None if limits is None or flops is None else flops / (limits.flops * len(devices))
         self.clock = Clock(max((line.get("seconds") or 0.0 for line in self.lines), default=0.0))
         self._logged_at = (start, self.clock.working())
         self._file = MetricsFile(training.metrics if multihost.is_process_0() else None)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxgpt.config import Experiment, GPTConfig
 from jaxgpt.config.presets import CONTEXT_OF_WEIGHTS
+from jaxgpt.config.serialize import class_name
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, sha256
 from jaxgpt.hf.source import open_source
@@ -150,6 +151,9 @@ def resolve_init_from(
     weights = open_weights(name, tokenizer=None if named in ("char", "byte", "bpe") else named)
     if weights.metadata is not None and named not in ("char", "byte", "bpe"):
         check_same_tokenizer(weights.metadata, named)
+    asked, found = (class_name(type(config)) for config in (experiment.model, weights.config))
+    if experiment.model.is_foreign and asked != found:
+        raise UserError(f"train.init_from={name} has the architecture {found}, not {asked}: its weights do not fit")
     own: dict[str, Any] = {field: getattr(experiment.model, field) for field in OWN}
     own["block_size"] = min(experiment.model.block_size, weights.config.block_size)
     model = dataclasses.replace(weights.config, **own)

@@ -24,6 +24,7 @@ from jaxgpt.parallel.device import check_memory
 from jaxgpt.parallel.strategy import ONE_DEVICE, StepFn
 from jaxgpt.parallel.trainer import Trainer, make_trainer
 from jaxgpt.runs.checkpoint import Checkpoints
+from jaxgpt.runs.checks import blame_own_classes, check_model, check_step
 from jaxgpt.runs.code import check_same_code
 from jaxgpt.runs.directory import RunMetadata, check_same_tokenizer
 from jaxgpt.runs.pretrained import Weights, resolve_init_from
@@ -159,11 +160,13 @@ def open_training(
     else:
         dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
-    trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
+    with blame_own_classes(resolved):
+        trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)
+    check_step(resolved, trainer)
     model, train = resolved.model, experiment.train
     activation = trainer.split.micro_batch_size * model.block_size * model.n_embd * 2  # bytes of a single one
     check_memory(trainer.abstract_state, activation, trainer.strategy.devices)
-    return Training(
+    training = Training(
         directory=directory,
         given=experiment,
         experiment=resolved,
@@ -172,6 +175,9 @@ def open_training(
         weights=weights,
         checkpoints=Checkpoints(directory / "checkpoints", keep_last=train.keep_last, keep_every=train.keep_every),
     )
+    if recorded is None and resolved.model.is_foreign:
+        check_model(resolved, training.whole_batch(1))
+    return training
 
 
 def with_horizons(metadata: RunMetadata, experiment: Experiment, *, extend: bool | None) -> Experiment:

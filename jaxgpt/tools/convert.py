@@ -104,6 +104,11 @@ def _check_empty(directory: Path, option: str) -> None:
 
 def _load_to_export(metadata: RunMetadata, model_type: str | None) -> tuple[Run, Family, ChatTemplate | None]:
     """Return a run with its layers unstacked, the family it is exported as, and the template of its chats, if any."""
+    if metadata.model.is_foreign:
+        name = type(metadata.model).__name__
+        raise UserError(
+            f"{name}: no family of Hugging Face's or llama.cpp's computes a class of your own: it stays a run"
+        )
     family = find_family(metadata.model, model_type)  # before the weights are read
     run = load_run(metadata)
     model, params = unstack_layers(run.model, run.params)

@@ -112,7 +112,7 @@ def _read_row(directory: Path) -> Row:
             lines = read_metrics(directory / "metrics.jsonl")
         report = directory / "summary.json"
         summary: Any = read_json(report, LARGEST_SUMMARY) if report.exists() else None
-        size = count_parameters(metadata.model)
+        size = None if metadata.model.is_foreign else count_parameters(metadata.model)
     except UserError as e:
         return Row(name=str(directory), status="damaged", date=date, problem=str(e).removeprefix(f"{directory}/"))
     config, is_imported = metadata.experiment.train, metadata.imported is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import Experiment, differences
+from jaxgpt.config import Experiment, differences, to_dict
 from jaxgpt.config.validate import Count, Size, check_count
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.errors import UserError
@@ -119,7 +119,7 @@ def make_report(run: Run, *, samples: int = 4, tokens: int = 400) -> tuple[dict[
         "samples": _sample_checkpoints(run, min(tokens, SAMPLED)),
         "memorisation": memorization,
         "why_no_memorisation": why_no_memorization,
-        "configuration": dataclasses.asdict(run.experiment),
+        "configuration": to_dict(run.experiment),
     }
     changed = differences(run.experiment, Experiment(name=run.experiment.name))
     data: dict[str, Any] = {

@@ -27,11 +27,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxgpt.config import Experiment, differences, from_dict
-from jaxgpt.config.serialize import to_source
+from jaxgpt.config.serialize import to_dict, to_source
 from jaxgpt.config.validate import Count, NonNegativeInt, check_value, field_hints, short, suggest
 from jaxgpt.errors import UserError, shell_line
 from jaxgpt.files import is_there, open_whole, read_json, render_json, write_whole
 from jaxgpt.fitting import fit
+from jaxgpt.runs.code import own_code
 from jaxgpt.runs.directory import RUNS
 from jaxgpt.runs.training import CHANGEABLE
 from jaxgpt.statistics import mean_interval
@@ -305,7 +306,7 @@ def sweep(
         except UserError as e:
             raise UserError(f"{trial}: {e}") from None
     directory = Path(run_dir) if run_dir else RUNS / "sweeps" / experiment.name
-    definition = {"experiment": dataclasses.asdict(experiment), "over": ", ".join(map(str, axes)), "points": points}
+    definition = {"experiment": to_dict(experiment), "over": ", ".join(map(str, axes)), "points": points}
     definition |= {"trials": trials, "seeds": seeds, "seed": seed}
     _check_or_write(definition, experiment, directory)
     cost = [f"{r.trials} x {f'{n} seeds x ' if (n := len(r.seeds)) > 1 else ''}{r.steps:,}" for r in rounds]
@@ -339,6 +340,8 @@ def sweep(
     name = f"{experiment.name[:40]}-winner"  # a run of its own, not that of the experiment
     best = dataclasses.replace(with_values(experiment, winner.point), name=name)
     write_whole(directory / WINNER, f'"""{note}"""\n\n{to_source(best)}')
+    if (code := own_code(best)) is not None:
+        code.write(directory)  # which the winner imports
     return found
 
 

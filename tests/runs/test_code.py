@@ -123,7 +123,7 @@ def test_the_run_keeps_what_its_classes_are_made_of(trained, cache, monkeypatch)
 
 def test_a_received_run_is_not_run_unless_it_is_trusted(trained, stranger, monkeypatch, tmp_path):
     """Its code would write a file. Nothing of it is run to say so, and with the flag it is."""
-    file, directory = trained
+    _, directory = trained
     received = tmp_path / "received"
     shutil.copytree(directory, received)
     forget(monkeypatch)

@@ -191,7 +191,7 @@ class Plan:
     accumulation: int
     parameters: int
     tokens_per_step: int
-    flops_per_token: float  # of the model: 6 per parameter and 12 L D T
+    flops_per_token: float | None  # of the model: 6 per parameter and 12 L D T; None: it has modules of a user's own
     executed_flops_per_token: float  # of the program, recomputation included
     memory: int  # bytes on one device: state, batch and temporaries
     state_memory: int  # the part of `memory` for parameters and optimiser state
@@ -284,7 +284,7 @@ def estimate(
         step_seconds=step,
         bottleneck=None if step is None else max(seconds, key=lambda name: seconds[name] or 0.0),
         tokens_per_second=rate,
-        mfu=None if rate is None or limits is None else rate * flops_per_token / (limits.flops * len(used)),
+        mfu=rate * flops_per_token / (limits.flops * len(used)) if rate and limits and flops_per_token else None,
         total_tokens=tokens * train.steps,
         hours=None if step is None else step * train.steps / 3600,
     )
@@ -421,7 +421,10 @@ def format_plan(p: Plan) -> str:
         ("experiment", f"{p.experiment} on {p.topology}: {p.devices} x {p.device}, {p.compute}"),
         ("strategy", f"{p.strategy}, remat {p.remat}, micro-batch {p.micro_batch_size} x {p.accumulation}, {batch}"),
         ("parameters", f"{p.parameters:,}, {format_gib(p.state_memory)} of state per device"),
-        ("FLOPs per token", f"{p.flops_per_token:.3g} of the model, {p.executed_flops_per_token:.3g} executed"),
+        (
+            "FLOPs per token",
+            f"{'unknown' if p.flops_per_token is None else f'{p.flops_per_token:.3g}'} of the model, {p.executed_flops_per_token:.3g} executed",
+        ),
     ]
     if p.kernels:
         rows.append(("kernels", ", ".join(f"{n:,} x {name}" for name, n in p.kernels.items())))

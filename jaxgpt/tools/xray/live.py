@@ -49,6 +49,11 @@ def make_page(run: Run, prompt: str | None = None, *, weights: Weights = "int8")
     model, params, V = run.model, run.params, run.tokenizer.vocab_size
     if weights not in ("int8", "float32"):
         raise UserError(f"weights={weights!r}: needs int8 or float32")
+    if model.config.is_foreign:
+        name = type(model.config).__name__
+        raise UserError(
+            f"{name}: a page computes jaxgpt's own modules only: use jaxgpt serve, whose page has its own model"
+        )
     if EDITS in params:
         raise UserError("the model is edited: give the run without edits, and switch parts off on its page")
     if DECODE_MATRIX in params["wte"]:

@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgpt.config import GPTConfig
 from jaxgpt.config.validate import check_count
 from jaxgpt.data.corpus import find_user_files
 from jaxgpt.data.dataset import encode_whole
 from jaxgpt.data.pipeline import Tokens
 from jaxgpt.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from jaxgpt.errors import UserError
-from jaxgpt.interventions.model import EditedGPT, forward, stream_names, unroll
+from jaxgpt.interventions.model import EditedGPT, forward, place_shapes, stream_names, unroll
+from jaxgpt.layers.block import Block, Compute
+from jaxgpt.layers.norm import LayerNorm, RMSNorm
 from jaxgpt.model import GPT
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.run import Run
@@ -92,6 +95,7 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
     model, params = unroll(model, params)
     c, layers, streams = model.config, range(model.config.n_layer), stream_names(model)
     tokens_T = jnp.asarray(tokens, jnp.int32)
+    check_places(c)
     places = ("attention", "pattern", "middle", "units", "mlp")
     names = (*streams, *(f"h_{layer}/{place}" for layer in layers for place in places))
     logits_BTV, read = forward(model.clone(read=names), params, tokens_T[None])
@@ -138,6 +142,19 @@ def capture_activations(model: GPT, params: Params, tokens: list[int], vocab_siz
         branches=branches,
         norms=norms,
     )
+
+
+def check_places(config: GPTConfig) -> None:
+    """Raise `UserError` for a configuration of a user's own with a module that the page would draw as another."""
+    if not config.is_foreign:
+        return
+    has = {name.split("/")[-1] for name in place_shapes(config)}
+    lacks = [place for place in ("attention", "pattern", "middle", "units", "mlp") if place not in has]
+    if type(config.make_block(0, Compute())) is not Block or not isinstance(config.make_norm(), LayerNorm | RMSNorm):
+        lacks.append("jaxgpt's blocks and norms")
+    if lacks:
+        said = f"{type(config).__name__} has no {', '.join(lacks)}, which the page draws"
+        raise UserError(f"{said}: jaxgpt.interventions reads and edits what it has, {', '.join(sorted(has))}")
 
 
 def _length(x_TD: jax.Array) -> np.ndarray:
