@@ -2,10 +2,11 @@
 
 Question    Does a student learn more from the same tokens if a teacher says how probable each next character was?
 Reference   Hinton, Vinyals and Dean 2015, arXiv:1503.02531, section 2: the loss is (1 - weight) cross-entropy + weight
-            temperature^2 KL(teacher || student), both softened by the temperature. The square keeps the gradients' size.
+            temperature^2 KL(teacher || student), both softened by the temperature. The square keeps the gradients'
+            size.
 Change      An objective of one's own. The teacher is a run directory, loaded when the loss is made; its parameters are
-            constants of the compiled step, in which it runs without dropout. It must have the student's vocabulary, by the
-            same tokenizer, and at least its context. metrics.jsonl has "kl", nats per target at that temperature.
+            constants of the compiled step, in which it runs without dropout. It must have the student's vocabulary, by
+            the same tokenizer, and at least its context. metrics.jsonl has "kl", nats per target at that temperature.
             Validation has the plain loss. Student, parameters and optimiser are the baseline's; no rate was tuned for
             either. The time of the teacher's training is not the student's, its forward passes are.
 Command     jaxgpt train experiments/zoo/distillation.py:teacher --run-dir runs/zoo-teacher

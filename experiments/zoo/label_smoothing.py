@@ -1,13 +1,13 @@
 """Label smoothing as an objective: a share of each target is spread evenly over the vocabulary.
 
-Question    Does a share of 0.05 or 0.1, which the encoder-decoder of 2017 and image classifiers use, help a small language
-            model that sees its text half a time?
-Reference   Szegedy et al. 2015, arXiv:1512.00567, section 7. With the share s the loss is
-            (1 - s) (-log p[target]) + s mean over the vocabulary of (-log p).
-Change      The same as jaxgpt's optim.label_smoothing, written as an objective of one's own: it adds
-            s (mean(-log p) + log p[target]) to the plain loss in training, and a test holds the two equal. It shows how
-            short an objective is. Validation has the plain loss. Model, parameters and optimiser are the baseline's,
-            and no rate was tuned for either.
+Question    Does a share of 0.05 or 0.1, which the encoder-decoder of 2017 and image classifiers use, help a small
+            language model that sees its text half a time?
+Reference   Szegedy et al. 2015, arXiv:1512.00567, section 7. With the share s the loss is (1 - s) (-log p[target]) + s
+            mean over the vocabulary of (-log p).
+Change      The same as jaxgpt's optim.label_smoothing, written as an objective of one's own: it adds s (mean(-log p) +
+            log p[target]) to the plain loss in training, and a test holds the two equal. It shows how short an
+            objective is. Validation has the plain loss. Model, parameters and optimiser are the baseline's, and no rate
+            was tuned for either.
 Command     jaxgpt study experiments/zoo/label_smoothing.py
 Expected    Worse by 0.01 at 0.05, by 0.02 at 0.1: nothing is overfitted here, and probabilities are flattened.
 Result      not run yet

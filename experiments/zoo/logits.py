@@ -37,8 +37,11 @@ def add_term(plain: LossFn, term: Term) -> LossFn:
 
         with nn.intercept_methods(watch):
             nats, count, metrics = plain(params, batch, key)
-        (logits_BTV,) = seen
-        added_BT, logged = term(logits_BTV, batch)
+        if len(seen) != 1:
+            raise UserError(
+                f"the model computes logits {len(seen)} times in a step: this objective needs it to do so once"
+            )
+        added_BT, logged = term(seen[0], batch)
         return nats + _sum(added_BT, batch), count, metrics | {name: _sum(x, batch) for name, x in logged.items()}
 
     return loss

@@ -3,8 +3,8 @@
 Question    Does the term, which is there to keep long runs in bfloat16 stable, cost anything in a short one, or help?
 Reference   Chowdhery et al. 2022, arXiv:2204.02311 (PaLM), section 5: 1e-4 log^2 Z is added to the loss of each token,
             where Z is the sum of the exponentials of its logits.
-Change      An objective of one's own: the next-token loss and the term, in training only. metrics.jsonl has "z_loss", the
-            term in nats per target, and "log_z", the mean of log Z. The second variant has a hundred times PaLM's
+Change      An objective of one's own: the next-token loss and the term, in training only. metrics.jsonl has "z_loss",
+            the term in nats per target, and "log_z", the mean of log Z. The second variant has a hundred times PaLM's
             coefficient, to see what the term does if it is not negligible. Model, parameters and optimiser are the
             baseline's, and no rate was tuned for either.
 Command     jaxgpt study experiments/zoo/z_loss.py

@@ -125,12 +125,9 @@ def test_cautious_decay_and_updates(decay, updates):
         for step, after in enumerate(found):
             g = draw(step + 1)[path]
             u = optimizer(g, step)
-            if not decay:
-                u = u + DECAYED[path] * x
             if updates:
                 u = u * (u * g > 0) / np.maximum(np.mean(u * g > 0), 1e-3)
-            if decay:
-                u = u + DECAYED[path] * np.where(u * x >= 0, x, 0.0)
+            u = u + DECAYED[path] * (np.where(u * x >= 0, x, 0.0) if decay else x)
             x = x - 0.01 * u
             np.testing.assert_allclose(after[path], x, **CLOSE)
 
