@@ -13,8 +13,8 @@ Change      It wraps the optimiser that jaxgpt makes of the same fields, Muon he
             1.9801. (Muon at 0.01, without an average, has 1.9400: see `normuon.py`.) The tail is the second half of the
             steps throughout; no other was tried, and no rate. (AMD EPYC, two cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/ema_tail.py
-Expected    0.005 gained on top of the schedule's decay, which averages by itself, and with a constant rate most of what
-            the decay gains.
+Expected    Less than 0.005 gained on top of the schedule's decay, which averages by itself, and with a constant rate
+            most of what the decay gains.
 Result      not run yet
 Verdict     not run yet
 """
