@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import traceback
@@ -15,7 +16,7 @@ import numpy as np
 from flax import linen as nn
 
 from jaxgpt.batch import Batch
-from jaxgpt.config import Experiment, ObjectiveConfig
+from jaxgpt.config import Experiment, ObjectiveConfig, to_dict
 from jaxgpt.errors import UserError, first_line
 from jaxgpt.parallel.device import count_parameters
 from jaxgpt.parallel.trainer import Trainer
@@ -48,6 +49,7 @@ def check_step(experiment: Experiment, trainer: Trainer) -> None:
     """Trace a training step, if the experiment has classes of its own. Raises `UserError` for what does not fit."""
     if not any(own_classes(experiment)):
         return
+    to_dict(experiment)  # which raises for a field that experiment.json cannot hold
     with blame_own_classes(experiment):
         key = jax.eval_shape(jax.random.key, 0)
         _, metrics = jax.eval_shape(trainer.train_step, trainer.abstract_state, trainer.abstract_batch, key)
@@ -66,7 +68,8 @@ def check_model(experiment: Experiment, batch: Batch) -> None:
     """
     if not experiment.model.is_foreign:
         return
-    model: Any = experiment.model.make_model()
+    # Without scan and remat, whose traces an interceptor may not leave.
+    model: Any = dataclasses.replace(experiment.model, scan_layers=False, remat="none").make_model()
     shapes = model.shapes()
     if count_parameters(shapes) > LARGEST_CHECKED or batch.inputs_BT.shape[1] < 2:
         return

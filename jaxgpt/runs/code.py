@@ -62,12 +62,13 @@ class Code:
         return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.files), None)
 
 
-def collect(path: Path) -> Code:
-    """Read a file, and those that it imports from its folder, or of its package, as the text of the imports says."""
-    own = path.stem
-    folder = path.resolve().parent
-    while (folder / "__init__.py").exists():
-        own, folder = folder.name, folder.parent
+def collect(path: Path, module: str) -> Code:
+    """Read a file, and those that it imports from its folder, or of its package, as the text of the imports says.
+
+    module: its name, which says how many folders above it imports begin.
+    """
+    own, resolved = module.partition(".")[0], path.resolve()
+    folder = resolved.parents[module.count(".") + (path.name == "__init__.py")]
     is_installed = "site-packages" in folder.parts  # beside it are all other packages
     files: dict[str, bytes] = {}
 
@@ -85,7 +86,6 @@ def collect(path: Path) -> Code:
                         add(f"{package}/__init__.py", folder / package / "__init__.py")
                     add(f"{inner}.py", folder / f"{inner}.py")
 
-    resolved = path.resolve()
     add(resolved.relative_to(folder).as_posix(), resolved)
     return Code(folder, files)
 
@@ -203,7 +203,7 @@ def run_file(path: Path) -> types.ModuleType:
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     with _one_line(path):
-        code = collect(path)
+        code = collect(path, path.stem)
         name = path.resolve().relative_to(code.folder).as_posix()
         with contextlib.redirect_stdout(sys.stderr), _importing(code, others=True):
             run_source(module, code.files[name], str(path), code.tag)
@@ -215,7 +215,7 @@ def code_of(cls: type) -> Code | None:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
         return None
-    return collect(Path(file))
+    return collect(Path(file), class_name(cls).partition(":")[0])
 
 
 def own_code(config: Any) -> Code | None:

@@ -77,10 +77,10 @@ class Axis:
         return f"{self.field}={values}"
 
 
-def parse_axes(texts: Sequence[str]) -> list[Axis]:
-    """Parse what --over was given, once for each field. Raises `UserError`."""
+def parse_axes(texts: Sequence[str], experiment: Experiment | None = None) -> list[Axis]:
+    """Parse what --over was given, once for each field. Raises `UserError`. experiment: whose classes have the fields."""
     axes: dict[str, Axis] = {}
-    for axis in map(parse_axis, texts):
+    for axis in (parse_axis(text, experiment) for text in texts):
         if axis.field in axes:
             raise UserError(f"--over has {axis.field} twice: give each field once")
         axes[axis.field] = axis
@@ -89,11 +89,12 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
     return list(axes.values())
 
 
-def parse_axis(text: str) -> Axis:
-    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`."""
+def parse_axis(text: str, experiment: Experiment | None = None) -> Axis:
+    """Parse `FIELD=LOW..HIGH` or `FIELD=A,B,C`, a field with - or _. Raises `UserError`. experiment: see `parse_axes`."""
     name, _, values = text.partition("=")
     field = name.replace("-", "_")
     sections = {section: kind for section, kind in field_hints(Experiment).items() if dataclasses.is_dataclass(kind)}
+    sections |= {section: type(getattr(experiment, section)) for section in sections if experiment is not None}
     hints = {f"{section}.{x}": hint for section, kind in sections.items() for x, hint in field_hints(kind).items()}
     try:
         if not name or not values:
@@ -294,7 +295,7 @@ def sweep(
     Raises:
         UserError: a point is not a valid experiment, the directory has another sweep, or all runs diverged.
     """
-    axes = parse_axes(over)
+    axes = parse_axes(over, experiment)
     points = draw_points(axes, trials, seed)
     all_trials = alive = [Trial(trial=n, point=point) for n, point in enumerate(points, 1)]
     rounds = plan_rounds(experiment, len(points), seeds)
