@@ -115,7 +115,7 @@ class GPT(nn.Module):
     def run_blocks(self, x_BTD: jax.Array, run_block: Callable[..., jax.Array], tokens_BT: jax.Array) -> jax.Array:
         """Run the blocks `h` in turn. A subclass may connect them otherwise.
 
-        run_block: (block, x_BTD, **more) -> x_BTD, where `more` are further arguments of the block.
+        run_block: `(block, x_BTD, **more) -> x_BTD`, where `more` are further arguments of the block.
         """
         if self.config.scan_layers:
             x_BTD, _ = nn.scan(

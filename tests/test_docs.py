@@ -97,7 +97,11 @@ def run_program(argv, cwd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.stem != "extending"],  # see test_extending.py
+    ids=lambda page: page.stem,
+)
 def test_the_python_runs(page, directory):
     for code in blocks(page, "python"):
         done = run_command("-c", code, cwd=directory)
@@ -125,6 +129,13 @@ def test_links_within_the_repository_resolve():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
             link = "".join(target)
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
+
+
+def test_the_zoo_has_a_row_for_every_page():
+    rows = set(re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "zoo.md").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    files = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "experiments" / "zoo").glob("*.py")}
+    pages = {name for name, text in files.items() if re.search("^variants = ", text, flags=re.MULTILINE)}
+    assert pages <= rows, f"no row for {', '.join(sorted(pages - rows))}"
 
 
 def imports_at_the_top(tree):

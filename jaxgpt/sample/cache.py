@@ -4,7 +4,7 @@ Each row of the batch is a ring of S columns: the token at position p lies in co
 What a query attends to follows from its position alone, so that columns without a token of this sequence need neither
 zeros nor a mask of their own.
 
-A module of a user's own that mixes tokens may have a cache of its own, by two methods, which `__call__` must agree with:
+A module of a user's own that mixes tokens may have a cache of its own, by two methods, which `__call__` must agree with::
 
     init_cache(batch, columns, dtype) -> a tree of zeros with the leading axis `batch`, from the module's fields alone
     decode(x_BTD, positions_BT, cache, *, valid_BT) -> (x_BTD, cache)
