@@ -7,7 +7,7 @@ Change      Each extra head is a block on top of all others, whose output goes t
             matrix, and predicts the token after the next, the one after that, and so on. Their losses are added, times
             `weight`. Validation and sampling leave the heads out, so the model is the baseline with a head more in
             training: 49,312 parameters, and about a quarter of the time. In the paper the heads take blocks from the
-            trunk. Left out: speculative decoding by the heads, and their turns in memory, which no small V needs.
+            trunk. Left out: speculative decoding by the heads, and running them in turn to save the logits' memory.
 Command     jaxgpt study experiments/zoo/multi_token_prediction.py
 Expected    Worse by 0.01 or more at equal tokens: the paper finds that models below 1B parameters lose, nanochat too.
 Result      not run yet
