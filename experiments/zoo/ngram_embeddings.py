@@ -2,7 +2,7 @@
 
 Question    A table of bigrams is a language model that costs a gather. Does it help a Transformer of the same time?
 Reference   modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt, "bigram hash embedding" of 2026-01-19;
-            Roy et al. 2022, arXiv:2207.06366, "N-Grammer"; DeepSeek's Engram, arXiv:2601.07372, has them in later layers.
+            Roy et al. 2022, arXiv:2207.06366, "N-Grammer"; https://github.com/deepseek-ai/Engram has them in later layers.
 Change      For each order from 2 to `max_order` a table of its own, from zeros, whose row is added to the embedding. The
             row is the n-gram's number in base V where all of them fit into `most_rows`, else a hash that the collisions
             share. At 65 characters the 4,225 bigrams are exact: 270,400 parameters beside the baseline's 205,632, which

@@ -6,7 +6,7 @@ Change      Three layers of four are `gated_deltanet.py`, each fourth attends, a
             output is multiplied by sigmoid(W x) before its projection. The table below names where each tensor goes;
             transformers packs q, k, v and gate, and b and a, key head by key head. Left out: its block for multi-token
             prediction, MLPs without experts in some layers, scaled rotations.
-Command     python experiments/zoo/qwen3_next.py MODEL RUN_DIR imports a model. Without arguments it trains a small one.
+Command     python experiments/zoo/qwen3_next.py MODEL RUN_DIR imports a model. Without, it trains a small one, with many more parameters than the baseline.
 Expected    Logits equal to transformers' to 1e-4 in float32.
 Result      not run yet
 Verdict     not run yet
