@@ -13,7 +13,7 @@ Change      Neurons are the columns of a kernel [inputs, outputs], the rows of t
             rate        0.005   0.007   0.01    0.014   0.02    0.04
             Muon        1.9739     -    1.9400  1.9456  1.9537  1.9867
             NorMuon     1.9792     -    1.9412  1.9434  1.9416  1.9793
-            So 0.01 is best for both, and the shelf's 0.02 is not Muon's best rate: Muon at 0.01 is a variant, too. After
+            So 0.01 is best for both, and the shelf's 0.02 is not Muon's best: Muon at 0.01 is a variant, too. After
             400 steps Muon has 1.8383 at 0.02 and 1.8273 at 0.01, NorMuon 1.8105 at 0.01.
 Command     jaxgpt study experiments/zoo/normuon.py
 Expected    Better than Muon at 0.01 by 0.01.

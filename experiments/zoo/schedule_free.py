@@ -43,7 +43,7 @@ class ScheduleFreeConfig(OptimConfig):
         super().__post_init__()
         if self.schedule != "constant" or not self.beta1:
             raise UserError(
-                f"schedule={self.schedule}, beta1={self.beta1}: schedule-free AdamW needs constant, and beta1 more than 0"
+                f"schedule={self.schedule}, beta1={self.beta1}: schedule-free needs constant, and beta1 more than 0"
             )
 
     def make_optimizer(self, steps: int, *, model: GPTConfig) -> optax.GradientTransformation:
