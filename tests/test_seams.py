@@ -1,6 +1,8 @@
 """Architectures of a user's own: a subclass of GPTConfig that overrides one `make_` method. And the plain `generate`."""
 
 import dataclasses
+import functools
+import itertools
 
 import chex
 import jax
@@ -12,9 +14,14 @@ from flax import linen as nn
 import jaxgpt
 from jaxgpt import plain_generate
 from jaxgpt.batch import Batch
-from jaxgpt.config import GPTConfig, OptimConfig
+from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, TrainConfig
+from jaxgpt.errors import UserError
+from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.layers.attention import Attention
 from jaxgpt.loss import make_loss
 from jaxgpt.optim import make_optimizer
+from jaxgpt.parallel.trainer import make_trainer
+from jaxgpt.sample.cache import can_cache, find_mixers
 from jaxgpt.train import init_state
 from tests.helpers import FLOAT32_REORDERED, TINY, apply, make_model, stack_layers, tokens_BT
 
@@ -107,6 +114,130 @@ def test_an_attention_without_keys_and_values_is_sampled_by_computing_again(capl
     drawn = jaxgpt.generate(model, params, prompts, key=jax.random.key(0), max_new_tokens=5, sampling=greedy)
     assert drawn.tokens[0] == found[0, 3:].tolist()
     assert "DistanceConfig: each token computes its context again" in caplog.text
+
+
+class Shift(nn.Module):
+    """An MLP that also reads the token before, which a cache of keys and values does not hold."""
+
+    @nn.compact
+    def __call__(self, x_BTD, *, train=False):
+        self.sow("losses", "size", jnp.square(x_BTD).mean())
+        self.sow("metrics", "mean", x_BTD.mean())
+        return nn.Dense(x_BTD.shape[-1])(jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1] + x_BTD)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShiftConfig(GPTConfig):
+    def make_mlp(self, layer, compute):
+        return Shift()
+
+
+class Halved(Attention):
+    """An attention that jaxgpt's cache would compute as its own."""
+
+    def attend(self, q_BTNH, k_BSKH, v_BSKH, **more):
+        return 0.5 * super().attend(q_BTNH, k_BSKH, v_BSKH, **more)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HalvedConfig(GPTConfig):
+    def make_attention(self, layer, compute):
+        return Halved(n_embd=self.n_embd, n_head=self.n_head)
+
+
+def test_cached_decoding_of_an_own_piece_is_compared_first(caplog):
+    """A module that mixes tokens where nothing is cached is found, and each token computes its context again."""
+    model, params = make_model(ShiftConfig(**dataclasses.asdict(TINY)))
+    assert not can_cache(model, params) and "ShiftConfig: each token computes its context again" in caplog.text
+    other, params = make_model(ExpertConfig(**dataclasses.asdict(TINY)))
+    assert can_cache(other, params)
+
+
+def test_an_attention_with_another_attend_has_no_keys_and_values():
+    model, params = make_model(HalvedConfig(**dataclasses.asdict(TINY)))
+    assert find_mixers(model) == [] and not can_cache(model, params)
+
+
+def test_a_decode_that_differs_is_named():
+    class Wrong(Shift):
+        def init_cache(self, batch, columns, dtype):
+            return jnp.zeros((batch, 1))
+
+        def decode(self, x_BTD, positions_BT, cache, *, valid_BT):
+            return x_BTD, cache
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class WrongConfig(GPTConfig):
+        def make_mlp(self, layer, compute):
+            return Wrong()
+
+    model, params = make_model(WrongConfig(**dataclasses.asdict(TINY)))
+    with pytest.raises(UserError, match="WrongConfig: cached decoding by Wrong.decode differs .* repair `decode`"):
+        can_cache(model, params)
+
+
+def test_what_is_sown_counts_in_training_alone():
+    """Losses are summed over the modules that sow them, and metrics averaged; scanned or not, with a head loss or not."""
+    config = ShiftConfig(**dataclasses.asdict(TINY))
+    model, params = make_model(config)
+    tokens, key = tokens_BT(config), jax.random.key(0)
+    batch = Batch(inputs_BT=tokens, targets_BT=jnp.roll(tokens, -1, axis=1))
+    plain, count, nothing = jax.jit(lambda p: make_loss(model)(p, batch, None))(params)
+    nats, _, metrics = jax.jit(lambda p: make_loss(model)(p, batch, key))(params)
+    _, sown = jax.jit(lambda p: model.apply({"params": p}, tokens, mutable=["losses", "metrics"]))(params)
+    sizes, means = (
+        [sown[kind][f"h_{i}"]["mlp"][name][0] for i in range(2)]
+        for kind, name in (("losses", "size"), ("metrics", "mean"))
+    )
+    assert not nothing and metrics.keys() == {"size", "mean"}
+    np.testing.assert_allclose(nats, plain + count * sum(sizes), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(metrics["size"], count * sum(sizes), **FLOAT32_REORDERED)
+    np.testing.assert_allclose(metrics["mean"], count * sum(means) / 2, **FLOAT32_REORDERED)
+    stacked = dataclasses.replace(config, scan_layers=True).make_model()
+    head_loss = functools.partial(chunked_next_token_loss, chunk=4)
+    for other, weights, how in ((stacked, stack_layers(params, 2), None), (model, params, head_loss)):
+        found, _, more = jax.jit(lambda p, other=other, how=how: make_loss(other, head_loss=how)(p, batch, key))(
+            weights
+        )
+        np.testing.assert_allclose(found, nats, **FLOAT32_REORDERED)
+        chex.assert_trees_all_close(more, metrics, **FLOAT32_REORDERED)
+
+
+def test_muon_takes_matrices_in_blocks_by_their_label():
+    """Of any name and rank, with or without scan; and a configuration may know better."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Labelled(ExpertConfig):
+        def label_parameter(self, path, shape):
+            return "vector" if path[-1] == "up" else super().label_parameter(path, shape)
+
+    for kind, scan_layers in itertools.product((ExpertConfig, Labelled), (False, True)):
+        config = kind(**dataclasses.asdict(dataclasses.replace(TINY, scan_layers=scan_layers)))
+        params = config.make_model().shapes()
+        state = jax.eval_shape(OptimConfig(name="muon").make_optimizer(10, model=config).init, params)
+        moments = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state) if "'adamw'" in str(path)}
+        ends = {"up": "['up']", "router": "['router']['kernel']", "wte": "['embedding']", "ln_f": "['ln_f']['scale']"}
+        by_adam = {name for name, end in ends.items() if any(moment.endswith(end) for moment in moments)}
+        assert by_adam == {"wte", "ln_f"} | ({"up"} if kind is Labelled else set())
+
+    class Misspelt(GPTConfig):
+        def label_parameter(self, path, shape):
+            return "muon"
+
+    with pytest.raises(UserError, match="label_parameter says 'muon' of .*: needs one of matrix, table, vector"):
+        jax.eval_shape(OptimConfig().make_optimizer(10, model=Misspelt()).init, TINY.make_model().shapes())
+
+
+def test_an_adapter_that_nothing_adds_is_refused():
+    """A linen Dense of the user's own has a kernel, but only jaxgpt's own multiplies by an adapter."""
+    model = ExpertConfig(**dataclasses.asdict(TINY), n_expert=4)
+    experiment = Experiment(
+        name="x", model=model, lora=LoraConfig(rank=1, targets=("router",)), train=TrainConfig(init_from="x")
+    )
+    with pytest.raises(
+        UserError, match="lora.targets has h_0/mlp/router: only jaxgpt.layers.linear.Dense adds adapters"
+    ):
+        make_trainer(experiment)
 
 
 def test_the_plain_generate_is_the_engine_without_a_cache():

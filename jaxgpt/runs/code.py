@@ -161,7 +161,7 @@ def run_source(module: types.ModuleType, raw: bytes, file: str, tag: str) -> Non
     """Run source in a module, which from now on is in `sys.modules` under its name and the tag."""
     module.__name__ = f"{module.__name__.partition('@')[0]}{tag}"
     sys.modules[module.__name__] = module
-    exec(compile(decode_source(raw), file, "exec"), vars(module))
+    exec(compile(decode_source(raw), file, "exec", dont_inherit=True), vars(module))
 
 
 @contextlib.contextmanager
@@ -336,17 +336,35 @@ def find_class(
 
 
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
-    """Raise `UserError` unless the classes of an experiment are made of the code that a run was trained with."""
+    """Raise `UserError` unless the classes of an experiment are made of the code that a run was trained with.
+
+    Comments, docstrings and the values of `experiment` may differ: the configuration is compared on its own.
+    """
     code = own_code(experiment)
     if code is None or digests is None:
         return
-    changed = [name for name, digest in code.digests.items() if digests.get(name) != digest]
-    if changed:
-        before, now = digests.get(changed[0], "absent")[:12], code.digests[changed[0]][:12]
-        raise UserError(
-            f"{changed[0]} has changed since {directory} was trained with it (SHA-256 {before} -> {now}): restore it, name "
-            "another --run-dir, or continue with the run's own copy by --trust-code (trust_code=True)"
-        )
+    kept = read_code(directory).files
+    for name, digest in code.digests.items():
+        if digests.get(name) != digest and _program(kept.get(name, b"")) != _program(code.files[name]):
+            raise UserError(
+                f"{name} has changed since {directory} was trained with it (SHA-256 {digests.get(name, 'absent')[:12]} -> "
+                f"{digest[:12]}): restore it, name another --run-dir, or continue with the run's own copy by --trust-code "
+                "(trust_code=True)"
+            )
+
+
+def _program(raw: bytes) -> str:
+    """Return what a file defines, without comments, docstrings and experiments."""
+    tree = ast.parse(raw)
+    values = {"experiment", "variants"}
+    tree.body = [
+        x for x in tree.body if not (isinstance(x, ast.Assign) and {ast.unparse(t) for t in x.targets} <= values)
+    ]
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]  # type: ignore[missing-attribute]
+    return ast.dump(tree)
 
 
 def _subclasses(base: type) -> Iterator[type]:

@@ -258,7 +258,8 @@ def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
         if kind is None:
             return call(*args, **kwargs)
         found.append((context.module.clone(parent=None), ()) if kind == "own" else (None, args[1].shape))
-        inside, out = True, call(*args, **kwargs)
+        inside = True  # what it calls is part of it
+        out = call(*args, **kwargs)
         inside = False
         return out
 

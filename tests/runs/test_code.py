@@ -192,6 +192,15 @@ def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, t
     assert [sys.modules[f"power@{tag}"].up(1) for tag in tags] == [1, 2]
 
 
+def test_comments_and_the_experiment_of_a_file_may_change(trained, text, cache, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(trained[1], directory)
+    other = write(tmp_path / "lab", text)
+    other.write_text('"""Another docstring."""\n' + other.read_text().replace("steps=2,", "steps=3,") + "# a comment\n")
+    (other.parent / "power.py").write_text('def up(x):\n    """Say more."""\n    return x  # nothing\n')
+    assert jaxgpt.fit(load_experiment(str(other)), directory, progress=False, extend=True).step == 3
+
+
 def test_another_process_uses_the_run_and_its_options(trained, cache, tmp_path):
     file, directory = trained
     done = run_command(

@@ -1,0 +1,38 @@
+"""Attend to a cache whose column is the position: what the attention pages of this shelf share.
+
+A column after a query's position may hold anything, padding or an older sequence: it is not read before its own token
+is written there. So there is nothing to reset, and `valid_BT` is not needed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def write(cache_BS: jax.Array, new_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Return the cache with new tokens in their columns. Both arrays may have more axes. A column past S is dropped."""
+    rows_B1 = jnp.arange(cache_BS.shape[0])[:, None]
+    return cache_BS.at[rows_B1, positions_BT].set(new_BT.astype(cache_BS.dtype), mode="drop")
+
+
+def causal_softmax(scores_BNTS: jax.Array, positions_BT: jax.Array, window: int | None = None) -> jax.Array:
+    """Return attention weights over the columns up to each query's position, at most `window` of them, in float32."""
+    behind_BTS = positions_BT[:, :, None] - jnp.arange(scores_BNTS.shape[-1])[None, None]
+    visible_BTS = (behind_BTS >= 0) & (behind_BTS < (scores_BNTS.shape[-1] if window is None else window))
+    return jax.nn.softmax(jnp.where(visible_BTS[:, None], scores_BNTS, jnp.finfo(jnp.float32).min), axis=-1)
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """Return the weighted values of a cache, out_BTNH. Each key/value head serves N // K query heads."""
+    G = q_BTNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2).astype(q_BTNH.dtype) for x in (k_BSKH, v_BSKH))
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH, preferred_element_type=jnp.float32) * scale
+    weights_BNTS = causal_softmax(scores_BNTS, positions_BT, window)
+    return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS.astype(v_BSNH.dtype), v_BSNH)

@@ -1,0 +1,92 @@
+"""Smear: each token's embedding takes in a gated share of the previous token's.
+
+Question    A head that attends to the previous token is one of the first things that a model learns. Is it worth having
+            from the start, for a few parameters?
+Reference   modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt, "smear" in train_gpt.py since September 2025.
+Change      The embedding x_t becomes x_t + scale sigmoid(w x_t[:12]) x_(t-1), with one learned scale, 0 at first, and a
+            gate w that reads the first 12 elements. The first token of a document has no previous one. Both are 13
+            parameters more than the baseline's. modded-nanogpt norms the embedding first, which is left out.
+            A module that has `decode` computes it, with the last embedding as its cache, so that sampling is cached.
+Command     jaxgpt study experiments/zoo/smear.py
+Expected    Better by about 0.01 to 0.02 at equal tokens, at no visible cost in time.
+Result      not run yet
+Verdict     not run yet
+"""
+
+import dataclasses
+
+import base
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import jaxgpt
+from jaxgpt.config.validate import Size
+from jaxgpt.layers.block import Compute
+from jaxgpt.layers.linear import Dense
+
+
+def add_previous(x_BTD: jax.Array, before_B1D: jax.Array, share_BT1: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Return x_t + share_t x_(t-1), except where a document begins. before: the x of the token before the first."""
+    previous_BTD = jnp.concatenate([before_B1D, x_BTD[:, :-1]], axis=1)
+    return x_BTD + jnp.where(positions_BT[..., None] > 0, share_BT1 * previous_BTD, 0)
+
+
+class Smear(nn.Module):
+    """x_BTD -> x_BTD, with a gated share of the token before."""
+
+    width: int  # D
+    gate_width: int
+    dtype: jax.typing.DTypeLike = jnp.float32
+
+    def setup(self) -> None:
+        self.gate = Dense(1, use_bias=False, kernel_init=nn.initializers.zeros, dtype=self.dtype)
+        self.scale = self.param("scale", nn.initializers.zeros, ())
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Smear whole documents."""
+        valid_BT = jnp.ones(x_BTD.shape[:2], bool)
+        return self.decode(x_BTD, positions_BT, self.init_cache(len(x_BTD), 0, x_BTD.dtype), valid_BT=valid_BT)[0]
+
+    @nn.nowrap
+    def init_cache(self, batch: int, columns: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Return the last embedding of each row, in the model's dtype: it is too small to be worth 8 bits."""
+        return jnp.zeros((batch, 1, self.width), self.dtype)
+
+    def decode(self, x_BTD, positions_BT, cache, *, valid_BT):
+        """Return (x_BTD of the next tokens, the embedding of the last valid one)."""
+        share_BT1 = self.scale.astype(self.dtype) * nn.sigmoid(self.gate(x_BTD[..., : self.gate_width]))
+        out_BTD = add_previous(x_BTD, cache, share_BT1, jnp.broadcast_to(positions_BT, x_BTD.shape[:2]))
+        last_B11 = valid_BT.sum(axis=1)[:, None, None]  # 0: none is valid, and the cache stays
+        return out_BTD, jnp.take_along_axis(jnp.concatenate([cache, x_BTD], axis=1), last_B11, axis=1)
+
+
+class SmearGPT(jaxgpt.GPT):
+    """A GPT with smeared embeddings."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.smear = Smear(self.config.n_embd, min(self.config.gate_width, self.config.n_embd), self.dtype)
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, train: bool = False) -> jax.Array:
+        """Embed tokens, then smear."""
+        return self.sharding.constrain(self.smear(super().embed(tokens_BT, positions_BT, train), positions_BT))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmearConfig(jaxgpt.GPTConfig):
+    """A GPT whose embeddings are smeared."""
+
+    gate_width: Size = 12  # elements of the embedding that the gate reads, from the first on; at most all
+
+    def make_model(self, compute: Compute | None = None) -> SmearGPT:
+        return SmearGPT(self, *(compute or Compute()))
+
+
+experiment = dataclasses.replace(
+    base.experiment, name="zoo-smear", model=SmearConfig(**dataclasses.asdict(base.experiment.model))
+)
+variants = {"baseline": base.experiment, "smear": experiment}
+
+if __name__ == "__main__":
+    jaxgpt.run_experiment(experiment)

@@ -1,0 +1,82 @@
+"""experiments/zoo/alibi.py: the bias as it is defined, causality, cached decoding, options."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.layers.block import Compute
+from tests.helpers import FLOAT32_REORDERED, TINY
+from tests.zoo.decoding import ZOO, check_causal, check_decoding
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ZOO))
+    alibi = importlib.import_module("alibi")
+
+CONFIG = alibi.ALiBiConfig(
+    **dataclasses.asdict(TINY) | dict(position="none", n_embd=24, n_head=4, n_kv_head=2, qk_norm=True, block_size=16)
+)
+
+
+@pytest.mark.parametrize("n_head", [2, 8, 16])
+def test_slopes_are_those_of_bloom(n_head):
+    torch, bloom = pytest.importorskip("torch"), pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    bias_N1S = bloom.build_alibi_tensor(torch.ones(1, 4), n_head, torch.float32).numpy()
+    np.testing.assert_allclose(alibi.alibi_slopes(n_head)[:, None] * jnp.arange(4)[None], bias_N1S[:, 0], rtol=1e-6)
+
+
+def test_scores_have_the_bias():
+    """Against the definition, with positions that restart in a second document and exceed 256."""
+    q_BTNH = jax.random.normal(jax.random.key(0), (1, 6, 4, 3))
+    k_BSKH = jax.random.normal(jax.random.key(1), (1, 6, 4, 3))
+    positions_T = np.array([300, 301, 302, 0, 1, 2])
+    extended = alibi.extend_queries(q_BTNH, 0.5), alibi.extend_keys(k_BSKH, jnp.asarray(positions_T)[None])
+    scores_NTS = np.einsum("TNH,SNH->NTS", *(np.asarray(x[0], np.float64) for x in extended)) * 0.5
+    expected_NTS = np.einsum("TNH,SNH->NTS", *(np.asarray(x[0], np.float64) for x in (q_BTNH, k_BSKH))) * 0.5
+    for n in range(4):
+        for t in range(6):
+            for s in range(6):
+                expected_NTS[n, t, s] -= 2.0 ** (-2.0 * (n + 1)) * (positions_T[t] - positions_T[s])
+    # Up to what all keys of a query share, which softmax ignores.
+    difference_NTS = scores_NTS - expected_NTS
+    np.testing.assert_allclose(difference_NTS, np.broadcast_to(difference_NTS[:, :, :1], (4, 6, 6)), atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_decoding_is_the_whole_pass(window):
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    check_decoding(config.make_attention(0, Compute()), width=24)
+
+
+def test_causal():
+    check_causal(CONFIG.make_attention(0, Compute()), width=24)
+
+
+def test_weights_are_those_of_the_output():
+    """What looks at attention patterns sees the bias too."""
+    module = CONFIG.make_attention(0, Compute())
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 5, 24))
+    params = module.init(jax.random.key(1), x_BTD)["params"]
+
+    def both(module):
+        q, k, v = module.project(x_BTD, None)
+        return module.attend(q, k, v), module.weights(q, k), v
+
+    out_BTNH, weights_BTNS, v_BSKH = module.apply({"params": params}, method=both)
+    expected = jnp.einsum("BTNS,BSNH->BTNH", weights_BTNS, jnp.repeat(v_BSKH, 2, axis=2))
+    np.testing.assert_allclose(out_BTNH, expected, **FLOAT32_REORDERED)
+
+
+def test_positions_are_refused():
+    with pytest.raises(UserError, match="position=rope"):
+        dataclasses.replace(CONFIG, position="rope")
+
+
+def test_parameters_are_the_baselines():
+    trees = [v.model for v in alibi.variants.values()]
+    shapes = [jax.tree.map(jnp.shape, dataclasses.replace(m, vocab_size=65).make_model().shapes()) for m in trees]
+    assert shapes[0] == shapes[1] == shapes[2]

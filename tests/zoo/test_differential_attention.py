@@ -1,0 +1,111 @@
+"""experiments/zoo/differential_attention.py: against transformers' DiffLlama, and loops; causality, cached decoding."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.errors import UserError
+from jaxgpt.layers.block import Compute
+from tests.helpers import TINY
+from tests.zoo.decoding import ZOO, check_causal, check_decoding
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ZOO))
+    page = importlib.import_module("differential_attention")
+
+CONFIG = page.DifferentialConfig(
+    **dataclasses.asdict(TINY) | dict(position="rope", norm="rmsnorm", bias=False, n_embd=24, n_head=4)
+)
+
+
+def make(config, layer):
+    module = config.make_attention(layer, Compute())
+    x_BTD = jax.random.normal(jax.random.key(0), (1, 6, 24))
+    params = module.init(jax.random.key(1), x_BTD)["params"]
+    params = jax.tree.map(lambda p: p + 0.4 * jax.random.normal(jax.random.key(p.size), p.shape), params)
+    return module, params, x_BTD
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_output_is_as_defined(layer):
+    """Against loops in float64 over equations 1 to 3, without positions and in two documents."""
+    module, params, x_BTD = make(dataclasses.replace(CONFIG, position="none"), layer)
+    segments_T = np.array([1, 1, 1, 1, 2, 2])
+    found = module.apply({"params": params}, x_BTD, segments_BT=jnp.asarray(segments_T)[None])[0]
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    first = 0.8 - 0.6 * np.exp(-0.3 * layer)  # the paper counts layers from 1, and subtracts 1
+    lambda_ = np.exp(p["lambda_q1"] @ p["lambda_k1"]) - np.exp(p["lambda_q2"] @ p["lambda_k2"]) + first
+    q, k, v = (np.asarray(x_BTD[0], np.float64) @ p[name]["kernel"] for name in "qkv")
+    for t in range(6):
+        seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
+        pairs = []
+        for i in range(2):
+            out_X = 0
+            for half, factor in ((0, 1.0), (1, -lambda_)):
+                head = slice(12 * i + 6 * half, 12 * i + 6 * half + 6)
+                weights = np.exp([q[t, head] @ k[s, head] / np.sqrt(6) for s in seen])
+                out_X = out_X + factor * (weights / weights.sum()) @ v[seen, 12 * i : 12 * i + 12]
+            normed = out_X / np.sqrt(np.mean(out_X**2) + 1e-5) * p["pair_norm"]["scale"]
+            pairs.append((1 - first) * normed)
+        np.testing.assert_allclose(found[t], np.concatenate(pairs) @ p["c_proj"]["kernel"], rtol=1e-4, atol=1e-4)
+
+
+def test_output_is_that_of_transformers():
+    torch, theirs = (
+        pytest.importorskip("torch"),
+        pytest.importorskip("transformers.models.diffllama.modeling_diffllama"),
+    )
+    module, params, x_BTD = make(CONFIG, 2)
+    params["pair_norm"]["scale"] = jnp.ones(12)  # they have none
+    config = theirs.DiffLlamaConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-5, attn_implementation="eager"
+    )
+    attention = theirs.DiffLlamaAttention(config, 2)
+    of_theirs = np.array([0, 2, 1, 3])  # our head 2i is theirs i, and 2i + 1 is i + N / 2
+
+    def reorder(kernel):  # [D, N H] -> [N H, D] in their order of heads
+        heads = np.empty((4, 6, 24), np.float32)
+        heads[of_theirs] = np.asarray(kernel).T.reshape(4, 6, 24)
+        return torch.from_numpy(heads.reshape(24, 24))
+
+    with torch.no_grad():
+        for name in "qkv":
+            getattr(attention, f"{name}_proj").weight.copy_(reorder(params[name]["kernel"]))
+        attention.o_proj.weight.copy_(torch.from_numpy(np.array(params["c_proj"]["kernel"]).T))
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            getattr(attention, name).copy_(torch.from_numpy(np.array(params[name])))
+        x = torch.from_numpy(np.array(x_BTD))
+        turns = theirs.DiffLlamaRotaryEmbedding(config)(x, torch.arange(6)[None])
+        mask = torch.full((6, 6), float("-inf")).triu(1)[None, None]
+        expected = attention(x, turns, attention_mask=mask)[0].numpy()
+    np.testing.assert_allclose(module.apply({"params": params}, x_BTD), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_decoding_is_the_whole_pass(window):
+    config = dataclasses.replace(CONFIG, sliding_window=window, qk_norm=True)
+    check_decoding(config.make_attention(1, Compute()), width=24)
+
+
+def test_causal():
+    check_causal(CONFIG.make_attention(0, Compute()), width=24)
+
+
+def test_what_it_has_not_is_refused():
+    for field in ({"n_head": 3}, {"n_kv_head": 2}, {"qk_norm_over": "heads"}):
+        with pytest.raises(UserError, match="differential attention needs an even n_head"):
+            dataclasses.replace(CONFIG, **field)
+    with pytest.raises(UserError, match="scan_layers"):
+        dataclasses.replace(CONFIG, scan_layers=True)
+
+
+def test_parameters_of_the_variants():
+    counts = [
+        sum(x.size for x in jax.tree.leaves(dataclasses.replace(v.model, vocab_size=65).make_model().shapes()))
+        for v in page.variants.values()
+    ]
+    assert counts[1] - counts[0] == 4 * 6 * 16

@@ -1,0 +1,59 @@
+"""The layers of experiments/zoo in jaxgpt's own programs: scanned, recomputed, packed, and sampled by the engine."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxgpt
+from jaxgpt import plain_generate
+from jaxgpt.batch import Batch
+from jaxgpt.loss import make_loss
+from tests.helpers import FLOAT32_REORDERED, make_model, stack_layers
+from tests.zoo.decoding import ZOO
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ZOO))
+    PAGES = {name: importlib.import_module(name) for name in ("alibi", "moe", "mla", "differential_attention")}
+
+
+def small(name):
+    model = PAGES[name].experiment.model
+    return dataclasses.replace(model, vocab_size=11, block_size=16, n_layer=2, n_head=2, n_embd=16, head_dim=8)
+
+
+@pytest.mark.parametrize("name", ["alibi", "moe", "mla"])
+def test_scanned_and_recomputed_as_a_loop(name):
+    config = small(name)
+    model, params = make_model(config)
+    scanned = dataclasses.replace(config, scan_layers=True, remat="dots").make_model()
+    tokens_BT = jax.random.randint(jax.random.key(0), (2, 10), 0, 11)
+    batch = Batch(tokens_BT, jnp.roll(tokens_BT, -1, axis=1), segments_BT=jnp.array([[1] * 6 + [2] * 4, [1] * 10]))
+
+    def total(model, params):
+        nats, count, metrics = make_loss(model)(params, batch, jax.random.key(1))
+        return nats / count, metrics
+
+    (found, sown), (expected, also_sown) = (
+        jax.jit(total, static_argnums=0)(*each) for each in ((scanned, stack_layers(params, 2)), (model, params))
+    )
+    np.testing.assert_allclose(found, expected, **FLOAT32_REORDERED)
+    assert sown.keys() == also_sown.keys() and ("balance" in sown) == (name == "moe")
+    for metric in sown:
+        np.testing.assert_allclose(sown[metric], also_sown[metric], **FLOAT32_REORDERED)
+
+
+# An attention that is jaxgpt's but for its cache, and one of its own; the others by `-m slow`.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("alibi", "mla") else pytest.mark.slow) for name in PAGES]
+)
+def test_the_engine_draws_what_the_whole_pass_does(name):
+    model, params = make_model(small(name))
+    prompt, key = [1, 2, 3, 4, 5], jax.random.key(0)
+    expected = plain_generate.generate(model, params, jnp.asarray([prompt]), key, max_new_tokens=6, temperature=0.0)
+    greedy = jaxgpt.Sampling(greedy=True)
+    drawn = jaxgpt.generate(model, params, [[7], prompt], key=key, max_new_tokens=6, sampling=greedy)
+    assert drawn.tokens[1] == expected[0, 5:].tolist()

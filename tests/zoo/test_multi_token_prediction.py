@@ -1,0 +1,85 @@
+"""experiments/zoo/multi_token_prediction.py: which targets, which weights, validation without heads, cached decoding."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgpt.batch import Batch
+from jaxgpt.config import GPTConfig, ObjectiveConfig
+from jaxgpt.errors import UserError
+from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.optim import label_parameters
+from jaxgpt.sample.cache import can_cache
+from tests.conftest import REPOSITORY
+from tests.helpers import FLOAT32_REORDERED, TINY, make_model
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(REPOSITORY / "experiments" / "zoo"))
+    page = importlib.import_module("multi_token_prediction")
+
+CONFIG = page.FutureConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, n_future=2, norm="rmsnorm"))
+PLAIN = GPTConfig(**dataclasses.asdict(TINY) | dict(n_layer=1, norm="rmsnorm"))
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, size=(2, 9))
+BATCH = Batch(
+    jnp.asarray(TOKENS[:, :-1]),
+    jnp.asarray(TOKENS[:, 1:]),
+    jnp.array([[True] * 6 + [False, True], [True] * 8]),
+    jnp.array([[1] * 5 + [2] * 3, [1] * 8]),
+)
+
+
+def test_a_later_target_counts_if_it_is_in_the_row_and_in_the_document():
+    targets_BT, mask_BT = page.later_targets(BATCH, 2)
+    np.testing.assert_array_equal(targets_BT[:, :-2], TOKENS[:, 3:])
+    expected = [[True, True, True, False, False, True, False, False], [True] * 6 + [False] * 2]
+    np.testing.assert_array_equal(mask_BT, expected)
+    assert page.later_targets(Batch(BATCH.inputs_BT, BATCH.targets_BT), 1)[1].tolist() == [[True] * 7 + [False]] * 2
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_loss_is_the_next_token_s_plus_those_of_the_heads(chunk):
+    model, params = make_model(CONFIG)
+    head_loss = None if chunk is None else functools.partial(chunked_next_token_loss, chunk=chunk)
+    loss = jax.jit(page.FutureObjective(weight=0.5).make_loss(model, head_loss=head_loss))
+    nats, count, metrics = loss(params, BATCH, jax.random.key(0))
+
+    def mean_nats(x_BTD, targets_BT, mask_BT):
+        logits = jax.nn.log_softmax(model.apply({"params": params}, x_BTD, method="unembed"))
+        return -jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0][mask_BT].mean()
+
+    bound = model.bind({"params": params})
+    x_BTD = bound.hidden_states(BATCH.inputs_BT, segments_BT=BATCH.segments_BT)
+    expected = mean_nats(x_BTD, BATCH.targets_BT, BATCH.mask_BT)
+    stream_BTD = bound.embed(BATCH.inputs_BT, jnp.array([[0, 1, 2, 3, 4, 0, 1, 2], range(8)]))
+    positions_BT = jnp.array([[0, 1, 2, 3, 4, 0, 1, 2], range(8)])
+    for block in bound.h:
+        stream_BTD = block(stream_BTD, positions_BT, segments_BT=BATCH.segments_BT)
+    for head in range(2):
+        head_BTD = bound.ln_f(bound.h_future[head](stream_BTD, positions_BT, segments_BT=BATCH.segments_BT))
+        later = mean_nats(head_BTD, *page.later_targets(BATCH, head + 1))
+        np.testing.assert_allclose(metrics[f"future_{head + 2}"] / count, later, **FLOAT32_REORDERED)
+        expected += 0.5 * later
+    np.testing.assert_allclose(nats / count, expected, **FLOAT32_REORDERED)
+
+
+def test_validation_is_the_plain_loss_and_sampling_is_cached_without_the_heads():
+    model, params = make_model(CONFIG)
+    nats, count, metrics = page.FutureObjective().make_loss(model)(params, BATCH, None)
+    trunk = {name: value for name, value in params.items() if not name.startswith("h_future")}
+    plain = ObjectiveConfig().make_loss(PLAIN.make_model())(trunk, BATCH, None)
+    np.testing.assert_allclose(nats, plain[0], **FLOAT32_REORDERED)
+    assert count == plain[1] and not metrics
+    assert can_cache(model, params)
+
+
+def test_muon_takes_the_heads_matrices_and_other_models_are_refused():
+    _, params = make_model(CONFIG)
+    labels = label_parameters(params, CONFIG.label_parameter)
+    assert labels["h_future_1"]["mlp"]["c_fc"]["kernel"] == "matrix"
+    with pytest.raises(UserError, match="FutureConfig"):
+        page.FutureObjective().make_loss(PLAIN.make_model())
