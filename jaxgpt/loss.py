@@ -22,9 +22,7 @@ HeadLoss = Callable[..., tuple[jax.Array, jax.Array]]
 def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoothing: float = 0.0) -> LossFn:
     """Return the loss that training minimises: the next token's. It applies dropout if it is given a key.
 
-    In training, what modules sow counts too. Of the collection "losses" each scalar, in nats per target and a mean over
-    the micro-batch, is added; "metrics" is reported only. Both are reported by name: losses summed over the modules
-    that sow them, metrics averaged.
+    In training, what modules sow counts too: see `add_sown`.
 
     Args:
         model: a `GPT`, or a module with the same methods.
@@ -46,14 +44,24 @@ def make_loss(model: nn.Module, *, head_loss: HeadLoss | None = None, label_smoo
             sums = gpt.sharding.reduce_loss(functools.partial(head_loss, model, smoothing=label_smoothing))
             head = {name: params[name] for name in gpt.unembed_params}
             nats, count = sums(head, output_BTX, batch.targets_BT, batch.mask_BT)
-        auxiliary, metrics = _sum_by_name(sown.get("losses", {})), _sum_by_name(sown.get("metrics", {}))
-        for value, _ in auxiliary.values():
-            nats += count * value
-        metrics = {name: total / times for name, (total, times) in metrics.items()}
-        metrics |= {name: total for name, (total, _) in auxiliary.items()}
-        return nats, count, {name: count * value for name, value in metrics.items()}
+        nats, metrics = add_sown(nats, count, sown)
+        return nats, count, metrics
 
     return loss
+
+
+def add_sown(nats: jax.Array, count: jax.Array, sown: dict[str, Any]) -> tuple[jax.Array, Metrics]:
+    """Return (nats with the losses that modules have sown, what they report), both summed over `count` targets.
+
+    Each scalar of the collection "losses" is in nats per target, a mean over the micro-batch, and is added. Those of
+    "metrics" are only reported. By name losses are summed over the modules that sow them, and metrics are averaged.
+    """
+    auxiliary, metrics = (_sum_by_name(sown.get(collection, {})) for collection in SOWN)
+    for value, _ in auxiliary.values():
+        nats += count * value
+    means = {name: total / times for name, (total, times) in metrics.items()}
+    means |= {name: total for name, (total, _) in auxiliary.items()}
+    return nats, {name: count * value for name, value in means.items()}
 
 
 def _sum_by_name(sown: dict[str, Any]) -> dict[str, tuple[jax.Array, int]]:

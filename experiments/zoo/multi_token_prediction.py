@@ -28,7 +28,7 @@ from jaxgpt.config.validate import Count, NonNegativeFloat
 from jaxgpt.errors import UserError
 from jaxgpt.layers import Attention
 from jaxgpt.layers.block import Compute
-from jaxgpt.loss import next_token_loss
+from jaxgpt.loss import SOWN, add_sown, next_token_loss
 
 
 def later_targets(batch: Batch, ahead: int) -> tuple[jax.Array, jax.Array]:
@@ -106,12 +106,10 @@ class FutureObjective(jaxgpt.ObjectiveConfig):
             if key is None:
                 return plain(params, batch, key)
             inputs = {"segments_BT": batch.segments_BT, "train": True, "rngs": {"dropout": key}} | (batch.extras or {})
-            how = {"mutable": ("future", "losses"), "method": "hidden_states"}
+            how = {"mutable": ("future", *SOWN), "method": "hidden_states"}
             x_BTD, sown = model.apply({"params": params}, batch.inputs_BT, **inputs, **how)
             nats, count = sum_nats(params, x_BTD, batch.targets_BT, batch.mask_BT)
-            for value in jax.tree.leaves(sown.get("losses", {})):
-                nats += count * value.sum()
-            metrics = {}
+            nats, metrics = add_sown(nats, count, sown)
             for ahead, x_BTD in enumerate(sown["future"]["states"], start=1):
                 later, later_count = sum_nats(params, x_BTD, *later_targets(batch, ahead))
                 metrics[f"future_{ahead + 1}"] = later * count / jnp.maximum(later_count, 1.0)
