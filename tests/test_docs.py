@@ -131,13 +131,6 @@ def test_links_within_the_repository_resolve():
             assert "://" in link or (page.parent / link).exists() or link.startswith("lessons/"), (page.name, link)
 
 
-def test_the_zoo_has_a_row_for_every_page():
-    rows = set(re.findall(r"^\| `(\w+\.py)` \|", (DOCS / "zoo.md").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    files = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "experiments" / "zoo").glob("*.py")}
-    pages = {name for name, text in files.items() if re.search("^variants = ", text, flags=re.MULTILINE)}
-    assert pages <= rows, f"no row for {', '.join(sorted(pages - rows))}"
-
-
 def imports_at_the_top(tree):
     """Every package that a module imports when it is imported itself."""
     for node in tree.body:
