@@ -190,21 +190,21 @@ def test_only_the_command_line_prints():
 
 # The most lines of Python of each part, all of it counted. A part that shrinks takes its number down with it.
 BUDGET = {
-    "the flat files": 1_960,
-    "config": 1_020,
+    "the flat files": 2_050,
+    "config": 1_080,
     "layers": 1_100,
-    "parallel": 1_590,
+    "parallel": 1_640,
     "data": 1_910,
-    "sample": 1_850,
-    "runs": 1_530,
+    "sample": 2_060,
+    "runs": 2_060,
     "hf": 1_280,
     "gguf": 680,
-    "interventions": 860,
+    "interventions": 890,
     "serve": 1_280,
-    "cli": 1_070,
-    "tools": 3_830,
-    "all of jaxgpt": 19_910,
-    "tests": 20_160,
+    "cli": 1_050,
+    "tools": 3_860,
+    "all of jaxgpt": 20_880,
+    "tests": 23_110,
 }
 FILES = 130  # of the package
 
@@ -228,7 +228,7 @@ def test_the_house_keeps_its_budget():
 
 # The core is what these modules bring in: all of it is read in an evening, and needs jax, flax and optax alone.
 CORE = ("train", "loop", "loss", "model", "optim", "plain_generate")
-CORE_LINES = 2_160
+CORE_LINES = 2_270
 
 
 def test_the_core_is_read_in_an_evening_and_imports_little(tmp_path):
