@@ -62,7 +62,18 @@ def shared_trainers():
 
     def shared(e, devices=None, *, recorded=None):
         t = e.train
-        decides = (e.model, e.optim, e.lora, e.parallel, e.data.is_packed, t.steps, t.batch_size, t.dtype, t.attention)
+        decides = (
+            e.model,
+            e.optim,
+            e.objective,
+            e.lora,
+            e.parallel,
+            e.data.is_packed,
+            t.steps,
+            t.batch_size,
+            t.dtype,
+            t.attention,
+        )
         key = (decides, devices and tuple(devices), recorded)
         if key not in made:
             made[key] = make(e, devices, recorded=recorded)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -244,7 +243,7 @@ def _shard_params(mesh: Mesh, params: Params, config: GPTConfig) -> Any:
     axes = parameter_axes(params, config)
 
     def shard(path: tuple, x: Any, axes: P, sharding: NamedSharding) -> NamedSharding:
-        names = tuple(str(entry.key) for entry in path)
+        names = _names(path)
         if len(axes) and _divides(mesh, sharding.spec, x.shape):
             return sharding
         if len(spec := config.shard_parameter(names, x.shape, fsdp=mesh.shape["fsdp"])) > x.ndim:
@@ -265,26 +264,31 @@ def _divides(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> bool:
     return all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
 
 
-def _state_shardings(
-    mesh: Mesh, state: TrainState, config: GPTConfig, optimizer: optax.GradientTransformation
-) -> TrainState:
+def _state_shardings(mesh: Mesh, state: TrainState, config: GPTConfig) -> TrainState:
     """Return a NamedSharding for each array of a state; the optimiser's arrays are sharded like their parameters.
+
+    An optimiser's array belongs to a parameter if it has its shape, and its names one after the other in its path.
 
     `state` holds shapes; `config` is the model's.
     """
     params = _shard_params(mesh, state.params, config)
     frozen_params = None if state.frozen_params is None else _shard_params(mesh, state.frozen_params, config)
-    replicated = NamedSharding(mesh, P())
-    inner_state = optax.tree.map_params(
-        optimizer.init,
-        lambda x, sharding: x if isinstance(x, optax.MaskedNode) else sharding,
-        state.opt_state.inner_state,
-        params,
-        transform_non_params=lambda _: replicated,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # a parameter that Muon leaves to AdamW, or AdamW to Muon
-    )
+    replicated, places = NamedSharding(mesh, P()), {}
+    for (path, x), sharding in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True):
+        places[_names(path), x.shape] = sharding
+
+    def shard(path: tuple, x: Any) -> NamedSharding:
+        names = _names(path)
+        parts = ((names[start:end], x.shape) for start in range(len(names)) for end in range(start, len(names) + 1))
+        return next((places[part] for part in parts if part in places), replicated)
+
+    inner_state = jax.tree.map_with_path(shard, state.opt_state.inner_state)
     opt_state = jax.tree.map(lambda _: replicated, state.opt_state).replace(inner_state=inner_state)
     return TrainState(step=replicated, params=params, opt_state=opt_state, frozen_params=frozen_params)  # type: ignore[arg-type]
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+    return tuple(str(getattr(entry, "key", entry)) for entry in path)
 
 
 def _free_axes(mesh: Mesh) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:
