@@ -17,7 +17,9 @@ from jaxgpt.batch import Batch
 from jaxgpt.config import Experiment, GPTConfig, LoraConfig, OptimConfig, TrainConfig
 from jaxgpt.errors import UserError
 from jaxgpt.head_loss import chunked_next_token_loss
+from jaxgpt.interventions.model import place_shapes
 from jaxgpt.layers.attention import Attention
+from jaxgpt.layers.kernels.plain import plain_attention
 from jaxgpt.loss import make_loss
 from jaxgpt.optim import make_optimizer
 from jaxgpt.parallel.trainer import make_trainer
@@ -153,9 +155,22 @@ def test_cached_decoding_of_an_own_piece_is_compared_first(caplog):
     assert can_cache(other, params)
 
 
-def test_an_attention_with_another_attend_has_no_keys_and_values():
-    model, params = make_model(HalvedConfig(**dataclasses.asdict(TINY)))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelConfig(GPTConfig):
+    def make_attention(self, layer, compute):
+        return super().make_attention(layer, compute._replace(attention_fn=_halved))
+
+
+def _halved(*args, **more):
+    return 0.5 * plain_attention(*args, **more)
+
+
+@pytest.mark.parametrize("kind", [HalvedConfig, KernelConfig])
+def test_an_attention_with_another_attend_has_no_keys_and_values(kind):
+    """Nor a pattern: both are those of jaxgpt's own kernel."""
+    model, params = make_model(kind(**dataclasses.asdict(TINY)))
     assert find_mixers(model) == [] and not can_cache(model, params)
+    assert "h_0/heads" in place_shapes(model.config) and "h_0/pattern" not in place_shapes(model.config)
 
 
 def test_a_decode_that_differs_is_named():

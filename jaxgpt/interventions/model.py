@@ -24,6 +24,7 @@ from jaxgpt.layers.attention import Attention
 from jaxgpt.layers.block import Block
 from jaxgpt.layers.mlp import MLP
 from jaxgpt.model import GPT
+from jaxgpt.sample.cache import attends_as_ours
 from jaxgpt.sample.quantize import multiply_by_decode_matrix, unstack_layers
 from jaxgpt.train import Params
 
@@ -271,7 +272,7 @@ class EditedGPT(GPT):
             if (isinstance(module, GPT) and method == "embed") or (isinstance(module, Block) and method == "__call__"):
                 positions_BT = args[1]
             layer = f"{module.path[0]}/" if module.path else ""
-            is_known = type(module).attend is Attention.attend if isinstance(module, Attention) else False
+            is_known = isinstance(module, Attention) and attends_as_ours(module, self)
             if is_known and method == "attend" and f"{layer}pattern" in wanted:
                 q_BTNH, k_BSKH, v_BSKH = args
                 weights_BTNS = touch(f"{layer}pattern", module.weights(q_BTNH, k_BSKH, **kwargs))

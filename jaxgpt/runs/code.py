@@ -338,7 +338,7 @@ def find_class(
 def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, str] | None) -> None:
     """Raise `UserError` unless the classes of an experiment are made of the code that a run was trained with.
 
-    Comments, docstrings and the values of `experiment` may differ: the configuration is compared on its own.
+    Comments, docstrings, `experiment`, `variants` and `callbacks` may differ: the configuration is compared on its own.
     """
     code = own_code(experiment)
     if code is None or digests is None:
@@ -356,7 +356,7 @@ def check_same_code(experiment: Experiment, directory: Path, digests: dict[str, 
 def _program(raw: bytes) -> str:
     """Return what a file defines, without comments, docstrings and experiments."""
     tree = ast.parse(raw)
-    values = {"experiment", "variants"}
+    values = {"experiment", "variants", "callbacks"}
     tree.body = [
         x for x in tree.body if not (isinstance(x, ast.Assign) and {ast.unparse(t) for t in x.targets} <= values)
     ]

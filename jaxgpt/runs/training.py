@@ -159,6 +159,11 @@ def open_training(
         dataset = resolved.data.open_dataset(resolved.model)
     else:
         dataset = reopen_dataset(recorded, resolved.data, remedy=remedy)
+    if type(resolved.data) is not DataConfig and "tokenizer_sha256" not in dataset.fingerprint:
+        name = type(resolved.data).__name__
+        raise UserError(
+            f"{name}.open_dataset: its fingerprint needs tokenizer_sha256=fingerprint(tokenizer) of data.tokenizer"
+        )
     resolved = dataclasses.replace(resolved, model=resolve_vocab(resolved.model, dataset.tokenizer))
     with blame_own_classes(resolved):
         trainer = make_trainer(resolved, recorded=None if recorded is None else recorded.given)

@@ -186,7 +186,7 @@ class KVCache(flax.struct.PyTreeNode):
 
         def attend_to_cache(call: Callable, args: tuple[Any, ...], kwargs: dict, method: Any) -> Any:
             module = method.module
-            if (kind := _mixer(module, method.method_name)) is None:
+            if (kind := _mixer(module, method.method_name, model)) is None:
                 return call(*args, **kwargs)
             if kind != "attention":
                 x_BTD, layer = module.decode(args[0], positions_BT, self.layers[len(layers)], valid_BT=valid_BT)
@@ -239,13 +239,17 @@ class ContextCache(KVCache):
         return jnp.take_along_axis(x_BSD, positions_BT[..., None], axis=1), self.replace(layers=(tokens_B1S,))
 
 
-def _mixer(module: nn.Module, method: str) -> Literal["attention", "own"] | None:
+def _mixer(module: nn.Module, method: str, model: GPT) -> Literal["attention", "own"] | None:
     """Return how the call of a module's method is cached, if it mixes tokens in a way that can be."""
     if method == "__call__" and hasattr(type(module), "decode") and hasattr(type(module), "init_cache"):
         return "own"
-    # A subclass with another `attend` does not attend as the cache does.
-    is_ours = isinstance(module, Attention) and module.causal and type(module).attend is Attention.attend
+    is_ours = isinstance(module, Attention) and module.causal and attends_as_ours(module, model)
     return "attention" if is_ours and method == "attend" else None
+
+
+def attends_as_ours(module: Attention, model: GPT) -> bool:
+    """Return whether `attend` is jaxgpt's, by the model's kernel: not a subclass's, and not by a kernel of its own."""
+    return type(module).attend is Attention.attend and module.attention_fn == model.attention_fn
 
 
 def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
@@ -254,7 +258,7 @@ def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
 
     def note(call: Callable, args: tuple[Any, ...], kwargs: dict, context: Any) -> Any:
         nonlocal inside
-        kind = None if inside else _mixer(context.module, context.method_name)
+        kind = None if inside else _mixer(context.module, context.method_name, model)
         if kind is None:
             return call(*args, **kwargs)
         found.append((context.module.clone(parent=None), ()) if kind == "own" else (None, args[1].shape))
@@ -280,7 +284,7 @@ def make_cache(model: GPT, *, batch: int, columns: int, dtype: DTypeLike, block:
     layers = []
     for module, shape in find_mixers(model):
         if module is not None:
-            layers.append(module.init_cache(batch, columns, dtype))  # type: ignore[not-callable]
+            layers.append(module.init_cache(batch, columns, model.dtype))  # type: ignore[not-callable]
             continue
         heads = {"n_layer": 1, "n_kv_head": shape[2], "head_dim": shape[3]}
         layers += KVCache.empty(batch=batch, columns=columns, **heads, dtype=dtype).layers
