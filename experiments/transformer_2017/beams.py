@@ -14,8 +14,9 @@ from encoder_decoder import CrossCache, EncoderDecoder
 
 from jaxgpt.config.validate import check_count
 from jaxgpt.errors import UserError
+from jaxgpt.sample.cache import KVCache
 from jaxgpt.sample.quantize import apply_model
-from jaxgpt.sample.state import allocate_cache, cache_columns, next_bucket
+from jaxgpt.sample.state import cache_columns, next_bucket
 
 NEVER = -1e30  # score of an impossible target; the sum of two is still finite
 
@@ -64,7 +65,9 @@ def beam_search(
     source_BS, segments_BS = np.zeros((2, B, columns), np.int32)
     for number, source in enumerate(sources):
         source_BS[number, : len(source)], segments_BS[number, : len(source)] = source, 1
-    cache = allocate_cache(jax.tree.leaves(params)[0], model, B * W, cache_columns(model), None)
+    c = model.config.explicit()
+    heads: Any = {"n_layer": c.n_layer, "n_kv_head": c.n_kv_head, "head_dim": c.head_dim}
+    cache = KVCache.empty(batch=B * W, columns=cache_columns(model), **heads, dtype=model.dtype)
     results = jax.device_get(
         _search(model, params, cache, source_BS, segments_BS, W, start, end, length_penalty, vocab_size)
     )

@@ -267,8 +267,12 @@ def find_mixers(model: GPT) -> list[tuple[nn.Module | None, tuple[int, ...]]]:
         inside = False
         return out
 
+    def read(params: dict, tokens_BT: jax.Array) -> Any:
+        return model.apply({"params": params}, tokens_BT, method="hidden_states")
+
+    shapes = model.shapes()
     with nn.intercept_methods(note):
-        jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), jnp.int32))
+        jax.eval_shape(read, shapes, jax.ShapeDtypeStruct((1, 1), jnp.int32))
     return found
 
 
