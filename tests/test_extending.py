@@ -20,6 +20,7 @@ from jaxgpt.parallel.device import count_parameters
 from jaxgpt.runs.metrics import read_metrics
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = {
     re.match(r"# (\w+\.py)\n", code)[1]: code

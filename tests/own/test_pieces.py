@@ -31,9 +31,8 @@ from tests.helpers import run_command
 
 FILE = REPOSITORY / "tests" / "own" / "pieces.py"
 PIECES = ("layer", "attention", "distance", "optimizer", "objective", "plain")  # `plain` has data of its own, as all do
-# By default the experiment that has four at once, and the two attentions; each alone by `-m slow`.
-EVERY = [*(pytest.param(name, marks=pytest.mark.slow) for name in PIECES if name not in ("attention", "distance"))]
-EVERY += ["experiment", "attention", "distance"]
+# By default the experiment that has four at once; each alone by `-m slow`.
+EVERY = ["experiment", *(pytest.param(name, marks=pytest.mark.slow) for name in PIECES)]
 
 
 class Stopped(Exception):
