@@ -79,7 +79,7 @@ def collect(path: Path, module: str) -> Code:
         with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
             for module in _imports(ast.parse(files[name]), name):
                 top, inner = module.partition(".")[0], module.replace(".", "/")
-                if top == own or not (is_installed or _is_elsewhere(top, folder)):
+                if top == own or not (is_installed or _is_elsewhere(top)):
                     parts = module.split(".")
                     for n in range(1, len(parts) + 1):
                         package = "/".join(parts[:n])
@@ -102,17 +102,10 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _is_elsewhere(top: str, folder: Path) -> bool:
-    """Return whether a name is that of the standard library, of jaxgpt, or of a module that was imported from elsewhere."""
-    found = _folder_of(sys.modules.get(top))
-    return top == "jaxgpt" or top in sys.stdlib_module_names or (found is not None and found != folder)
-
-
-def _folder_of(module: types.ModuleType | None) -> Path | None:
-    """Return the folder in which a module or package was found; None if it has no file."""
-    folders = list(getattr(module, "__path__", []))
-    file = folders[0] if folders else getattr(module, "__file__", None)
-    return None if file is None else Path(file).resolve().parent
+def _is_elsewhere(top: str) -> bool:
+    """Return whether a name is that of jaxgpt, of the standard library, or of an installed package that was imported."""
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    return top == "jaxgpt" or top in sys.stdlib_module_names or "site-packages" in Path(file).parts
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -121,11 +114,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, code: Code, others: bool):
         """Begin. others: also files of the folder that no import statement names."""
         self.code, self.others, self.served = code, others, set[str]()
-        self.before = {name.partition(".")[0] for name in sys.modules if "@" not in name}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module of this code."""
-        if fullname.partition(".")[0] in self.before:
+        if _is_elsewhere(fullname.partition(".")[0]):
             return None
         inner = fullname.replace(".", "/")
         file, place = self.code.find(fullname), self.code.folder / inner
@@ -148,8 +140,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _has(self, place: Path) -> bool:
         return self.others and place.is_dir() and any(place.glob("*.py"))
 
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        """Return the module if another one of this code has imported it."""
+        return sys.modules.get(f"{spec.name}{self.code.tag}") if self.code.find(spec.name) else None
+
     def exec_module(self, module: types.ModuleType) -> None:
-        """Run a module's source."""
+        """Run a module's source, unless it has been run."""
+        if module.__name__.endswith(self.code.tag):
+            return
         assert module.__spec__ is not None and module.__spec__.origin is not None
         origin = Path(module.__spec__.origin)
         name = origin.relative_to(self.code.folder).as_posix()
@@ -168,6 +166,10 @@ def run_source(module: types.ModuleType, raw: bytes, file: str, tag: str) -> Non
 def _importing(code: Code, *, others: bool) -> Iterator[_Finder]:
     """Let imports find this code first. Afterwards only the names with its tag are left in `sys.modules`."""
     finder = _Finder(code, others)
+    tops = {Path(name).parts[0].removesuffix(".py") for name in code.files}
+    hidden = {name: x for name, x in sys.modules.items() if name.partition(".")[0] in tops and not _is_elsewhere(name)}
+    for name in hidden:  # modules of these names from another folder, or of another version
+        del sys.modules[name]
     search_path = list(sys.path)
     sys.meta_path.insert(0, finder)
     if others:  # whatever else Python finds beside a program
@@ -180,6 +182,7 @@ def _importing(code: Code, *, others: bool) -> Iterator[_Finder]:
         sys.path[:] = search_path
         for name in finder.served:
             sys.modules.pop(name, None)
+        sys.modules.update(hidden)
 
 
 @contextlib.contextmanager
@@ -326,7 +329,12 @@ def find_class(
     tagged = f"{module}{code.tag}"
     if tagged not in sys.modules:
         with _one_line(code.folder / file), contextlib.redirect_stdout(sys.stderr), _importing(code, others=False):
-            importlib.import_module(module)
+            if "." in module:
+                importlib.import_module(module)
+            else:
+                alone = types.ModuleType(module)
+                alone.__file__ = str(code.folder / file)
+                run_source(alone, code.files[file], alone.__file__, code.tag)
     found: Any = sys.modules[tagged]
     for part in qualified.split("."):
         found = getattr(found, part, None)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import types
 
 import pytest
 
@@ -190,6 +191,18 @@ def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, t
     assert found.step == 3
     tags = [type(c).__module__.partition("@")[2] for c in (found.experiment.model, more.model)]
     assert [sys.modules[f"power@{tag}"].up(1) for tag in tags] == [1, 2]
+
+
+def test_modules_of_the_same_names_from_elsewhere_are_not_taken(trained, cache, monkeypatch):
+    """Neither another `power` that a program has imported, nor a `mine`."""
+    here = [types.ModuleType("power"), types.ModuleType("mine")]
+    for module in here:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    forget(monkeypatch)
+    for model in (read_metadata(trained[1]).model, load_experiment(str(trained[0])).model):
+        tag = type(model).__module__.partition("@")[2]
+        assert sys.modules[f"power@{tag}"].up(1) == 1
+    assert [sys.modules["power"], sys.modules["mine"]] == here and "layer" not in sys.modules
 
 
 def test_comments_and_the_experiment_of_a_file_may_change(trained, text, cache, tmp_path):
