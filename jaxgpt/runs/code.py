@@ -69,7 +69,7 @@ def collect(path: Path, module: str) -> Code:
     """
     own, resolved = module.partition(".")[0], path.resolve()
     folder = resolved.parents[module.count(".") + (path.name == "__init__.py")]
-    is_installed = "site-packages" in folder.parts  # beside it are all other packages
+    is_installed = _is_installed(folder)  # beside it are all other packages
     files: dict[str, bytes] = {}
 
     def add(name: str, file: Path) -> None:
@@ -105,7 +105,11 @@ def _imports(tree: ast.Module, name: str) -> Iterator[str]:
 def _is_elsewhere(top: str) -> bool:
     """Return whether a name is that of jaxgpt, of the standard library, or of an installed package that was imported."""
     file = getattr(sys.modules.get(top), "__file__", None) or ""
-    return top == "jaxgpt" or top in sys.stdlib_module_names or "site-packages" in Path(file).parts
+    return top == "jaxgpt" or top in sys.stdlib_module_names or _is_installed(Path(file))
+
+
+def _is_installed(path: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
@@ -28,6 +29,7 @@ from jaxgpt.tools.xray.live import make_page
 from jaxgpt.tools.xray.xray import xray
 from tests.conftest import REPOSITORY
 from tests.helpers import run_command
+from tests.serve.live import serve
 
 FILE = REPOSITORY / "tests" / "own" / "pieces.py"
 PIECES = ("layer", "attention", "distance", "optimizer", "objective", "plain")  # `plain` has data of its own, as all do
@@ -154,6 +156,24 @@ def test_it_is_adapted(trained, tmp_path):
     adapted = fit(lora, tmp_path / "adapted", progress=False)
     assert type(adapted.model.config).__name__ == type(experiment.model).__name__
     assert len(adapted.sample("1", max_new_tokens=2)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "distance", "experiment"])
+def test_it_is_served(name, tmp_path):
+    """By another process, to three clients at once in two slots, as `sample` writes."""
+    experiment, _ = load_file(f"{FILE}:{name}")
+    run = fit(experiment, tmp_path / "run", progress=False)
+    prompts = ["1+1=", "23", "9+"]  # a server ends at the end of the context
+    with serve(run.directory, "--slots", "2") as server, ThreadPoolExecutor(3) as pool:
+
+        def ask(prompt: str) -> str:
+            body = json.dumps({"prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}).encode()
+            status, _, answer = server.send("/v1/completions", body)
+            assert status == 200, answer
+            return json.loads(answer)["choices"][0]["text"]
+
+        assert list(pool.map(ask, prompts)) == [run.sample(p, max_new_tokens=12, greedy=True) for p in prompts]
 
 
 def test_it_is_compared(tmp_path):
