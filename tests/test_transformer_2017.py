@@ -318,7 +318,7 @@ def test_a_run_is_opened_extended_and_translates(trained):
     longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=10))
     assert fit(longer, run.directory, progress=False, extend=True).step in (4, 8, 10)
     done = run_command("-m", "jaxgpt", "sample", str(run.directory), cwd=run.directory)
-    assert done.returncode == 2 and "class=encoder_decoder:EncoderDecoderConfig: it is not one of" in done.stderr
+    assert done.returncode == 2 and "an encoder-decoder needs source_BS" in done.stderr
 
 
 @pytest.mark.slow

@@ -73,7 +73,9 @@ def collect(path: Path, module: str) -> Code:
     files: dict[str, bytes] = {}
 
     def add(name: str, file: Path) -> None:
-        if name in files or not file.is_file():
+        if name in files or not (
+            file.is_file() or file == resolved
+        ):  # that one was named: what is wrong with it is told
             return
         files[name] = read_bytes(file, LARGEST_FILE)
         with contextlib.suppress(SyntaxError, ValueError):  # reported when it is run
