@@ -175,7 +175,7 @@ def test_links_and_other_files_are_no_code(trained, tmp_path):
             read_metadata(directory)
 
 
-def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, tmp_path):
+def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, tmp_path, monkeypatch):
     """The run's own copy does, if it is asked for; and both versions are there at once."""
     directory = tmp_path / "run"
     shutil.copytree(trained[1], directory)
@@ -191,6 +191,8 @@ def test_a_file_that_has_changed_does_not_go_on_silently(trained, text, cache, t
     assert found.step == 3
     tags = [type(c).__module__.partition("@")[2] for c in (found.experiment.model, more.model)]
     assert [sys.modules[f"power@{tag}"].up(1) for tag in tags] == [1, 2]
+    monkeypatch.setattr(code, "_subclasses", lambda base: iter((type(more.model),)))  # all that is imported
+    assert type(read_metadata(directory).model) is not type(more.model)
 
 
 def test_modules_of_the_same_names_from_elsewhere_are_not_taken(trained, cache, monkeypatch):
