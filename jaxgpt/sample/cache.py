@@ -305,11 +305,10 @@ def can_cache(model: GPT, params: dict) -> bool:
     """
     if not model.config.is_foreign:
         return True
-    model, params = unstack_layers(model, params)
-    name = type(model.config).__name__
     if model not in _COMPARED:
-        mixers = find_mixers(model)
-        difference = float(_compare(model, params)) if mixers else math.inf
+        name, (plain, params) = type(model.config).__name__, unstack_layers(model, params)
+        mixers = find_mixers(plain)
+        difference = float(_compare(plain, params)) if mixers else math.inf
         _COMPARED[model] = difference < TOLERANCE[jnp.dtype(model.dtype).name]
         own = sorted({type(module).__name__ for module, _ in mixers if module is not None})
         if not _COMPARED[model] and own:
