@@ -5,7 +5,7 @@ Reference   the plain recipe of modded-nanogpt's track 3 at the size of a laptop
             queries and keys, squared ReLU, zero-initialised projections; Muon for the matrices, AdamW for the rest.
 Command     jaxgpt train experiments/zoo/base.py
 Expected    a validation loss near 1.85 in less than half a minute on two CPU cores.
-Result      seed 0: 1.8273, and 1.9693 by `base.py:adamw` after 21 s, two cores of an AMD EPYC (family 25, AVX-512),
+Result      seed 0: 1.8273 after 19 s, and 1.9693 by `base.py:adamw` after 21 s, two cores of an AMD EPYC (family 25, AVX-512),
             2026-11-24.
 Verdict     none.
 """
