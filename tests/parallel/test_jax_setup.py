@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import statistics
 import warnings
 
 import jax
@@ -20,10 +21,11 @@ import jax, jax.numpy as jnp
 found["cache"], found["devices"] = jax.config.jax_compilation_cache_dir, jax.config.jax_num_cpu_devices
 step = jax.jit(lambda x: jnp.tanh(x @ x.T) @ x)  # a temporary of 100 MB
 x = jax.block_until_ready(jnp.ones((5_000, 16)))
-for _ in range(8):  # the heap settles after two or three
+found["faults"] = []
+for _ in range(16):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     jax.block_until_ready(step(x))
-found["faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    found["faults"].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(json.dumps(found))
 """
 
@@ -38,8 +40,9 @@ def test_a_process_is_set_up(tmp_path):
     assert found["collector"] == jax_setup.GC_THRESHOLD
     assert found["cache"] == str(tmp_path / "cache" / "xla") and found["devices"] == 1
     if platform.libc_ver()[0] == "glibc":
-        # Only the first thread's heap holds a block above 64 MB; mapped again, it has 24,000 pages.
-        assert found["faults"] < 1_000
+        # Only the first thread's heap holds a block above 64 MB; mapped again, it has 24,000 pages. On a busy machine
+        # a small piece may still take its place now and then, and the heap settles after one to seven steps.
+        assert statistics.median(found["faults"]) < 1_000
 
 
 @pytest.fixture
