@@ -13,8 +13,8 @@ Change      Both wrap the optimiser that jaxgpt makes of the same fields without
 Command     jaxgpt study experiments/zoo/cautious_weight_decay.py
 Expected    No difference that eight seeds can see: in 400 steps the whole decay of Muon's matrices is a factor of 0.6,
             and half of it stays. Cautious updates lose 0.01, since momentum is there to average batches.
-Result      At equal tokens cautious decay +0.0014 ± 0.0059, no decay +0.0014 ± 0.0065, cautious updates -0.0108 ±
-            0.0133, against 1.8287 (0.0053). At 15.5 s cautious decay +0.0043 ± 0.0395, no decay -0.0188 ± 0.0479,
+Result      At equal tokens cautious decay +0.0014 ± 0.0059; no decay +0.0014 ± 0.0065; cautious updates -0.0108 ±
+            0.0133, against 1.8287 (0.0053). At 15.5 s cautious decay +0.0043 ± 0.0395; no decay -0.0188 ± 0.0479;
             cautious updates -0.0173 ± 0.0753, against 1.9055 (0.0552). Eight seeds, one core of an AMD EPYC (family 25,
             AVX-512), 2026-11-25.
 Verdict     No more than noise, as expected. Nor do cautious updates lose 0.01. Other work on the machine blurred the

@@ -7,9 +7,9 @@ Change      mla.py and moe.py, and what they lack: a token's experts are those o
             V3's scores, and YaRN's wavelengths. Left out: V3's rule that moves an expert's bias by its load, its
             prediction of a second token, FP8.
 Command     python experiments/zoo/import_hf.py deepseek DIR RUN_DIR; jaxgpt study experiments/zoo/deepseek.py
-Expected    logits equal up to 1e-4, for random weights. At this size, a loss between those of mla.py and moe.py.
-Result      not run yet
-Verdict     not run yet
+Expected    Logits equal up to 1e-4, for random weights. At this size, a loss between those of mla.py and moe.py.
+Result      They are (tests/zoo/test_import_hf.py with transformers 5.24.0, 2026-11-25).
+Verdict     Imported without a change of the package. Not studied: its parts have pages of their own.
 """
 
 import dataclasses

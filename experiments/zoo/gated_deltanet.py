@@ -6,8 +6,8 @@ Change      Each head has a state S, first 0: S <- a S; S <- S + k (b (v - k S))
             a and the strength b. First a causal convolution of four tokens; q and k have length 1; output normed and gated.
 Command     jaxgpt study experiments/zoo/gated_deltanet.py
 Expected    A little behind attention at 64 characters of context, even with it if one layer attends, slower by the clock.
-Result      At equal tokens gated DeltaNet -0.0165 ± 0.0054, one layer of four attends -0.0219 ± 0.0071, against 1.8287
-            (0.0053). At 15.4 s gated DeltaNet +0.0945 ± 0.0287, one layer of four attends +0.0626 ± 0.0203, against
+Result      At equal tokens gated DeltaNet -0.0165 ± 0.0054; one layer of four attends -0.0219 ± 0.0071, against 1.8287
+            (0.0053). At 15.4 s gated DeltaNet +0.0945 ± 0.0287; one layer of four attends +0.0626 ± 0.0203, against
             1.8421 (0.0107). Eight seeds, one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
 Verdict     Better at equal tokens, which was not expected, and worse by the clock.
 """

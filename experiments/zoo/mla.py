@@ -9,8 +9,8 @@ Change      c = norm(W x) has C = kv_rank numbers. A head's key is W_k c next to
             without that norm tells both changes apart. 5% fewer parameters. Left out: biases, grouped heads, fused kernels.
 Command     jaxgpt study experiments/zoo/mla.py
 Expected    0.01 to 0.03 worse than the baseline, half of it for the missing norm.
-Result      At equal tokens no norm of keys +0.0478 ± 0.0071, mla +0.0910 ± 0.0116, against 1.8287 (0.0053). At 14.9 s
-            no norm of keys +0.0277 ± 0.0067, mla +0.0825 ± 0.0217, against 1.8624 (0.0170). Eight seeds, one core of an
+Result      At equal tokens no norm of keys +0.0478 ± 0.0071; mla +0.0910 ± 0.0116, against 1.8287 (0.0053). At 14.9 s
+            no norm of keys +0.0277 ± 0.0067; mla +0.0825 ± 0.0217, against 1.8624 (0.0170). Eight seeds, one core of an
             AMD EPYC (family 25, AVX-512), 2026-11-25.
 Verdict     Worse, by three times what was expected, and the missing norm is half of it, as expected.
 """

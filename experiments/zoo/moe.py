@@ -10,8 +10,8 @@ Change      The MLP becomes a router in float32 and `n_expert` MLPs without bias
             expert. The MLPs have 4 times the baseline's parameters. Left out: noise, experts on several devices.
 Command     jaxgpt study experiments/zoo/moe.py
 Expected    0.01 to 0.03 better at equal tokens, and worse at equal seconds.
-Result      At equal tokens moe -0.0335 ± 0.0088, no balance -0.0156 ± 0.0043, against 1.8287 (0.0053). At 15.6 s moe
-            +0.1086 ± 0.0302, no balance +0.1203 ± 0.0367, against 1.8772 (0.0582). Eight seeds, one core of an AMD EPYC
+Result      At equal tokens moe -0.0335 ± 0.0088; no balance -0.0156 ± 0.0043, against 1.8287 (0.0053). At 15.6 s moe
+            +0.1086 ± 0.0302; no balance +0.1203 ± 0.0367, against 1.8772 (0.0582). Eight seeds, one core of an AMD EPYC
             (family 25, AVX-512), 2026-11-25.
 Verdict     Better at equal tokens, worse by the clock, as expected and as at d18. Without the balance loss less is
             gained.

@@ -18,8 +18,8 @@ Change      p(x) = a x + b x^3 + c x^5 is applied to singular values that are in
             it).
 Command     jaxgpt study experiments/zoo/polar_express.py
 Expected    No difference in loss at equal rates from five iterations, and little from three, which take less time.
-Result      At equal tokens polar express +0.0043 ± 0.0083, 3 iterations -0.0013 ± 0.0071, against 1.8287 (0.0053). At
-            14.1 s polar express -0.0172 ± 0.0169, 3 iterations -0.0349 ± 0.0167, against 1.8694 (0.0100). Eight seeds,
+Result      At equal tokens polar express +0.0043 ± 0.0083; 3 iterations -0.0013 ± 0.0071, against 1.8287 (0.0053). At
+            14.1 s polar express -0.0172 ± 0.0169; 3 iterations -0.0349 ± 0.0167, against 1.8694 (0.0100). Eight seeds,
             one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
 Verdict     No difference at equal tokens, as expected and as at 124M. By the clock better, since its iterations take
             less time.

@@ -6,9 +6,9 @@ Change      Every part of its architecture but the experts is Qwen3's, which jax
             that reader, and adds the fields of `MoEConfig`. `table` has the names of all tensors.
 Command     python experiments/zoo/import_hf.py qwen3_moe DIR RUN_DIR, then jaxgpt sample RUN_DIR;
             jaxgpt train experiments/zoo/qwen3_moe.py
-Expected    logits equal to those of transformers up to 1e-4, for random weights.
-Result      not run yet
-Verdict     not run yet
+Expected    Logits equal to those of transformers up to 1e-4, for random weights.
+Result      They are (tests/zoo/test_import_hf.py with transformers 5.24.0, 2026-11-25).
+Verdict     Imported without a change of the package. Not studied: its parts have pages of their own.
 """
 
 import dataclasses

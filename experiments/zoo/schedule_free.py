@@ -15,8 +15,8 @@ Change      The wrapper is Optax's, around RMSProp with bias correction and deca
             cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/schedule_free.py
 Expected    Equal to AdamW with decay to within 0.01, and far better than AdamW with a constant rate.
-Result      At equal tokens schedule-free -0.0242 ± 0.0101, constant rate +0.0549 ± 0.0108, against 1.9798 (0.0073). At
-            13.1 s schedule-free -0.0294 ± 0.0108, constant rate +0.0435 ± 0.0113, against 1.9960 (0.0100). Eight seeds,
+Result      At equal tokens schedule-free -0.0242 ± 0.0101; constant rate +0.0549 ± 0.0108, against 1.9798 (0.0073). At
+            13.1 s schedule-free -0.0294 ± 0.0108; constant rate +0.0435 ± 0.0113, against 1.9960 (0.0100). Eight seeds,
             one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
 Verdict     Better than decay, which was not expected and is not so at 124M. A constant rate without the average is far
             worse.

@@ -15,8 +15,8 @@ Change      All matrices and tables, each side with its own basis, unless it is 
             give 2.1448, 2.1179 and 2.1158. (AMD EPYC, two cores, 2026-11-24.)
 Command     jaxgpt study experiments/zoo/soap.py
 Expected    Better than AdamW by 0.05 or more, and close to Muon. A step takes longer: the bases take most of it.
-Result      At equal tokens soap -0.1227 ± 0.0086, muon -0.1511 ± 0.0101, against 1.9798 (0.0073). At 13.4 s soap
-            -0.0136 ± 0.0165, muon -0.0953 ± 0.0220, against 2.0005 (0.0131). Eight seeds, one core of an AMD EPYC
+Result      At equal tokens soap -0.1227 ± 0.0086; muon -0.1511 ± 0.0101, against 1.9798 (0.0073). At 13.4 s soap
+            -0.0136 ± 0.0165; muon -0.0953 ± 0.0220, against 2.0005 (0.0131). Eight seeds, one core of an AMD EPYC
             (family 25, AVX-512), 2026-11-25.
 Verdict     Better than AdamW at equal tokens, by more than was expected, and behind Muon. By the clock its steps take
             that back.
