@@ -14,8 +14,9 @@ Command     jaxgpt train experiments/zoo/distillation.py:teacher --run-dir runs/
 Expected    Better by 0.02: the teacher, with nine times the parameters and three times the steps, has a validation loss
             of 1.6042 after its training (seed 0, two cores of an AMD EPYC, 2026-11-24), where the baseline has 1.8383.
             At equal seconds worse, since its forward passes take longer than the student's whole step.
-Result      not run yet
-Verdict     not run yet
+Result      At equal tokens -0.0677 ± 0.0111, against 1.8287 (0.0053). At 15.6 s +0.1394 ± 0.0183, against 1.8472
+            (0.0149). Eight seeds, one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
+Verdict     Better at equal tokens, by three times what was expected, and worse by the clock, as expected.
 """
 
 import dataclasses

@@ -11,8 +11,11 @@ Change      For each order from 2 to `max_order` a table of its own, from zeros,
             A module that has `decode` computes it, with the last tokens as its cache, so that sampling is cached.
 Command     jaxgpt study experiments/zoo/ngram_embeddings.py
 Expected    Bigrams better by 0.03 or more at equal tokens, trigrams by as much again; a few percent slower by the clock.
-Result      not run yet
-Verdict     not run yet
+Result      At equal tokens bigrams -0.0405 ± 0.0064; bigrams and trigrams -0.0964 ± 0.0093, against 1.8287 (0.0053). At
+            15.4 s bigrams -0.0425 ± 0.0134; bigrams and trigrams -0.0851 ± 0.0213, against 1.8599 (0.0199). Eight
+            seeds, one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
+Verdict     Better by tokens and by the clock, as expected. At 124M only the bigrams helped, and by less the larger the
+            model was.
 """
 
 import dataclasses
