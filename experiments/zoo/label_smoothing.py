@@ -10,8 +10,10 @@ Change      The same as jaxgpt's optim.label_smoothing, written as an objective 
             was tuned for either.
 Command     jaxgpt study experiments/zoo/label_smoothing.py
 Expected    Worse by 0.01 at 0.05, by 0.02 at 0.1: nothing is overfitted here, and probabilities are flattened.
-Result      not run yet
-Verdict     not run yet
+Result      At equal tokens smoothing 0.05 +0.0270 ± 0.0044; smoothing 0.1 +0.0611 ± 0.0077, against 1.8287 (0.0053). At
+            15.3 s smoothing 0.05 +0.0286 ± 0.0042; smoothing 0.1 +0.0648 ± 0.0097, against 1.8400 (0.0097). Eight
+            seeds, one core of an AMD EPYC (family 25, AVX-512), 2026-11-25.
+Verdict     Worse, by three times what was expected: nothing here is overfitted.
 """
 
 import dataclasses
