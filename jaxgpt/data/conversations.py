@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxgpt.config.validate import short
 from jaxgpt.data.pipeline import RowReader, Split, pick_evenly
-from jaxgpt.data.template import MARKS, ROLES, ChatTemplate, Message, Written, index_specials
+from jaxgpt.data.template import ChatTemplate, Message, Written, check_message, index_specials
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import parse_json, read_lines
@@ -35,24 +36,18 @@ def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         got = f"messages={short(messages)}" if isinstance(value, dict) and "messages" in value else short(value)
         raise UserError(f"{where}: got {got}, {SHAPE}")
-    for number, message in enumerate(messages, 1):
-        here = f"{where}: message {number}"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{here} is {short(message)}: needs a role, {', '.join(ROLES)}, and a content")
-        if message["role"] not in ROLES:
-            raise UserError(f"{here} has the role {short(message['role'])}: needs one of {', '.join(ROLES)}")
-        content = message.get("content")
-        if not isinstance(content, str):
-            raise UserError(f"{here} has the content {short(content)}: needs a text")
-        # Keys that would change what is learnt, but are not supported: tool_calls, weight, name.
-        other = [key for key, held in message.items() if key not in ("role", "content") and held is not None]
-        if other:
-            raise UserError(f"{here} has {short(other[0])}, which is not understood: leave only role and content")
-        if bad := next((c for c in content if c in MARKS or "\ud800" <= c <= "\udfff"), None):
-            raise UserError(f"{here} has U+{ord(bad):04X} in its content, which is not a character: take it out")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: none of its {len(messages)} messages is the assistant's: needs one to learn from")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
+    checked, count = [], len(messages)
+    for number, given in enumerate(messages, 1):
+        checked.append(message := check_message(given, here := f"{where}: message {number}"))
+        if (weight := given.get("weight")) is not None and message["role"] == "assistant":
+            if type(weight) not in (int, float) or weight not in (0, 1):
+                raise UserError(f"{here} has the weight {short(weight)}: needs 0, to learn nothing from it, or 1")
+            message |= {} if weight else {"weight": "0"}
+    if not any(message["role"] == "assistant" and "weight" not in message for message in checked):
+        raise UserError(
+            f"{where}: none of its {count} messages is the assistant's with a weight: needs one to learn from"
+        )
+    return checked
 
 
 def encode_all(
@@ -64,13 +59,24 @@ def encode_all(
     """
     for where, messages in read_messages(path):
         try:
-            ids, answers = tokenise(template.write(messages), tokenizer)
+            ids, answers = tokenise(_drop_unlearnt(template.write(messages), messages), tokenizer)
         except UserError as e:
             raise UserError(f"{where}: {e}") from None
         if not answers.any():
             raise UserError(f"{where}: the chat template writes no text of the assistant: give another one")
         end = np.flatnonzero(answers)[-1] + 1
         yield ids[:end], answers[:end]
+
+
+def _drop_unlearnt(written: Written, messages: Sequence[Message]) -> Written:
+    """Return what was written without the answers that have no weight."""
+    own = [message for message in messages if message["role"] == "assistant"]
+    if not any("weight" in message for message in own):
+        return written
+    if len(own) != len(written.answers):
+        raise UserError("its chat template does not mark each answer by itself: leave the weights out")
+    kept = tuple(span for span, message in zip(written.answers, own, strict=True) if "weight" not in message)
+    return dataclasses.replace(written, answers=kept)
 
 
 def encode_messages(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:

@@ -27,22 +27,50 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.config.validate import short
 from jaxgpt.data.tokenizer import Tokenizer
 from jaxgpt.errors import UserError
 from jaxgpt.files import is_there, read_bytes, read_json, write_whole
 
-Message = dict[str, str]  # "role", one of ROLES, and "content"
+# "role", one of ROLES, and "content"; "weight" is "0" for an answer from which nothing is learnt
+Message = dict[str, str]
 Span = tuple[int, int]  # [start, end) in characters
 
 ROLES = ("system", "user", "assistant")
 # Around the output of {% generation %}, and around the number of a content in its placeholder.
 OPEN, CLOSE, HOLE = MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")  # noncharacters, which contents must not contain
+NO_CHARACTER = re.compile(f"[\ud800-\udfff{''.join(MARKS)}]")
+CALLS = {"tool_calls", "function_call"}  # of an assistant's message, which are not text
 LARGEST_CONFIG = 2**24  # bytes of a tokenizer_config.json; Gemma 3's, with 6,000 added tokens, has 2**20
 ETX = "\x03"  # "end of text" among ASCII's control codes
 LONGEST_TEXT = 2**24  # characters that a template in Jinja may write
 SECONDS = 10.0  # that it may take for one conversation
 # A fixed date for templates: with the current one, the same conversations would give other tokens tomorrow.
 TODAY = datetime.date(2025, 1, 1)
+
+
+def check_message(message: Any, where: str) -> Message:
+    """Return the role and the content of a message from another program, in OpenAI's form. where: for the error.
+
+    A content may be a list of texts, and a developer is a system. `name` is ignored, and so are the other fields of an
+    assistant's answer that comes back, unless it has called a tool. Raises `UserError` for what is not text.
+    """
+    role, content = (message.get(name) for name in ("role", "content")) if isinstance(message, dict) else (None, None)
+    role = "system" if role == "developer" else role
+    if not isinstance(role, str) or role not in ROLES or "content" not in message:
+        raise UserError(f"{where} is {short(message)}: needs a role, {', '.join(ROLES)}, and a content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else content
+    if not isinstance(content, str):
+        raise UserError(f"{where} has the content {short(content)}: needs a text")
+    ignored = ("role", "content", "name", *(message.keys() - CALLS if role == "assistant" else ()))
+    if other := [name for name, held in message.items() if name not in ignored and held not in (None, [])]:
+        raise UserError(f"{where} has {short(other[0])}, which is not understood: leave only role and content")
+    if bad := NO_CHARACTER.search(content):
+        raise UserError(f"{where} has U+{ord(bad[0]):04X} in its content, which is not a character: take it out")
+    return {"role": role, "content": content}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

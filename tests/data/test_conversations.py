@@ -42,6 +42,9 @@ def message(**fields):
         ('{"messages": ["hello"]}', "message 1 is 'hello': needs a role, system, user, assistant, and a content"),
         (message(role=None), "message 3 is .* needs a role"),
         (message(tool_calls=[1]), "message 3 has 'tool_calls', which is not understood"),
+        (message(weight=0), "message 3 has 'weight', which is not understood"),
+        (message(role="assistant", weight=0.5), r"message 3 has the weight 0\.5: needs 0, .* or 1"),
+        (json.dumps(conversation("a", "b")).replace('"b"', '"b", "weight": 0'), "none of its 2 messages"),
         (message(content="\ud800"), r"message 3 has U\+D800 in its content, which is not a character"),
         (message(content="\ufdd0"), r"message 3 has U\+FDD0 in its content"),
         ('{"messages": 1, "messages": 2}', "'messages' appears twice"),
@@ -57,12 +60,27 @@ def test_bad_lines_are_named(line, said, tmp_path):
 
 def test_good_lines_are_read(tmp_path):
     path = tmp_path / "chat.jsonl"
-    other = {"id": 7, "messages": [m | {"name": None} for m in conversation("ñ", "")["messages"]]}
-    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\n{json.dumps(other)}".encode())
+    other = {"id": 7, "messages": [m | {"name": "me"} for m in conversation("ñ", "")["messages"]]}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    more = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": "c", "annotations": [], "weight": 1},
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\n{json.dumps(other)}\n{json.dumps({'messages': more})}".encode())
     assert [m for _, m in read_messages(path)] == [
         conversation("a", "b")["messages"],
         conversation("ñ", "")["messages"],
+        [{"role": "system", "content": "ab"}, {"role": "assistant", "content": "c"}],
     ]
+
+
+def test_nothing_is_learnt_from_an_answer_without_weight(tmp_path):
+    path, given = tmp_path / "chat.jsonl", conversation("a", "one", "b", "two")
+    given["messages"][1]["weight"] = 0
+    path.write_text(json.dumps(given))
+    ((ids, answers),) = encode_all(path, ByteTokenizer(), PLAIN)
+    assert bytes(ids[answers].tolist()).decode() == f"two{ETX}"
+    assert "one" in bytes(ids.tolist()).decode()
 
 
 def collect(encoded, block_size):
